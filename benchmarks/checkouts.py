@@ -1,4 +1,5 @@
-"""A contender in a process of its own, which runs the code of some checkout: today's drivers beside those of an earlier commit."""
+"""A contender in a process of its own, which runs the code of some checkout: today's drivers beside
+those of an earlier commit."""
 
 from __future__ import annotations
 
@@ -44,12 +45,21 @@ class OfCheckout:
     """
 
     def __init__(
-        self, checkout: Path, name: str, module: str, page_bytes: int, layout: str, *arguments: object, **options: object
+        self,
+        checkout: Path,
+        name: str,
+        module: str,
+        page_bytes: int,
+        layout: str,
+        *arguments: object,
+        **options: object,
     ) -> None:
         self.name = name
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment(checkout)
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment(checkout),
         )
         theirs.close()
         self._connection.send((module, page_bytes, layout, arguments, options))

@@ -1,14 +1,17 @@
-"""Copies between device and host pools against one large pinned copy of as many bytes, taking turns in one run.
+"""Copies between device and host pools against one large pinned copy of as many bytes, taking turns
+in one run.
 
     python benchmarks/device_copies.py [--device cuda]
 
-Every layout of an MHA pool, all I/O backends, both directions, pages that are adjacent in both pools and pages that are
-scattered over them: every second page of either pool, in an order of its own, so that no two lie side by side. A turn moves the same bytes once: it begins with the call and ends when the host knows that all bytes are
-there, so that enqueueing counts. Then the overlap: how long a load together with the compute of its layers takes, where each
-layer's compute waits for that layer alone, against the larger of the two.
+Every layout of an MHA pool, all I/O backends, both directions, pages that are adjacent in both
+pools and pages that are scattered over them: every second page of either pool, in an order of its
+own, so that no two lie side by side. A turn moves the same bytes once: it begins with the call and
+ends when the host knows that all bytes are there, so that enqueueing counts. Then the overlap: how
+long a load together with the compute of its layers takes, where each layer's compute waits for that
+layer alone, against the larger of the two.
 
-Every copy is checked once before it is measured. Writes results.md and results.json. `--device cpu` runs the same on the
-simulator, to see that it runs: figures without a GPU mean nothing.
+Every copy is checked once before it is measured. Writes results.md and results.json. `--device cpu`
+runs the same on the simulator, to see that it runs: figures without a GPU mean nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ GOALS = {64: 0.8, 256: 0.9, 1024: 0.9, 4096: 0.9}
 OVERLAP_GOAL = 1.1
 """Of the larger of load and compute."""
 MIN_ROUNDS, PATIENCE_SECONDS = 3, 10.0
-"""Where a turn takes long there are fewer: direct copies of scattered pages with gaps are many calls."""
+"""Where a turn takes long there are fewer: direct copies of scattered pages with gaps are many
+calls."""
 ROOM = 2
 """Pools have so many times the pages that are moved."""
 WARNING = "**No GPU: these copies ran on the simulator, and the figures mean nothing.**\n\n"
@@ -56,7 +60,8 @@ WARNING = "**No GPU: these copies ran on the simulator, and the figures mean not
 class NamedStreams:
     """A device that makes one stream of each name, whoever asks for it.
 
-    torch deals streams from a pool of 32: of hundreds, those of an engine would be the compute stream now and then.
+    torch deals streams from a pool of 32: of hundreds, those of an engine would be the compute
+    stream now and then.
     """
 
     def __init__(self, device: Device) -> None:
@@ -88,9 +93,16 @@ class Setup:
 
     def engine(self, layout: str, backend: str) -> PageTransfers:
         """A pair of pools with room for this many pages, and the engine between them."""
-        arguments = {"size": ROOM * self.pages * self.page_size, "page_size": self.page_size, "layer_num": self.layers}
+        arguments = {
+            "size": ROOM * self.pages * self.page_size,
+            "page_size": self.page_size,
+            "layer_num": self.layers,
+        }
         arguments |= {"head_num": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE}
-        pools = MHADevicePool(**arguments, device=self.place), MHAHostPool(**arguments, layout=layout)
+        pools = (
+            MHADevicePool(**arguments, device=self.place),
+            MHAHostPool(**arguments, layout=layout),
+        )
         return PageTransfers.between(self.device, self.compute, *pools, backend=backend)
 
     def synchronize(self) -> None:
@@ -105,7 +117,8 @@ def page_sizes(pages_kib: list[int], layers: int) -> dict[int, int]:
     wrong = [kib for kib in pages_kib if kib < 1 or (kib << 10) % token_bytes]
     if wrong:
         raise SystemExit(
-            f"pages of {wrong} KiB are no whole number of tokens of {token_bytes} bytes; pass other --layers or --pages"
+            f"pages of {wrong} KiB are no whole number of tokens of {token_bytes} bytes; pass "
+            f"other --layers or --pages"
         )
     return {kib: (kib << 10) // token_bytes for kib in pages_kib}
 
@@ -169,16 +182,22 @@ def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
         engine = setup.engine(layout, backend)
         device, host = (slots(setup.pages, setup.page_size, order) for _ in range(2))
         slowest = max(slowest, checked(setup, engine, device, host))
-        moves = {direction: partial(move, engine, device, host) for direction, move in ((OUT, write_back), (IN, load))}
+        moves = {
+            direction: partial(move, engine, device, host)
+            for direction, move in ((OUT, write_back), (IN, load))
+        }
         contenders.append((backend, moves))
-    for who, actions in turns(contenders, max(MIN_ROUNDS, min(rounds, int(PATIENCE_SECONDS / slowest)))):
+    for who, actions in turns(
+        contenders, max(MIN_ROUNDS, min(rounds, int(PATIENCE_SECONDS / slowest)))
+    ):
         for direction, action in actions.items():
             setup.synchronize()
             setup.results.time(f"{layout}/{order}/{setup.page_kib}", direction, who, action)
 
 
 def compute_layers(setup: Setup, seconds: float) -> Callable[[], None]:
-    """Return a function that enqueues the compute of one layer: matrix products of about that duration."""
+    """Return a function that enqueues the compute of one layer: matrix products of about that
+    duration."""
     if setup.place != "cuda":
         memory = torch.zeros(1 << 16)
         return partial(setup.compute.copy, memory, memory.clone(), "compute")
@@ -222,7 +241,11 @@ def measure_overlap(setup: Setup, layout: str, backend: str, rounds: int) -> Non
         setup.compute.synchronize()
         return True
 
-    contenders = [("load", partial(load, engine, device, host)), ("compute", compute_alone), ("both", together)]
+    contenders = [
+        ("load", partial(load, engine, device, host)),
+        ("compute", compute_alone),
+        ("both", together),
+    ]
     for who, action in turns(contenders, rounds):
         setup.synchronize()
         setup.results.time(f"{layout}/{backend}/{setup.page_kib}", "overlap", who, action)
@@ -237,13 +260,29 @@ def report(results: Results, total_bytes: dict[int, int]) -> str:
         if operation == "overlap":
             alone = max(samples.median("load"), samples.median("compute"))
             times = [f"{samples.median(who) * 1e3:.2f} ms" for who in ("load", "compute", "both")]
-            overlaps.append([layout, kind, f"{page} KiB", *times, f"{samples.median('both') / alone:.2f}", str(OVERLAP_GOAL)])
+            overlaps.append(
+                [
+                    layout,
+                    kind,
+                    f"{page} KiB",
+                    *times,
+                    f"{samples.median('both') / alone:.2f}",
+                    str(OVERLAP_GOAL),
+                ]
+            )
             continue
-        speeds = {who: f"{total_bytes[int(page)] / samples.median(who) / 1e9:.1f} GB/s" for who in (PINNED, *BACKENDS)}
-        shares = [cell for who in BACKENDS for cell in (speeds[who], f"{samples.ratio(who, PINNED):.2f}")]
+        speeds = {
+            who: f"{total_bytes[int(page)] / samples.median(who) / 1e9:.1f} GB/s"
+            for who in (PINNED, *BACKENDS)
+        }
+        shares = [
+            cell for who in BACKENDS for cell in (speeds[who], f"{samples.ratio(who, PINNED):.2f}")
+        ]
         fastest = min(BACKENDS, key=samples.median)
         goal = str(GOALS.get(int(page), "")) if layout in PAGE_FIRST else ""
-        copies.append([operation, layout, kind, f"{page} KiB", speeds[PINNED], *shares, fastest, goal])
+        copies.append(
+            [operation, layout, kind, f"{page} KiB", speeds[PINNED], *shares, fastest, goal]
+        )
     backends = [cell for who in BACKENDS for cell in (who, "share")]
     header = ["direction", "layout", "pages", "page", PINNED, *backends, "fastest", "goal"]
     second = ["layout", "backend", "page", "load", "compute", "both", "both / larger", "goal"]
@@ -251,11 +290,15 @@ def report(results: Results, total_bytes: dict[int, int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/device-copies"))
     parser.add_argument("--layouts", default=",".join(MHAHostPool.LAYOUTS))
-    parser.add_argument("--pages", default="64,256,1024,4096", help="KiB of a page, all layers together")
+    parser.add_argument(
+        "--pages", default="64,256,1024,4096", help="KiB of a page, all layers together"
+    )
     parser.add_argument("--orders", default="adjacent,scattered")
     parser.add_argument("--layers", type=int, default=16, help="of 4 KiB a token")
     parser.add_argument("--mib", type=int, default=256, help="moved in a turn")
@@ -264,17 +307,25 @@ def main() -> None:
     if options.mib < 1 or options.layers < 1 or options.rounds < 1:
         raise SystemExit("--mib, --layers and --rounds must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device; --device cpu shows whether this runs, and its figures mean nothing")
+        raise SystemExit(
+            "no CUDA device; --device cpu shows whether this runs, and its figures mean nothing"
+        )
     sizes = page_sizes([int(kib) for kib in options.pages.split(",")], options.layers)
     results, totals = Results(), {}
     with ExitStack() as stack:
-        made = CudaDevice() if options.device == "cuda" else stack.enter_context(StreamSimulator(pause_seconds=0))
+        made = (
+            CudaDevice()
+            if options.device == "cuda"
+            else stack.enter_context(StreamSimulator(pause_seconds=0))
+        )
         device = cast("Device", NamedStreams(made))
         compute = device.stream("compute")
         for page_kib, page_size in sizes.items():
             pages = max(1, (options.mib << 10) // page_kib)
             totals[page_kib] = pages * page_kib << 10
-            setup = Setup(options.device, device, compute, options.layers, page_kib, page_size, pages, results)
+            setup = Setup(
+                options.device, device, compute, options.layers, page_kib, page_size, pages, results
+            )
             for layout in options.layouts.split(","):
                 for order in options.orders.split(","):
                     measure(setup, layout, order, options.rounds)
@@ -284,14 +335,22 @@ def main() -> None:
     if options.device == "cpu":
         text = WARNING + text
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    facts = {**machine(), "torch": torch.__version__, "gpu": gpu, "layers": options.layers, "MiB a turn": options.mib}
+    facts = {
+        **machine(),
+        "torch": torch.__version__,
+        "gpu": gpu,
+        "layers": options.layers,
+        "MiB a turn": options.mib,
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = [
         {"subject": subject, "operation": what, "seconds": samples.seconds}
         for (subject, what), samples in results.samples.items()
     ]
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "measured": raw}, indent=1))
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": facts, "measured": raw}, indent=1)
+    )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 

@@ -1,10 +1,12 @@
-"""Cost of enqueueing a transfer in the scheduler's thread, with CUDA calls replaced by no-ops: no GPU is needed.
+"""Cost of enqueueing a transfer in the scheduler's thread, with CUDA calls replaced by no-ops: no
+GPU is needed.
 
     python benchmarks/enqueue_cost.py
 
-All I/O backends, both directions, pages of which no two are adjacent on either side. A turn is one whole call of
-`write_back` or `load`, with checks of the indices, fences and held host slots, and with the slots freed and taken again; the
-time that CUDA's driver and Triton's launcher take is not in it. Writes results.md and results.json.
+All I/O backends, both directions, pages of which no two are adjacent on either side. A turn is one
+whole call of `write_back` or `load`, with checks of the indices, fences and held host slots, and
+with the slots freed and taken again; the time that CUDA's driver and Triton's launcher take is not
+in it. Writes results.md and results.json.
 """
 
 from __future__ import annotations
@@ -32,7 +34,14 @@ GOAL = 2.0
 
 def engine(backend: str, layout: str, pages: int) -> PageTransfers:
     """A pair of pools with twice as many pages of one token, and the engine between them."""
-    arguments = {"size": 2 * pages, "page_size": 1, "layer_num": LAYERS, "head_num": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE}
+    arguments = {
+        "size": 2 * pages,
+        "page_size": 1,
+        "layer_num": LAYERS,
+        "head_num": HEADS,
+        "head_dim": HEAD_DIM,
+        "dtype": DTYPE,
+    }
     pools = MHADevicePool(**arguments, device="cpu"), MHAHostPool(**arguments, layout=layout)
     name, _, how = backend.partition(" ")
     device = StubbedDevice(moves_rows=not how)
@@ -58,7 +67,9 @@ def measure(transfers: PageTransfers, direction: str, pages: int, rounds: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pages", type=int, default=4096, help="of 64 KiB, in a transfer")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layouts", default="layer_first,page_first")
@@ -78,13 +89,44 @@ def main() -> None:
                     seconds = measure(transfers, direction, options.pages, options.rounds)
                     made = (calls.total() - before) // options.rounds
                     page = seconds * 1e6 / options.pages
-                    rows.append([layout, backend, direction, f"{seconds * 1e3:.1f} ms", f"{page:.2f} us", str(made), str(GOAL)])
-                    raw.append({"layout": layout, "backend": backend, "direction": direction, "seconds": seconds, "calls": made})
-    text = table(["layout", "backend", "direction", f"{options.pages} pages", "a page", "CUDA calls", "goal, us"], rows)
+                    rows.append(
+                        [
+                            layout,
+                            backend,
+                            direction,
+                            f"{seconds * 1e3:.1f} ms",
+                            f"{page:.2f} us",
+                            str(made),
+                            str(GOAL),
+                        ]
+                    )
+                    raw.append(
+                        {
+                            "layout": layout,
+                            "backend": backend,
+                            "direction": direction,
+                            "seconds": seconds,
+                            "calls": made,
+                        }
+                    )
+    text = table(
+        [
+            "layout",
+            "backend",
+            "direction",
+            f"{options.pages} pages",
+            "a page",
+            "CUDA calls",
+            "goal, us",
+        ],
+        rows,
+    )
     facts = {**machine(), "torch": torch.__version__, "pages": options.pages}
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "measured": raw}, indent=1))
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": facts, "measured": raw}, indent=1)
+    )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 

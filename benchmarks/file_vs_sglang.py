@@ -1,10 +1,13 @@
-"""The file driver against SGLang's `HiCacheFile`: same directory, same SGLang host pool, verification on, taking turns.
+"""The file driver against SGLang's `HiCacheFile`: same directory, same SGLang host pool,
+verification on, taking turns.
 
     python benchmarks/file_vs_sglang.py                        # local disk
-    python benchmarks/file_vs_sglang.py --mount-delay-us 200   # a file system that takes its time for each request
-    python benchmarks/file_vs_sglang.py --before CHECKOUT      # the driver of another checkout takes part
+    python benchmarks/file_vs_sglang.py --mount-delay-us 200   # a file system that takes its time
+    for each request python benchmarks/file_vs_sglang.py --before CHECKOUT      # the driver of
+    another checkout takes part
 
-Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
+Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and
+results.json.
 """
 
 from __future__ import annotations
@@ -24,7 +27,16 @@ warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkouts import HERE, OfCheckout
-from interleaved import Results, Samples, drop_from_page_cache, fresh_keys, machine, table, turns, wait_for_quiet
+from interleaved import (
+    Results,
+    Samples,
+    drop_from_page_cache,
+    fresh_keys,
+    machine,
+    table,
+    turns,
+    wait_for_quiet,
+)
 from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, host_pool
 
 from hicache_backends.posix.paths import mount_of
@@ -45,7 +57,8 @@ ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
 
 
 def all_contenders(subject: str, directory: Path, before: Path | None) -> list[Contender]:
-    """SGLang's and ours; with an earlier checkout each of our drivers has a process of its own, so that nothing else differs."""
+    """SGLang's and ours; with an earlier checkout each of our drivers has a process of its own, so
+    that nothing else differs."""
     pool, page_bytes = host_pool(SIZES[subject]), SIZES[subject]
     peer = Peer(pool, directory / "peer")
     if before is None:
@@ -57,8 +70,11 @@ def all_contenders(subject: str, directory: Path, before: Path | None) -> list[C
     ]
 
 
-def measure_disk(results: Results, subject: str, contenders: list[Contender], rounds: int, patience: float) -> None:
-    """Write, look up, read from the page cache, read from the disk; then remove, so that nothing is left to be flushed."""
+def measure_disk(
+    results: Results, subject: str, contenders: list[Contender], rounds: int, patience: float
+) -> None:
+    """Write, look up, read from the page cache, read from the disk; then remove, so that nothing is
+    left to be flushed."""
     for contender in contenders:
         contender.write(fresh_keys(BATCH_PAGES))
         contender.remove()
@@ -68,7 +84,9 @@ def measure_disk(results: Results, subject: str, contenders: list[Contender], ro
         results.time(subject, "write", who, partial(contender.write, keys))
         contender.exists(keys)
         for _ in range(EXISTS_CALLS):
-            results.time(subject, "exists", who, partial(contender.exists, keys), expect=BATCH_PAGES)
+            results.time(
+                subject, "exists", who, partial(contender.exists, keys), expect=BATCH_PAGES
+            )
         contender.read(keys)
         results.time(subject, "read, cached", who, partial(contender.read, keys))
         drop_from_page_cache(contender.files())
@@ -80,7 +98,12 @@ def measure_disk(results: Results, subject: str, contenders: list[Contender], ro
 
 
 def measure_mount(
-    results: Results, subject: str, contenders: list[Contender], mount: CountingMount, rounds: int, patience: float
+    results: Results,
+    subject: str,
+    contenders: list[Contender],
+    mount: CountingMount,
+    rounds: int,
+    patience: float,
 ) -> dict[str, float]:
     """Write and read each batch once; requests a page, by operation and contender."""
     requests = dict[str, float]()
@@ -103,9 +126,7 @@ def measure_mount(
 def speed(samples: Samples, who: str, batch_bytes: int) -> str:
     """Median, and the range, in GB/s."""
     slowest, fastest = max(samples.seconds[who]), min(samples.seconds[who])
-    return (
-        f"{batch_bytes / samples.median(who) / 1e9:.2f} ({batch_bytes / slowest / 1e9:.2f} - {batch_bytes / fastest / 1e9:.2f})"
-    )
+    return f"{batch_bytes / samples.median(who) / 1e9:.2f} ({batch_bytes / slowest / 1e9:.2f} - {batch_bytes / fastest / 1e9:.2f})"
 
 
 def microseconds(samples: Samples, who: str) -> str:
@@ -113,7 +134,11 @@ def microseconds(samples: Samples, who: str) -> str:
 
 
 def report(
-    results: Results, goals: dict[str, dict[str, float]], requests: dict[str, dict[str, float]], *, before: bool = False
+    results: Results,
+    goals: dict[str, dict[str, float]],
+    requests: dict[str, dict[str, float]],
+    *,
+    before: bool = False,
 ) -> str:
     rows, names = [], (PEER, BEFORE, OURS) if before else (PEER, OURS)
     for operation, by_size in goals.items():
@@ -124,7 +149,9 @@ def report(
             if operation == "exists":
                 shown = [f"{microseconds(samples, who)} us" for who in names]
             else:
-                shown = [f"{speed(samples, who, SIZES[subject] * BATCH_PAGES)} GB/s" for who in names]
+                shown = [
+                    f"{speed(samples, who, SIZES[subject] * BATCH_PAGES)} GB/s" for who in names
+                ]
             row = [
                 operation,
                 subject,
@@ -134,7 +161,10 @@ def report(
                 f"{goal:g}x",
             ]
             if before:
-                row += [f"{samples.ratio(OURS, BEFORE):.2f}x", f"{samples.best_ratio(OURS, BEFORE):.2f}x"]
+                row += [
+                    f"{samples.ratio(OURS, BEFORE):.2f}x",
+                    f"{samples.best_ratio(OURS, BEFORE):.2f}x",
+                ]
             if requests:
                 row += [f"{requests[subject][f'{operation} {who}']:.2f}" for who in names]
             rows.append(row)
@@ -145,27 +175,66 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, default=Path(), help="where to make the stores' directory; the disk to measure")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/file"), help="where results.md and results.json go")
-    parser.add_argument("--sizes", default="", help="page sizes, such as '64 KiB,1 MiB'; all by default")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
-    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
-    parser.add_argument("--mount-delay-us", type=int, help="measure on a FUSE mount where each request takes so long")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of this project, to be measured too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        help="where to make the stores' directory; the disk to measure",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/benchmarks/file"),
+        help="where results.md and results.json go",
+    )
+    parser.add_argument(
+        "--sizes", default="", help="page sizes, such as '64 KiB,1 MiB'; all by default"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="seconds to wait for a quiet machine before each turn",
+    )
+    parser.add_argument(
+        "--mount-delay-us",
+        type=int,
+        help="measure on a FUSE mount where each request takes so long",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout of this project, to be measured too",
+    )
     options = parser.parse_args()
     on_mount = options.mount_delay_us is not None
-    sizes = options.sizes.split(",") if options.sizes else list(MOUNT_GOALS["write"] if on_mount else SIZES)
+    sizes = (
+        options.sizes.split(",")
+        if options.sizes
+        else list(MOUNT_GOALS["write"] if on_mount else SIZES)
+    )
     results, requests = Results(), dict[str, dict[str, float]]()
     work = Path(tempfile.mkdtemp(prefix="file-vs-sglang-", dir=options.path))
     facts = {**machine(), "file system": mount_of(str(work)).kind}
-    facts |= {name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")}
+    facts |= {
+        name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")
+    }
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         if on_mount:
             facts["file system"] = f"FUSE, {options.mount_delay_us} us a request"
-            # A second is how long FUSE file systems usually let the kernel believe names and attributes.
-            mount = CountingMount(work / "backing", work / "mount", delay_us=options.mount_delay_us, cache_seconds=1.0)
+            # A second is how long FUSE file systems usually let the kernel believe names and
+            # attributes.
+            mount = CountingMount(
+                work / "backing", work / "mount", delay_us=options.mount_delay_us, cache_seconds=1.0
+            )
             stack.enter_context(mount)
         for subject in sizes:
             print(f"{subject} ...", file=sys.stderr, flush=True)
@@ -173,16 +242,26 @@ def main() -> None:
             directory = (mount.point if on_mount else work.resolve()) / subject.replace(" ", "")
             contenders = all_contenders(subject, directory, options.before)
             if on_mount:
-                requests[subject] = measure_mount(results, subject, contenders, mount, rounds, options.patience)
+                requests[subject] = measure_mount(
+                    results, subject, contenders, mount, rounds, options.patience
+                )
             else:
                 measure_disk(results, subject, contenders, rounds, options.patience)
-    text = report(results, MOUNT_GOALS if on_mount else GOALS, requests, before=options.before is not None)
+    text = report(
+        results, MOUNT_GOALS if on_mount else GOALS, requests, before=options.before is not None
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     name = "mount" if on_mount else "results"
     (options.out / f"{name}.md").write_text(text)
-    raw = [{"page": page, "operation": operation, **samples.seconds} for (page, operation), samples in results.samples.items()]
+    raw = [
+        {"page": page, "operation": operation, **samples.seconds}
+        for (page, operation), samples in results.samples.items()
+    ]
     (options.out / f"{name}.json").write_text(
-        json.dumps({"machine": facts, "rounds": options.rounds, "seconds": raw, "requests": requests}, indent=1)
+        json.dumps(
+            {"machine": facts, "rounds": options.rounds, "seconds": raw, "requests": requests},
+            indent=1,
+        )
     )
     print(json.dumps(facts, indent=1), text, sep="\n")
 

@@ -1,4 +1,5 @@
-"""SGLang's `HiCacheHF3FS` and this project's 3FS driver on the same SGLang host pool, both on files of a plain file system."""
+"""SGLang's `HiCacheHF3FS` and this project's 3FS driver on the same SGLang host pool, both on files
+of a plain file system."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.layers import innermost
 
 with contextlib.redirect_stderr(io.StringIO()):
-    from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient, Hf3fsLocalMetadataClient
+    from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import (
+        Hf3fsGlobalMetadataClient,
+        Hf3fsLocalMetadataClient,
+    )
     from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
 
 if TYPE_CHECKING:
@@ -30,7 +34,8 @@ PEER, OURS = "HiCacheHF3FS", "hicache hf3fs"
 ZERO_COPY, STAGED = "page_first", "layer_first"
 FILE_BATCHES = 4
 QUARANTINE_SECONDS = 0.05
-# The server keeps the number of pages that a rank has named first, so that each store is a rank of its own.
+# The server keeps the number of pages that a rank has named first, so that each store is a rank of
+# its own.
 _ranks = itertools.count()
 
 
@@ -71,7 +76,8 @@ class Contender:
         there = self.read(written[-1])
         after = [self.pool.get_data_page(first) for first in firsts]
         if not there or not all(
-            torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True)
+            torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+            for a, b in zip(before, after, strict=True)
         ):
             raise AssertionError(f"{self.name} does not give back what it was given")
         self.remove()
@@ -83,17 +89,34 @@ class Peer(Contender):
     name = PEER
 
     def __init__(
-        self, pool: MHATokenToKVPoolHost, directory: Path, page_bytes: int, url: str | None, *, jobs: int, entries: int
+        self,
+        pool: MHATokenToKVPoolHost,
+        directory: Path,
+        page_bytes: int,
+        url: str | None,
+        *,
+        jobs: int,
+        entries: int,
     ) -> None:
         super().__init__(pool)
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
+        handlers = {
+            number: signal.getsignal(number)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+        }
         zero_copy = pool.layout == ZERO_COPY
         self.storage = HiCacheHF3FS(
-            rank=next(_ranks), file_path=str(directory / "peer.bin"), file_size=FILE_BATCHES * BATCH_PAGES * page_bytes, numjobs=jobs,
-            bytes_per_page=page_bytes // 2 if zero_copy else page_bytes, entries=entries, client_timeout=5, dtype=pool.dtype,
-            metadata_client=Hf3fsGlobalMetadataClient(url) if url else Hf3fsLocalMetadataClient(), is_page_first_layout=zero_copy,
+            rank=next(_ranks),
+            file_path=str(directory / "peer.bin"),
+            file_size=FILE_BATCHES * BATCH_PAGES * page_bytes,
+            numjobs=jobs,
+            bytes_per_page=page_bytes // 2 if zero_copy else page_bytes,
+            entries=entries,
+            client_timeout=5,
+            dtype=pool.dtype,
+            metadata_client=Hf3fsGlobalMetadataClient(url) if url else Hf3fsLocalMetadataClient(),
+            is_page_first_layout=zero_copy,
             use_mock_client=True,
-        )  # fmt: skip
+        )
         for number, handler in handlers.items():
             signal.signal(number, handler)
         self.storage.register_mem_pool_host(pool)
@@ -115,13 +138,18 @@ class Peer(Contender):
 
 
 class Ours(Contender):
-    """The 3FS driver through the whole stack: metrics, deadline, circuit breaker, v2 calls, checksums."""
+    """The 3FS driver through the whole stack: metrics, deadline, circuit breaker, v2 calls,
+    checksums."""
 
     name = OURS
 
-    def __init__(self, pool: MHATokenToKVPoolHost, directory: Path, page_bytes: int, url: str | None) -> None:
+    def __init__(
+        self, pool: MHATokenToKVPoolHost, directory: Path, page_bytes: int, url: str | None
+    ) -> None:
         super().__init__(pool)
-        identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout=pool.layout)
+        identity = StorageIdentity(
+            model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout=pool.layout
+        )
         # A page and its envelope end on a block.
         options = {
             "path": str(directory / "ours"),
@@ -134,10 +162,14 @@ class Ours(Contender):
         self.storage.open()
 
     def write(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_set_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"])
+        return all(
+            self.storage.batch_set_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"]
+        )
 
     def read(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_get_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"])
+        return all(
+            self.storage.batch_get_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"]
+        )
 
     def exists(self, keys: list[str]) -> int:
         return self.storage.batch_exists_v2(keys).kv_hit_pages

@@ -1,13 +1,17 @@
-"""The 3FS driver against SGLang's `HiCacheHF3FS`: same directory, same SGLang host pool, a metadata server each, taking turns.
+"""The 3FS driver against SGLang's `HiCacheHF3FS`: same directory, same SGLang host pool, a metadata
+server each, taking turns.
 
     python benchmarks/hf3fs_vs_sglang.py
-    python benchmarks/hf3fs_vs_sglang.py --before CHECKOUT    # the driver and server of another checkout take part
+    python benchmarks/hf3fs_vs_sglang.py --before CHECKOUT    # the driver and server of another
+    checkout take part
 
-Neither has 3FS: ours uses its posix engine, SGLang's its mock client, and both read and write a file of slots. Ours verifies
-checksums, and its server has each change on disk before it answers; SGLang's driver verifies nothing, and its server keeps nothing.
-Each file holds four calls of 128 pages and is written once before anything is measured, so that nobody pays for new blocks.
+Neither has 3FS: ours uses its posix engine, SGLang's its mock client, and both read and write a
+file of slots. Ours verifies checksums, and its server has each change on disk before it answers;
+SGLang's driver verifies nothing, and its server keeps nothing. Each file holds four calls of 128
+pages and is written once before anything is measured, so that nobody pays for new blocks.
 
-Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
+Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and
+results.json.
 """
 
 from __future__ import annotations
@@ -33,7 +37,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkouts import HERE, OfCheckout, Timed, environment
 from file_vs_sglang import BEFORE, SIZES, microseconds, speed
-from hf3fs_contenders import OURS, PEER, QUARANTINE_SECONDS, STAGED, ZERO_COPY, Contender, Ours, Peer
+from hf3fs_contenders import (
+    OURS,
+    PEER,
+    QUARANTINE_SECONDS,
+    STAGED,
+    ZERO_COPY,
+    Contender,
+    Ours,
+    Peer,
+)
 from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 from sglang_peer import host_pool
@@ -89,7 +102,15 @@ class Costs:
     cpu: Results = field(default_factory=Results)
     """Of all threads of this process, without the servers: what a busy machine hardly changes."""
 
-    def time(self, subject: str, who: str, operation: str, action: Callable[[], object], *, expect: object = True) -> None:
+    def time(
+        self,
+        subject: str,
+        who: str,
+        operation: str,
+        action: Callable[[], object],
+        *,
+        expect: object = True,
+    ) -> None:
         before, cpu = time.process_time(), 0.0
 
         def measured() -> object:
@@ -103,14 +124,21 @@ class Costs:
 
 
 def measure(
-    results: Costs, subjects: list[Subject], contenders: list[Contender | OfCheckout], rounds: int, patience: float
+    results: Costs,
+    subjects: list[Subject],
+    contenders: list[Contender | OfCheckout],
+    rounds: int,
+    patience: float,
 ) -> None:
     """Subjects differ in the number of pages only."""
     for contender in contenders:
         contender.prepare()
     for subject in subjects:
         for contender in turns(contenders, rounds):
-            keys, spent = fresh_keys(subject.pages), partial(results.time, str(subject), contender.name)
+            keys, spent = (
+                fresh_keys(subject.pages),
+                partial(results.time, str(subject), contender.name),
+            )
             gc.collect()
             wait_for_quiet(patience)
             spent("write", partial(contender.write, keys))
@@ -125,32 +153,74 @@ def measure(
 def report(results: Costs, subjects: list[Subject], *, before: bool = False) -> str:
     names = (PEER, BEFORE, OURS) if before else (PEER, OURS)
     rows = [
-        row(operation, subject, names, *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)))
+        row(
+            operation,
+            subject,
+            names,
+            *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)),
+        )
         for operation in ("read", "write", "exists")
         for subject in subjects
     ]
     if not before:
         return table(HEADER, rows)
-    return table([*HEADER[:5], "3FS driver, before", *HEADER[5:10], "before", *HEADER[10:], "of before", "of the fastest"], rows)
+    return table(
+        [
+            *HEADER[:5],
+            "3FS driver, before",
+            *HEADER[5:10],
+            "before",
+            *HEADER[10:],
+            "of before",
+            "of the fastest",
+        ],
+        rows,
+    )
 
 
-def row(operation: str, subject: Subject, names: tuple[str, ...], samples: Samples, cpu: Samples) -> list[str]:
+def row(
+    operation: str, subject: Subject, names: tuple[str, ...], samples: Samples, cpu: Samples
+) -> list[str]:
     if operation == "exists":
         shown = [f"{microseconds(samples, who)} us" for who in names]
     else:
-        shown = [f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in names]
+        shown = [
+            f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in names
+        ]
     goal = GOALS.get((operation, subject.layout, subject.size))
-    ratios = [f"{samples.ratio(OURS, PEER):.1f}x", f"{samples.best_ratio(OURS, PEER):.1f}x", f"{goal:g}x" if goal else ""]
+    ratios = [
+        f"{samples.ratio(OURS, PEER):.1f}x",
+        f"{samples.best_ratio(OURS, PEER):.1f}x",
+        f"{goal:g}x" if goal else "",
+    ]
     cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in names]
-    of_before = [f"{samples.ratio(OURS, BEFORE):.2f}x", f"{samples.best_ratio(OURS, BEFORE):.2f}x"] * (BEFORE in names)
-    return [operation, subject.size, str(subject.pages), WAYS[subject.layout], *shown, *ratios, *cost, *of_before]
+    of_before = [
+        f"{samples.ratio(OURS, BEFORE):.2f}x",
+        f"{samples.best_ratio(OURS, BEFORE):.2f}x",
+    ] * (BEFORE in names)
+    return [
+        operation,
+        subject.size,
+        str(subject.pages),
+        WAYS[subject.layout],
+        *shown,
+        *ratios,
+        *cost,
+        *of_before,
+    ]
 
 
 def metadata_servers(stack: ExitStack, work: Path, before: Path | None) -> dict[str, str | None]:
-    """One for each, running until the end: SGLang's keeps nothing, ours has it on disk before it answers."""
+    """One for each, running until the end: SGLang's keeps nothing, ours has it on disk before it
+    answers."""
 
     def ours(name: str) -> list[str]:
-        options = ("--store", f"sqlite:///{work}/{name}.db", "--quarantine-seconds", str(QUARANTINE_SECONDS))
+        options = (
+            "--store",
+            f"sqlite:///{work}/{name}.db",
+            "--quarantine-seconds",
+            str(QUARANTINE_SECONDS),
+        )
         return [sys.executable, *OUR_COMMAND, "PORT", *options]
 
     commands = {PEER: [sys.executable, *PEER_COMMAND, "PORT"], OURS: ours("ours")}
@@ -158,50 +228,120 @@ def metadata_servers(stack: ExitStack, work: Path, before: Path | None) -> dict[
     if before is not None:
         commands[BEFORE], places[BEFORE] = ours("before"), before
     servers = [
-        stack.enter_context(started(name, command, work / f"{name}.log", environment(places[name]) if name in places else None))
+        stack.enter_context(
+            started(
+                name,
+                command,
+                work / f"{name}.log",
+                environment(places[name]) if name in places else None,
+            )
+        )
         for name, command in commands.items()
     ]
     return {server.name: f"http://127.0.0.1:{server.port}" for server in servers}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--path", type=Path, default=Path(), help="where to make the stores' directory; the file system to measure"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/hf3fs"), help="where results.md and results.json go")
-    parser.add_argument("--sizes", default="64 KiB,1 MiB", help="page sizes; also 256 KiB and 4 MiB")
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        help="where to make the stores' directory; the file system to measure",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/benchmarks/hf3fs"),
+        help="where results.md and results.json go",
+    )
+    parser.add_argument(
+        "--sizes", default="64 KiB,1 MiB", help="page sizes; also 256 KiB and 4 MiB"
+    )
     parser.add_argument("--pages", default="32,128", help="pages a call")
-    parser.add_argument("--layouts", default=f"{ZERO_COPY},{STAGED}", help="of the host pool; SGLang's driver stages layer_first")
     parser.add_argument(
-        "--metadata", choices=["server", "local"], default="server", help="a process of its own, or maps in this one; for both"
+        "--layouts",
+        default=f"{ZERO_COPY},{STAGED}",
+        help="of the host pool; SGLang's driver stages layer_first",
     )
-    parser.add_argument("--jobs", type=int, default=16, help="of SGLang's driver: its threads and clients, 16 by default")
-    parser.add_argument("--entries", type=int, default=8, help="of SGLang's driver: pages a thread takes at a time, 8 by default")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more")
-    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
-    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="another checkout of this project, to be measured too")
+    parser.add_argument(
+        "--metadata",
+        choices=["server", "local"],
+        default="server",
+        help="a process of its own, or maps in this one; for both",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=16,
+        help="of SGLang's driver: its threads and clients, 16 by default",
+    )
+    parser.add_argument(
+        "--entries",
+        type=int,
+        default=8,
+        help="of SGLang's driver: pages a thread takes at a time, 8 by default",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="turns of each at 4 MiB; small pages take more"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="seconds to wait for a quiet machine before each turn",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="CHECKOUT",
+        help="another checkout of this project, to be measured too",
+    )
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="hf3fs-vs-sglang-", dir=options.path)).resolve()
     facts = {**machine(), "file system": mount_of(str(work)).kind, "metadata": options.metadata}
-    facts |= {name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")}
+    facts |= {
+        name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")
+    }
     results, subjects = Costs(), list[Subject]()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         served = options.metadata == "server"
-        urls = metadata_servers(stack, work, options.before) if served else dict.fromkeys((PEER, OURS, BEFORE))
+        urls = (
+            metadata_servers(stack, work, options.before)
+            if served
+            else dict.fromkeys((PEER, OURS, BEFORE))
+        )
         for layout, size in itertools.product(options.layouts.split(","), options.sizes.split(",")):
             print(f"{size}, {layout} ...", file=sys.stderr, flush=True)
-            pool, directory = host_pool(SIZES[size], layout), work / f"{size.replace(' ', '')}-{layout}"
-            peer = Peer(pool, directory, SIZES[size], urls[PEER], jobs=options.jobs, entries=options.entries)
+            pool, directory = (
+                host_pool(SIZES[size], layout),
+                work / f"{size.replace(' ', '')}-{layout}",
+            )
+            peer = Peer(
+                pool, directory, SIZES[size], urls[PEER], jobs=options.jobs, entries=options.entries
+            )
             contenders: list[Contender | OfCheckout] = [peer]
             if options.before is None:
                 contenders.append(Ours(pool, directory, SIZES[size], urls[OURS]))
-            for name, checkout in ((OURS, HERE), (BEFORE, options.before)) if options.before else ():
+            for name, checkout in (
+                ((OURS, HERE), (BEFORE, options.before)) if options.before else ()
+            ):
                 place, page_bytes = directory / name.replace(" ", ""), SIZES[size]
                 place.mkdir(parents=True)
                 contenders.append(
-                    OfCheckout(checkout, name, "hf3fs_contenders", page_bytes, layout, place, page_bytes, urls[name])
+                    OfCheckout(
+                        checkout,
+                        name,
+                        "hf3fs_contenders",
+                        page_bytes,
+                        layout,
+                        place,
+                        page_bytes,
+                        urls[name],
+                    )
                 )
             these = [Subject(size, int(pages), layout) for pages in options.pages.split(",")]
             measure(results, these, contenders, options.rounds * ROUNDS[size], options.patience)
@@ -219,7 +359,9 @@ def main() -> None:
         }
         for (subject, operation), samples in results.seconds.samples.items()
     ]
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1))
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1)
+    )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 

@@ -1,4 +1,5 @@
-"""Comparing contenders fairly on a machine that is not quiet: they take turns, and medians are compared."""
+"""Comparing contenders fairly on a machine that is not quiet: they take turns, and medians are
+compared."""
 
 from __future__ import annotations
 
@@ -47,7 +48,15 @@ class Results:
 
     samples: dict[tuple[str, str], Samples] = field(default_factory=dict)
 
-    def time(self, subject: str, operation: str, who: str, action: Callable[[], object], *, expect: object = True) -> None:
+    def time(
+        self,
+        subject: str,
+        operation: str,
+        who: str,
+        action: Callable[[], object],
+        *,
+        expect: object = True,
+    ) -> None:
         """Run an action once and keep how long it took; a wrong answer is no result."""
         started = time.perf_counter()
         answer = action()
@@ -55,18 +64,22 @@ class Results:
         if isinstance(answer, Timed):
             answer, seconds = answer.answer, answer.seconds
         if answer != expect:
-            raise AssertionError(f"{who}: {operation} of {subject} answered {answer!r}, not {expect!r}")
+            raise AssertionError(
+                f"{who}: {operation} of {subject} answered {answer!r}, not {expect!r}"
+            )
         self.samples.setdefault((subject, operation), Samples()).add(who, seconds)
 
 
 def turns(contenders: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
-    """Everyone once a round; who was last begins the next, so that nobody always comes after the same one."""
+    """Everyone once a round; who was last begins the next, so that nobody always comes after the
+    same one."""
     for number in range(rounds):
         yield from contenders if number % 2 else contenders[::-1]
 
 
 def wait_for_quiet(seconds: float) -> None:
-    """Wait until nobody else uses the machine, but no longer than that: its cores and its disk are shared."""
+    """Wait until nobody else uses the machine, but no longer than that: its cores and its disk are
+    shared."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         before = _cpu_times()
@@ -88,7 +101,10 @@ _numbers = itertools.count()
 def fresh_keys(count: int) -> list[str]:
     """Keys that nobody has seen, as an engine makes them."""
     number = next(_numbers)
-    return [hashlib.sha256(f"{os.getpid()}/{number}/{page}".encode()).hexdigest() for page in range(count)]
+    return [
+        hashlib.sha256(f"{os.getpid()}/{number}/{page}".encode()).hexdigest()
+        for page in range(count)
+    ]
 
 
 def drop_from_page_cache(paths: list[Path]) -> None:
@@ -109,7 +125,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def machine() -> dict[str, str]:
     """Describe hardware and versions, on which the figures depend."""
     with open("/proc/cpuinfo") as file:
-        model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), platform.machine())
+        model = next(
+            (line.partition(":")[2].strip() for line in file if line.startswith("model name")),
+            platform.machine(),
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "cpu": f"{model}, {os.cpu_count()} cores",

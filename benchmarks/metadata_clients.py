@@ -1,12 +1,15 @@
-"""This project's client of the metadata server against SGLang's, each with its own server, taking turns.
+"""This project's client of the metadata server against SGLang's, each with its own server, taking
+turns.
 
     python benchmarks/metadata_clients.py
 
-A round trip is what a driver waits for: a question about 128 keys that are there. SGLang's client asks `get_page_indices`, ours
-`lookup`, whose answer also has generations, lengths and checksums. Both are asked in a thread, as an engine does, and not in the
-main one, where our client does without its short way.
+A round trip is what a driver waits for: a question about 128 keys that are there. SGLang's client
+asks `get_page_indices`, ours `lookup`, whose answer also has generations, lengths and checksums.
+Both are asked in a thread, as an engine does, and not in the main one, where our client does
+without its short way.
 
-Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and results.json.
+Needs an environment with SGLang 0.5.23 (scripts/make_sglang_env.sh). Writes results.md and
+results.json.
 """
 
 from __future__ import annotations
@@ -58,11 +61,17 @@ def peer_question(url: str, keys: list[str]) -> Callable[[], int]:
 def our_question(client: HttpMetadataClient, keys: list[str]) -> Callable[[], int]:
     """The same for ours."""
     client.refresh(Call(5.0))
-    client.declare(p.ScopeGeometry(scope=SCOPE, slots=SLOTS, slot_bytes=1 << 16, identity="benchmark"))
-    leased = client.reserve([p.ReserveScope(scope=SCOPE, keys=keys)], Call(5.0), owner="benchmark", lease_seconds=10.0)
+    client.declare(
+        p.ScopeGeometry(scope=SCOPE, slots=SLOTS, slot_bytes=1 << 16, identity="benchmark")
+    )
+    leased = client.reserve(
+        [p.ReserveScope(scope=SCOPE, keys=keys)], Call(5.0), owner="benchmark", lease_seconds=10.0
+    )
     leases = leased.scopes[0].leases
     lengths, checksums = [1 << 16] * len(keys), list(range(len(keys)))
-    client.commit([p.CommitScope(scope=SCOPE, leases=leases, lengths=lengths, checksums=checksums)], Call(5.0))
+    client.commit(
+        [p.CommitScope(scope=SCOPE, leases=leases, lengths=lengths, checksums=checksums)], Call(5.0)
+    )
     asked = [p.LookupScope(scope=SCOPE, keys=keys)]
     return lambda: sum(slot >= 0 for slot in client.lookup(asked, Call(1.0)).scopes[0].slots)
 
@@ -74,12 +83,19 @@ def in_a_thread(measure: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/metadata-clients"))
     parser.add_argument("--keys", default="1,128", help="keys a question")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each")
     parser.add_argument("--calls", type=int, default=100, help="questions in a turn")
-    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="seconds to wait for a quiet machine before each turn",
+    )
     options = parser.parse_args()
     results, cpu = Results(), Results()
 
@@ -95,7 +111,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
         commands = {
             PEER: [sys.executable, *PEER_COMMAND, "PORT"],
-            OURS: [sys.executable, *OUR_COMMAND, "PORT", "--store", f"sqlite:///{work}/metadata.db"],
+            OURS: [
+                sys.executable,
+                *OUR_COMMAND,
+                "PORT",
+                "--store",
+                f"sqlite:///{work}/metadata.db",
+            ],
         }
         urls = {
             name: f"http://127.0.0.1:{stack.enter_context(started(name, command, Path(work, f'{name}.log'))).port}"
@@ -104,7 +126,10 @@ def main() -> None:
         for count in map(int, options.keys.split(",")):
             client = HttpMetadataClient(urls[OURS])
             keys = fresh_keys(count)
-            contenders = [(PEER, peer_question(urls[PEER], keys)), (OURS, our_question(client, keys))]
+            contenders = [
+                (PEER, peer_question(urls[PEER], keys)),
+                (OURS, our_question(client, keys)),
+            ]
             in_a_thread(functools.partial(measure, str(count), contenders))
             client.close()
     rows = [
@@ -118,12 +143,32 @@ def main() -> None:
         ]
         for (count, operation), samples in results.samples.items()
     ]
-    text = table(["keys", PEER, OURS, "share of its time", "of the fastest", "goal", "CPU a call, SGLang", "ours"], rows)
-    facts = {**machine(), **{name: importlib.metadata.version(name) for name in ("sglang", "hicache-storage")}}
+    text = table(
+        [
+            "keys",
+            PEER,
+            OURS,
+            "share of its time",
+            "of the fastest",
+            "goal",
+            "CPU a call, SGLang",
+            "ours",
+        ],
+        rows,
+    )
+    facts = {
+        **machine(),
+        **{name: importlib.metadata.version(name) for name in ("sglang", "hicache-storage")},
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
-    raw = [{"keys": count, "seconds": samples.seconds} for (count, _), samples in results.samples.items()]
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "measured": raw}, indent=1))
+    raw = [
+        {"keys": count, "seconds": samples.seconds}
+        for (count, _), samples in results.samples.items()
+    ]
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": facts, "measured": raw}, indent=1)
+    )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 

@@ -1,9 +1,11 @@
-"""Duration of a call while one of two metadata servers on a Redis is dead or hangs, by the deadline of the call.
+"""Duration of a call while one of two metadata servers on a Redis is dead or hangs, by the deadline
+of the call.
 
     python benchmarks/metadata_failover.py
 
-A client asks for 8 keys, with both servers well; then the server that it uses is struck, and it asks again, and once more. Each row
-is the median of its rounds, and the longest. Needs redis-server. Prints a table in Markdown.
+A client asks for 8 keys, with both servers well; then the server that it uses is struck, and it
+asks again, and once more. Each row is the median of its rounds, and the longest. Needs
+redis-server. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ BOTH_WELL, FIRST, SECOND = "both well", "first call", "second call"
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--deadlines", default="0.5,1,3,10", help="seconds")
     parser.add_argument("--rounds", type=int, default=5, help="of each")
     options = parser.parse_args()
@@ -48,15 +52,28 @@ def main() -> None:
         redis.start()
         command = f"{SERVE}redis://127.0.0.1:{redis.ports['redis']}/0"
         servers = [stack.enter_context(Served(command=command)) for _ in range(2)]
-        print(f"| the server is | deadline | {BOTH_WELL} | {FIRST} | {SECOND} |\n|---|---|---|---|---|")
-        for manner, deadline in itertools.product(("killed", "suspended"), map(float, options.deadlines.split(","))):
+        print(
+            f"| the server is | deadline | {BOTH_WELL} | {FIRST} | {SECOND} "
+            f"|\n|---|---|---|---|---|"
+        )
+        for manner, deadline in itertools.product(
+            ("killed", "suspended"), map(float, options.deadlines.split(","))
+        ):
             rounds = [one_round(servers, manner, deadline, seed) for seed in range(options.rounds)]
-            print(f"| {manner} | {deadline:g} s | {' | '.join(map(shown, zip(*rounds, strict=True)))} |", flush=True)
+            print(
+                f"| {manner} | {deadline:g} s | "
+                f"{' | '.join(map(shown, zip(*rounds, strict=True)))} |",
+                flush=True,
+            )
 
 
-def one_round(servers: list[Served], manner: str, deadline: float, seed: int) -> tuple[float, float, float]:
+def one_round(
+    servers: list[Served], manner: str, deadline: float, seed: int
+) -> tuple[float, float, float]:
     """Seconds of the three calls."""
-    with closing(HttpMetadataClient([server.url for server in servers], rng=random.Random(seed))) as client:
+    with closing(
+        HttpMetadataClient([server.url for server in servers], rng=random.Random(seed))
+    ) as client:
         client.declare(p.ScopeGeometry(scope=SCOPE, slots=1024, slot_bytes=1 << 16))
         client.refresh(Call(10.0))
         ask(client, 10.0)

@@ -1,10 +1,12 @@
-"""Requests a second of one, two and four metadata servers on one Redis, beside one server with its SQLite store, taking turns.
+"""Requests a second of one, two and four metadata servers on one Redis, beside one server with its
+SQLite store, taking turns.
 
     python benchmarks/metadata_servers.py --rounds 7 --seconds 3 --clients 4
 
-Needs `redis-server` and this project with its extra `redis`. Writes results.md and results.json. Every store keeps what it has answered over
-kill -9 (durability `process`; Redis with `appendonly yes` and `appendfsync no`). Clients are processes of their own, and share the cores with
-servers and Redis: with few cores, more servers have nothing more to run on.
+Needs `redis-server` and this project with its extra `redis`. Writes results.md and results.json.
+Every store keeps what it has answered over kill -9 (durability `process`; Redis with `appendonly
+yes` and `appendfsync no`). Clients are processes of their own, and share the cores with servers and
+Redis: with few cores, more servers have nothing more to run on.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 SCOPE = "0:bench"
 WRITES_A_SECOND = 4_000
-"""Of which a scope never gets full: more than any store here can do. Slots that nobody has used cost nothing."""
+"""Of which a scope never gets full: more than any store here can do. Slots that nobody has used
+cost nothing."""
 KNOWN = 64
 """Batches that are there from the beginning, for those who read."""
 OPERATIONS = ("exists", "lookup", "reserve + commit")
@@ -65,9 +68,13 @@ class Client:
         self._number += 1
         known = keys_of(self._number % KNOWN)
         if operation == "exists":
-            found = msgspec.json.decode(self._connection.post("/0/exists", {"keys": known, "namespace": "bench"}))["exists"]
+            found = msgspec.json.decode(
+                self._connection.post("/0/exists", {"keys": known, "namespace": "bench"})
+            )["exists"]
         elif operation == "lookup":
-            answer = self._connection.post("/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": known}]})
+            answer = self._connection.post(
+                "/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": known}]}
+            )
             found = [slot >= 0 for slot in msgspec.json.decode(answer)["scopes"][0]["slots"]]
         else:
             self._batch += 1
@@ -77,14 +84,23 @@ class Client:
 
     def write(self, keys: list[str]) -> list[str]:
         reserve = {"scopes": [{"scope": SCOPE, "keys": keys}]}
-        leases = msgspec.json.decode(self._connection.post("/v2/reserve", reserve))["scopes"][0]["leases"]
-        part = {"scope": SCOPE, "leases": leases, "lengths": [1] * len(keys), "checksums": [2**63] * len(keys)}
+        leases = msgspec.json.decode(self._connection.post("/v2/reserve", reserve))["scopes"][0][
+            "leases"
+        ]
+        part = {
+            "scope": SCOPE,
+            "leases": leases,
+            "lengths": [1] * len(keys),
+            "checksums": [2**63] * len(keys),
+        }
         answer = self._connection.post("/v2/commit", {"scopes": [part]})
         states: list[str] = msgspec.json.decode(answer)["scopes"][0]["states"]
         return states
 
 
-def client(operation: str, port: int, number: int, batch: int, seconds: float, barrier: Barrier) -> float:
+def client(
+    operation: str, port: int, number: int, batch: int, seconds: float, barrier: Barrier
+) -> float:
     """Calls a second of one client."""
     one = Client(port, number, batch)
     one.act(operation)
@@ -104,7 +120,11 @@ def measure(contender: Contender, operation: str, clients: int, seconds: float) 
         for number in range(clients):
             port = contender.ports[number % len(contender.ports)]
             contender.batch += 100_000
-            jobs.append(pool.apply_async(client, (operation, port, 7 * number, contender.batch, seconds, barrier)))
+            jobs.append(
+                pool.apply_async(
+                    client, (operation, port, 7 * number, contender.batch, seconds, barrier)
+                )
+            )
         rates = [job.get(seconds + 120) for job in jobs]
     contender.rates.setdefault(operation, []).append(sum(rates))
 
@@ -115,10 +135,23 @@ def redis(directory: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes", "--appendfsync", "no"]
+    options = [
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "yes",
+        "--appendfsync",
+        "no",
+    ]
     directory.mkdir()
     with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(["redis-server", *options, "--dir", str(directory)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["redis-server", *options, "--dir", str(directory)], stdout=log, stderr=log
+        )
     try:
         while True:
             try:
@@ -134,9 +167,13 @@ def redis(directory: Path) -> Iterator[str]:
         process.wait(30)
 
 
-def begin(stack: ExitStack, name: str, store: str, servers: int, slots: int, directory: Path) -> Contender:
+def begin(
+    stack: ExitStack, name: str, store: str, servers: int, slots: int, directory: Path
+) -> Contender:
     command = [sys.executable, *OUR_COMMAND, "PORT", "--store", store]
-    running: list[Server] = [stack.enter_context(started(name, command, directory / "log")) for _ in range(servers)]
+    running: list[Server] = [
+        stack.enter_context(started(name, command, directory / "log")) for _ in range(servers)
+    ]
     connection = Connection(running[0].port)
     connection.post("/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": slots}]})
     connection.close()
@@ -146,12 +183,23 @@ def begin(stack: ExitStack, name: str, store: str, servers: int, slots: int, dir
     return Contender(name, [server.port for server in running])
 
 
-def contenders_in(stack: ExitStack, directory: Path, counts: list[int], slots: int) -> list[Contender]:
+def contenders_in(
+    stack: ExitStack, directory: Path, counts: list[int], slots: int
+) -> list[Contender]:
     found = [begin(stack, "sqlite, 1 server", f"sqlite:///{directory}/m.db", 1, slots, directory)]
     for servers in counts:
         # A Redis of its own for each: what one has written is not in another's way.
         url = stack.enter_context(redis(directory / f"redis-{servers}"))
-        found.append(begin(stack, f"redis, {servers} server{'s' if servers > 1 else ''}", url, servers, slots, directory))
+        found.append(
+            begin(
+                stack,
+                f"redis, {servers} server{'s' if servers > 1 else ''}",
+                url,
+                servers,
+                slots,
+                directory,
+            )
+        )
     return found
 
 
@@ -168,7 +216,9 @@ def report(contenders: list[Contender], options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--clients", type=int, default=4)
@@ -186,7 +236,9 @@ def main() -> None:
     text = report(contenders, options)
     (options.out / "results.md").write_text(text)
     rates = {contender.name: contender.rates for contender in contenders}
-    (options.out / "results.json").write_text(json.dumps({"machine": machine(), "rates": rates}, indent=1))
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": machine(), "rates": rates}, indent=1)
+    )
     print(text)
 
 

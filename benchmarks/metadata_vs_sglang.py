@@ -1,9 +1,11 @@
-"""Our metadata server, durable, against SGLang's own, which keeps nothing: same machine, same requests, taking turns.
+"""Our metadata server, durable, against SGLang's own, which keeps nothing: same machine, same
+requests, taking turns.
 
     python benchmarks/metadata_vs_sglang.py --sglang-python ENVIRONMENT/bin/python
 
-ENVIRONMENT has SGLang 0.5.23 (scripts/make_sglang_env.sh); this project with its extra `server` runs the script. Writes results.md
-and results.json. Both servers are asked by the same bare client: what it takes is in both figures.
+ENVIRONMENT has SGLang 0.5.23 (scripts/make_sglang_env.sh); this project with its extra `server`
+runs the script. Writes results.md and results.json. Both servers are asked by the same bare client:
+what it takes is in both figures.
 """
 
 from __future__ import annotations
@@ -39,13 +41,31 @@ if TYPE_CHECKING:
 
 BATCH = 128
 PEER, OURS = "SGLang 0.5.23", "hicache"
-PEER_COMMAND = ["-m", "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server", "--host", "127.0.0.1", "--port"]
-OUR_COMMAND = ["-c", "from hicache_storage.cli.main import main; main()", "metadata", "serve", "--log-level", "warning", "--port"]
+PEER_COMMAND = [
+    "-m",
+    "sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server",
+    "--host",
+    "127.0.0.1",
+    "--port",
+]
+OUR_COMMAND = [
+    "-c",
+    "from hicache_storage.cli.main import main; main()",
+    "metadata",
+    "serve",
+    "--log-level",
+    "warning",
+    "--port",
+]
 TUNABLES = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
 """Our server is started as deploy/ starts it."""
 PAGES = 10_000_000
 START_SECONDS = 300.0
-GOALS = {"exists, 128 keys": 2.0, "get_page_indices, 128 keys": 2.0, "reserve + confirm, 128 keys": 1.0}
+GOALS = {
+    "exists, 128 keys": 2.0,
+    "get_page_indices, 128 keys": 2.0,
+    "reserve + confirm, 128 keys": 1.0,
+}
 
 
 class Connection:
@@ -65,7 +85,14 @@ class Connection:
         while b"\r\n\r\n" not in answer:
             answer += self._receive()
         head_bytes, _, rest = answer.partition(b"\r\n\r\n")
-        length = next((int(line[15:]) for line in head_bytes.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
+        length = next(
+            (
+                int(line[15:])
+                for line in head_bytes.lower().split(b"\r\n")
+                if line.startswith(b"content-length:")
+            ),
+            0,
+        )
         while len(rest) < length:
             rest += self._receive()
         if head_bytes[9:12] not in (b"200", b"204"):
@@ -100,17 +127,26 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
 
 @contextmanager
-def started(name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def started(
+    name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.monotonic()
     with log.open("ab") as output:
-        process = subprocess.Popen([part.replace("PORT", str(port)) for part in command], stdout=output, stderr=output, env=env)
+        process = subprocess.Popen(
+            [part.replace("PORT", str(port)) for part in command],
+            stdout=output,
+            stderr=output,
+            env=env,
+        )
     try:
         while True:
             try:
@@ -118,7 +154,9 @@ def started(name: str, command: list[str], log: Path, env: Mapping[str, str] | N
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > begin + START_SECONDS:
-                    raise AssertionError(f"{name} does not start: {log.read_text()[-2000:]}") from None
+                    raise AssertionError(
+                        f"{name} does not start: {log.read_text()[-2000:]}"
+                    ) from None
                 time.sleep(0.01)
         yield Server(name, port, process, seconds_to_start=time.monotonic() - begin)
     finally:
@@ -131,14 +169,28 @@ def keys_of(batch: int, count: int = BATCH) -> list[str]:
 
 
 def write(connection: Connection, keys: list[str], rank: int = 0) -> None:
-    answer = connection.post(f"/{rank}/reserve_and_allocate_page_indices", {"keys": [(key, "") for key in keys]})
-    pairs = [(key, slot) for key, (_, slot) in zip(keys, msgspec.json.decode(answer)["indices"], strict=True) if slot >= 0]
+    answer = connection.post(
+        f"/{rank}/reserve_and_allocate_page_indices", {"keys": [(key, "") for key in keys]}
+    )
+    pairs = [
+        (key, slot)
+        for key, (_, slot) in zip(keys, msgspec.json.decode(answer)["indices"], strict=True)
+        if slot >= 0
+    ]
     if len(pairs) != len(keys):
         raise AssertionError(f"{len(keys) - len(pairs)} of {len(keys)} keys get no page")
-    connection.post(f"/{rank}/confirm_write", {"written_keys_to_confirm": pairs, "pages_to_release": []})
+    connection.post(
+        f"/{rank}/confirm_write", {"written_keys_to_confirm": pairs, "pages_to_release": []}
+    )
 
 
-def rate(server: Server, operation: str, clients: int, seconds: float, act: Callable[[Connection, int], None]) -> None:
+def rate(
+    server: Server,
+    operation: str,
+    clients: int,
+    seconds: float,
+    act: Callable[[Connection, int], None],
+) -> None:
     """Calls a second, and the server's own CPU seconds a call, with so many clients at once."""
     calls, errors = [0] * clients, list[BaseException]()
     until = time.monotonic() + seconds
@@ -167,7 +219,9 @@ def rate(server: Server, operation: str, clients: int, seconds: float, act: Call
     server.cpu.setdefault(operation, []).append((server.cpu_seconds() - before) / sum(calls))
 
 
-def measure(servers: list[Server], rounds: int, clients: int, seconds: float, patience: float) -> None:
+def measure(
+    servers: list[Server], rounds: int, clients: int, seconds: float, patience: float
+) -> None:
     known = keys_of(-1)
     body = msgspec.json.encode({"keys": known})
     lock = threading.Lock()
@@ -178,8 +232,20 @@ def measure(servers: list[Server], rounds: int, clients: int, seconds: float, pa
         connection.close()
     for server in turns(servers, rounds):
         wait_for_quiet(patience)
-        rate(server, "exists, 128 keys", clients, seconds, lambda connection, _: connection.send("/0/exists", body) and None)
-        rate(server, "get_page_indices, 128 keys", clients, seconds, lambda connection, _: connection.send("/0/get_page_indices", body) and None)  # fmt: skip
+        rate(
+            server,
+            "exists, 128 keys",
+            clients,
+            seconds,
+            lambda connection, _: connection.send("/0/exists", body) and None,
+        )
+        rate(
+            server,
+            "get_page_indices, 128 keys",
+            clients,
+            seconds,
+            lambda connection, _: connection.send("/0/get_page_indices", body) and None,
+        )
 
         def write_next(connection: Connection, _: int, server: Server = server) -> None:
             with lock:
@@ -203,7 +269,8 @@ class Blocked:
 
 
 def asking(port: int, rank: int, name: str, ready: Event, stop: Event, found: Connected) -> None:
-    """One client that looks up or writes a key again and again, in a process of its own; sends when each call began and ended."""
+    """One client that looks up or writes a key again and again, in a process of its own; sends when
+    each call began and ended."""
     own, number, calls = Connection(port), 0, list[tuple[float, float]]()
     ready.set()
     while not stop.is_set():
@@ -219,7 +286,9 @@ def asking(port: int, rank: int, name: str, ready: Event, stop: Event, found: Co
     found.send(calls)
 
 
-def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Connection, list[str]], None]) -> Blocked:
+def blocked(
+    server: Server, way: str, rank: int, pages: int, free: Callable[[Connection, list[str]], None]
+) -> Blocked:
     """Free many pages while one client looks up and another writes."""
     connection = Connection(server.port)
     connection.post(f"/{rank}/initialize", {"num_pages": 4 * pages})
@@ -232,7 +301,9 @@ def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Con
     clients = []
     for name in ("read", "write"):
         ready, (found, sent) = processes.Event(), processes.Pipe(duplex=False)
-        process = processes.Process(target=asking, args=(server.port, rank + 1, name, ready, stop, sent))
+        process = processes.Process(
+            target=asking, args=(server.port, rank + 1, name, ready, stop, sent)
+        )
         process.start()
         ready.wait(START_SECONDS)
         clients.append((name, process, found))
@@ -251,7 +322,14 @@ def blocked(server: Server, way: str, rank: int, pages: int, free: Callable[[Con
             longest[name, during] = max(longest.get((name, during), 0.0), ended_at - started_at)
         process.join()
     connection.close()
-    return Blocked(way, took, longest["read", True], longest["write", True], longest["read", False], longest["write", False])
+    return Blocked(
+        way,
+        took,
+        longest["read", True],
+        longest["write", True],
+        longest["read", False],
+        longest["write", False],
+    )
 
 
 def free_by_clear(rank: int) -> Callable[[Connection, list[str]], None]:
@@ -285,7 +363,13 @@ def million(command: list[str], log: Path, pages: int) -> dict[str, float]:
         if not all(msgspec.json.decode(connection.post("/0/exists", {"keys": some}))["exists"]):
             raise AssertionError("a restarted server has lost pages")
         connection.close()
-        return {"bytes a key": grown, "seconds to start after kill -9": server.seconds_to_start, "of these, CPU seconds of the server": cpu, "bytes a key after the start": (server.resident_bytes() - before) / pages, "MB of an empty server": before / 1e6}  # fmt: skip
+        return {
+            "bytes a key": grown,
+            "seconds to start after kill -9": server.seconds_to_start,
+            "of these, CPU seconds of the server": cpu,
+            "bytes a key after the start": (server.resident_bytes() - before) / pages,
+            "MB of an empty server": before / 1e6,
+        }
 
 
 def spread(values: list[float], unit: float = 1.0) -> str:
@@ -298,29 +382,101 @@ def report(servers: list[Server], holds: list[Blocked], large: dict[str, float])
     for operation, goal in GOALS.items():
         theirs, mine = peer.rates[operation], ours.rates[operation]
         cpu = [statistics.median(server.cpu[operation]) * 1e6 for server in servers]
-        rows.append([operation, spread(theirs), spread(mine), f"{statistics.median(mine) / statistics.median(theirs):.2f}x", f"{max(mine) / max(theirs):.2f}x", f"{goal:g}x", *(f"{value:.0f}" for value in cpu)])  # fmt: skip
-    text = table(["calls a second", PEER, OURS, "ratio", "of the fastest", "goal", "CPU us a call, peer", "ours"], rows)
+        rows.append(
+            [
+                operation,
+                spread(theirs),
+                spread(mine),
+                f"{statistics.median(mine) / statistics.median(theirs):.2f}x",
+                f"{max(mine) / max(theirs):.2f}x",
+                f"{goal:g}x",
+                *(f"{value:.0f}" for value in cpu),
+            ]
+        )
+    text = table(
+        [
+            "calls a second",
+            PEER,
+            OURS,
+            "ratio",
+            "of the fastest",
+            "goal",
+            "CPU us a call, peer",
+            "ours",
+        ],
+        rows,
+    )
     if holds:
         text += "\n" + table(
-            ["100,000 pages freed by", "took, s", "longest read, ms", "longest write, ms", "before: longest read, ms", "longest write, ms"],
-            [[hold.way, f"{hold.seconds:.2f}", *(f"{value * 1e3:.1f}" for value in (hold.longest_read, hold.longest_write, hold.quiet_read, hold.quiet_write))] for hold in holds],
-        )  # fmt: skip
+            [
+                "100,000 pages freed by",
+                "took, s",
+                "longest read, ms",
+                "longest write, ms",
+                "before: longest read, ms",
+                "longest write, ms",
+            ],
+            [
+                [
+                    hold.way,
+                    f"{hold.seconds:.2f}",
+                    *(
+                        f"{value * 1e3:.1f}"
+                        for value in (
+                            hold.longest_read,
+                            hold.longest_write,
+                            hold.quiet_read,
+                            hold.quiet_write,
+                        )
+                    ),
+                ]
+                for hold in holds
+            ],
+        )
     if large:
-        text += "\n" + table(["a million live keys", ""], [[name, f"{value:.1f}"] for name, value in large.items()])
+        text += "\n" + table(
+            ["a million live keys", ""], [[name, f"{value:.1f}"] for name, value in large.items()]
+        )
     return text
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sglang-python", required=True, help="interpreter of an environment with SGLang 0.5.23")
-    parser.add_argument("--out", type=Path, default=Path("out/benchmarks/metadata"), help="where results.md and results.json go")
-    parser.add_argument("--path", type=Path, default=Path(), help="where to make the store's directory; the disk to measure")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sglang-python", required=True, help="interpreter of an environment with SGLang 0.5.23"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/benchmarks/metadata"),
+        help="where results.md and results.json go",
+    )
+    parser.add_argument(
+        "--path",
+        type=Path,
+        default=Path(),
+        help="where to make the store's directory; the disk to measure",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each operation in a turn")
-    parser.add_argument("--clients", type=int, default=1, help="at once, each a thread of this process")
+    parser.add_argument(
+        "--clients", type=int, default=1, help="at once, each a thread of this process"
+    )
     parser.add_argument("--durability", default="process", help="of our server: process or machine")
-    parser.add_argument("--pages", type=int, default=1_000_000, help="live keys for memory and start; 0 leaves that out")
-    parser.add_argument("--patience", type=float, default=1.0, help="seconds to wait for a quiet machine before each turn")
+    parser.add_argument(
+        "--pages",
+        type=int,
+        default=1_000_000,
+        help="live keys for memory and start; 0 leaves that out",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1.0,
+        help="seconds to wait for a quiet machine before each turn",
+    )
     options = parser.parse_args()
     work = Path(tempfile.mkdtemp(prefix="metadata-vs-sglang-", dir=options.path)).resolve()
 
@@ -339,7 +495,9 @@ def main() -> None:
 
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
-        peer = stack.enter_context(started(PEER, [options.sglang_python, *PEER_COMMAND, "PORT"], work / "peer.log"))
+        peer = stack.enter_context(
+            started(PEER, [options.sglang_python, *PEER_COMMAND, "PORT"], work / "peer.log")
+        )
         mine = stack.enter_context(started(OURS, ours("rates"), work / "ours.log"))
         measure([peer, mine], options.rounds, options.clients, options.seconds, options.patience)
         holds = [
@@ -351,11 +509,18 @@ def main() -> None:
         peer.process.terminate()
         large = million(ours("large"), work / "large.log", options.pages) if options.pages else {}
     text = report([peer, mine], holds, large)
-    facts = {**machine(), "durability": options.durability, "clients": str(options.clients), "our server's environment": TUNABLES}
+    facts = {
+        **machine(),
+        "durability": options.durability,
+        "clients": str(options.clients),
+        "our server's environment": TUNABLES,
+    }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = {server.name: {"rates": server.rates, "cpu": server.cpu} for server in (peer, mine)}
-    (options.out / "results.json").write_text(json.dumps({"machine": facts, "servers": raw, "large": large}, indent=1))
+    (options.out / "results.json").write_text(
+        json.dumps({"machine": facts, "servers": raw, "large": large}, indent=1)
+    )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 

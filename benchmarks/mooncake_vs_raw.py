@@ -1,11 +1,14 @@
-"""The Mooncake driver, verification on, against the library itself on the same cluster, taking turns.
+"""The Mooncake driver, verification on, against the library itself on the same cluster, taking
+turns.
 
-    python benchmarks/mooncake_vs_raw.py                # the raw library: batch_put_from, batch_get_into, batch_is_exist
-    python benchmarks/mooncake_vs_raw.py --sglang       # SGLang's MooncakeStore too, in an environment that has it
-    python benchmarks/mooncake_vs_raw.py --profile      # where our side's time goes
+    python benchmarks/mooncake_vs_raw.py                # the raw library: batch_put_from,
+    batch_get_into, batch_is_exist python benchmarks/mooncake_vs_raw.py --sglang       # SGLang's
+    MooncakeStore too, in an environment that has it python benchmarks/mooncake_vs_raw.py --profile
+    # where our side's time goes
 
-Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope. Over TCP our gets go through buffers,
-so that they end at their deadline; `hung_reads wait` reads straight into the host pool, as over RDMA.
+Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope.
+Over TCP our gets go through buffers, so that they end at their deadline; `hung_reads wait` reads
+straight into the host pool, as over RDMA.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ from hicache_storage.pools.memory import host_tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-OURS, WAIT, RAW, PEER = "hicache mooncake", "hicache mooncake, hung_reads wait", "raw library", "SGLang MooncakeStore"
+OURS, WAIT, RAW, PEER = (
+    "hicache mooncake",
+    "hicache mooncake, hung_reads wait",
+    "raw library",
+    "SGLang MooncakeStore",
+)
 PAGE_TOKENS = 64
 # Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
 SHAPES = {"64 KiB": (2, 1), "1 MiB": (16, 2)}
@@ -59,16 +67,25 @@ class Contender(Protocol):
 class Ours:
     """The driver through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
 
-    def __init__(self, cluster: DevCluster, subject: str, name: str = OURS, **options: object) -> None:
+    def __init__(
+        self, cluster: DevCluster, subject: str, name: str = OURS, **options: object
+    ) -> None:
         self.name = name
         (layers, heads), pages = SHAPES[subject], BATCH[subject]
         self.pool = MHAHostPool(
-            size=pages * PAGE_TOKENS, page_size=PAGE_TOKENS, layer_num=layers, head_num=heads, head_dim=128, dtype=torch.bfloat16,
+            size=pages * PAGE_TOKENS,
+            page_size=PAGE_TOKENS,
+            layer_num=layers,
+            head_num=heads,
+            head_dim=128,
+            dtype=torch.bfloat16,
             pin_memory=False,
-        )  # fmt: skip
+        )
         for buffer in (self.pool.k_buffer, self.pool.v_buffer):
             buffer.view(torch.uint8).random_(0, 256)
-        identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first")
+        identity = StorageIdentity(
+            model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first"
+        )
         self.storage = create_storage("mooncake", identity, {**cluster.options, **options})
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.storage.open()
@@ -91,24 +108,32 @@ class Ours:
 
 
 class Raw:
-    """The library, called as its documentation says: contiguous pages in registered memory, one object each."""
+    """The library, called as its documentation says: contiguous pages in registered memory, one
+    object each."""
 
     name = RAW
 
     def __init__(self, cluster: DevCluster, subject: str) -> None:
         layers, heads = SHAPES[subject]
         self.page_bytes = 2 * layers * heads * 128 * 2 * PAGE_TOKENS
-        # Beginning on a page, as pools of engines do: into memory that begins 64 bytes after one, as torch's does, gets take longer.
-        self.memory = host_tensor((BATCH[subject] * self.page_bytes,), torch.uint8, pin_memory=False).random_(0, 256)
+        # Beginning on a page, as pools of engines do: into memory that begins 64 bytes after one,
+        # as torch's does, gets take longer.
+        self.memory = host_tensor(
+            (BATCH[subject] * self.page_bytes,), torch.uint8, pin_memory=False
+        ).random_(0, 256)
         self.store = library.new_store()
-        assert not self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", cluster.address, tenant_id="default")
+        assert not self.store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", cluster.address, tenant_id="default"
+        )
         assert not self.store.register_buffer(self.memory.data_ptr(), self.memory.numel())
         # Calls that the driver does not make are not in its description of the library.
         self.calls: Any = self.store
 
     def _places(self, keys: Sequence[str]) -> tuple[list[int], list[int]]:
         start = self.memory.data_ptr()
-        return [start + page * self.page_bytes for page in range(len(keys))], [self.page_bytes] * len(keys)
+        return [start + page * self.page_bytes for page in range(len(keys))], [
+            self.page_bytes
+        ] * len(keys)
 
     def put(self, keys: list[str]) -> bool:
         return not any(self.calls.batch_put_from(keys, *self._places(keys)))
@@ -135,20 +160,46 @@ def sglangs(cluster: DevCluster, subject: str) -> Contender:
 
     (layers, heads), size = SHAPES[subject], BATCH[subject] * PAGE_TOKENS
     device = MHATokenToKVPool(
-        size=size, page_size=PAGE_TOKENS, dtype=torch.bfloat16, head_num=heads, head_dim=128, layer_num=layers, device="cpu",
+        size=size,
+        page_size=PAGE_TOKENS,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=128,
+        layer_num=layers,
+        device="cpu",
         enable_memory_saver=False,
-    )  # fmt: skip
+    )
     pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, "page_first", pin_memory=False,
-        device_capacity_tokens=size, start_layer=0, end_layer=layers,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        PAGE_TOKENS,
+        "page_first",
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=layers,
+    )
     pool.kv_buffer.view(torch.uint8).random_(0, 256)
-    extra = {"master_server_address": cluster.address, "local_hostname": "127.0.0.1", "global_segment_size": 0, "protocol": "tcp"}
+    extra = {
+        "master_server_address": cluster.address,
+        "local_hostname": "127.0.0.1",
+        "global_segment_size": 0,
+        "protocol": "tcp",
+    }
     config = HiCacheStorageConfig(
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-        enable_storage_metrics=False, is_page_first_layout=True, model_name="benchmark",
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="benchmark",
         extra_config={**extra, "metadata_server": "P2PHANDSHAKE"},
-    )  # fmt: skip
+    )
     storage = MooncakeStore(config, pool)
     storage.register_mem_pool_host(pool)
     indices = torch.arange(size)
@@ -174,9 +225,13 @@ def sglangs(cluster: DevCluster, subject: str) -> Contender:
     return Peer()
 
 
-def measure(results: Results, subject: str, contenders: Sequence[Contender], rounds: int, patience: float) -> None:
-    """Put, look up and get a batch, each contender in its turn; then remove it, so that nothing is evicted."""
-    # Clients of an earlier cluster end here. Puts of ours, which make more garbage, were seen to stand still for 0.2 to 1 s without this.
+def measure(
+    results: Results, subject: str, contenders: Sequence[Contender], rounds: int, patience: float
+) -> None:
+    """Put, look up and get a batch, each contender in its turn; then remove it, so that nothing is
+    evicted."""
+    # Clients of an earlier cluster end here. Puts of ours, which make more garbage, were seen to
+    # stand still for 0.2 to 1 s without this.
     gc.collect()
     for contender in contenders:
         keys = fresh_keys(BATCH[subject])
@@ -194,17 +249,34 @@ def measure(results: Results, subject: str, contenders: Sequence[Contender], rou
 
 
 def report(results: Results) -> str:
-    """Medians with minimum and maximum in milliseconds a batch, and ratios of medians and of the fastest."""
+    """Medians with minimum and maximum in milliseconds a batch, and ratios of medians and of the
+    fastest."""
     rows = list[list[str]]()
     for (subject, operation), samples in results.samples.items():
         for who, seconds in samples.seconds.items():
             ratios = ["", "", ""]
             if who in (RAW, PEER):
                 goal = GOALS[subject, who]
-                ratios = [f"{samples.ratio(OURS, who):.2f}", f"{samples.best_ratio(OURS, who):.2f}", f"{goal:.1f}"]
+                ratios = [
+                    f"{samples.ratio(OURS, who):.2f}",
+                    f"{samples.best_ratio(OURS, who):.2f}",
+                    f"{goal:.1f}",
+                ]
             times = (samples.median(who), min(seconds), max(seconds))
-            rows.append([subject, operation, who, *(f"{1000 * time:.2f}" for time in times), *ratios])
-    header = ["page", "operation", "who", "median ms", "min", "max", "ours is faster by", "fastest runs", "goal"]
+            rows.append(
+                [subject, operation, who, *(f"{1000 * time:.2f}" for time in times), *ratios]
+            )
+    header = [
+        "page",
+        "operation",
+        "who",
+        "median ms",
+        "min",
+        "max",
+        "ours is faster by",
+        "fastest runs",
+        "goal",
+    ]
     return table(header, rows)
 
 
@@ -224,15 +296,18 @@ def profile(cluster: DevCluster, subject: str) -> None:
 
 
 def run(results: Results, arguments: argparse.Namespace) -> None:
-    """Measure on a cluster of its own, with new clients: one differs from another that is set up alike, for as long as it lives."""
+    """Measure on a cluster of its own, with new clients: one differs from another that is set up
+    alike, for as long as it lives."""
     with DevCluster(1, 512 << 20) as cluster:
         for subject in SHAPES:
             if arguments.profile:
                 profile(cluster, subject)
                 continue
             contenders: list[Contender] = [
-                Ours(cluster, subject), Raw(cluster, subject), Ours(cluster, subject, WAIT, hung_reads="wait"),
-            ]  # fmt: skip
+                Ours(cluster, subject),
+                Raw(cluster, subject),
+                Ours(cluster, subject, WAIT, hung_reads="wait"),
+            ]
             if arguments.sglang:
                 contenders.append(sglangs(cluster, subject))
             measure(results, subject, contenders, arguments.rounds, arguments.patience)
@@ -241,12 +316,22 @@ def run(results: Results, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9, help="on each cluster")
     parser.add_argument(
-        "--clusters", type=int, default=1, help="that are started one after the other, each with clients of its own"
+        "--clusters",
+        type=int,
+        default=1,
+        help="that are started one after the other, each with clients of its own",
     )
-    parser.add_argument("--patience", type=float, default=2.0, help="seconds to wait for a quiet machine before each measurement")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=2.0,
+        help="seconds to wait for a quiet machine before each measurement",
+    )
     parser.add_argument("--sglang", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, help="write the samples there as JSON")

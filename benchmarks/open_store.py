@@ -1,4 +1,5 @@
-"""Time until a store of many pages answers: a fresh storage is opened, and looks pages up for the first time.
+"""Time until a store of many pages answers: a fresh storage is opened, and looks pages up for the
+first time.
 
     python benchmarks/open_store.py [--pages 100000]
 
@@ -29,14 +30,24 @@ BATCH_PAGES = 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--path", type=Path, default=Path(), help="where to make the store")
     parser.add_argument("--pages", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=1, layout="page_first")
+    identity = StorageIdentity(
+        model="benchmark", kv_dtype="bfloat16", page_size=1, layout="page_first"
+    )
     pool = MHAHostPool(
-        size=BATCH_PAGES, page_size=1, layer_num=1, head_num=1, head_dim=16, dtype=torch.bfloat16, layout="page_first"
+        size=BATCH_PAGES,
+        page_size=1,
+        layer_num=1,
+        head_num=1,
+        head_dim=16,
+        dtype=torch.bfloat16,
+        layout="page_first",
     )
     indices, keys = torch.arange(BATCH_PAGES), list[str]()
     with tempfile.TemporaryDirectory(prefix="open-store-", dir=options.path) as path:
@@ -63,8 +74,13 @@ def main() -> None:
                 assert found == BATCH_PAGES
                 reader.close()
     for kind, samples in seconds.items():
-        low, middle, high = (1000 * value for value in (min(samples), statistics.median(samples), max(samples)))
-        print(f"{options.pages} pages, {kind}: {middle:.0f} ms ({low:.0f} - {high:.0f}) to open and answer the first exists")
+        low, middle, high = (
+            1000 * value for value in (min(samples), statistics.median(samples), max(samples))
+        )
+        print(
+            f"{options.pages} pages, {kind}: {middle:.0f} ms ({low:.0f} - {high:.0f}) to open and "
+            f"answer the first exists"
+        )
 
 
 if __name__ == "__main__":

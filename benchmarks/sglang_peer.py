@@ -1,4 +1,5 @@
-"""SGLang's `HiCacheFile` and this project's file driver on the same SGLang host pool, each used the way it is meant to be."""
+"""SGLang's `HiCacheFile` and this project's file driver on the same SGLang host pool, each used the
+way it is meant to be."""
 
 from __future__ import annotations
 
@@ -46,13 +47,26 @@ def host_pool(page_bytes: int, layout: str = "page_first") -> MHATokenToKVPoolHo
     layers, heads = SHAPES[page_bytes]
     size = BATCH_PAGES * PAGE_TOKENS
     device = MHATokenToKVPool(
-        size=size, page_size=PAGE_TOKENS, dtype=torch.bfloat16, head_num=heads, head_dim=128, layer_num=layers, device="cpu",
+        size=size,
+        page_size=PAGE_TOKENS,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=128,
+        layer_num=layers,
+        device="cpu",
         enable_memory_saver=False,
-    )  # fmt: skip
+    )
     pool = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_TOKENS, layout, pin_memory=False,
-        device_capacity_tokens=size, start_layer=0, end_layer=layers,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        PAGE_TOKENS,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=layers,
+    )
     assert pool.get_size_per_token() * PAGE_TOKENS == page_bytes
     pool.kv_buffer.view(torch.uint8).random_(0, 256)
     return pool
@@ -60,7 +74,8 @@ def host_pool(page_bytes: int, layout: str = "page_first") -> MHATokenToKVPoolHo
 
 @dataclass
 class Peer:
-    """`HiCacheFile`, called as `HiCacheController._generic_page_get` and `_generic_page_set` call it."""
+    """`HiCacheFile`, called as `HiCacheController._generic_page_get` and `_generic_page_set` call
+    it."""
 
     pool: MHATokenToKVPoolHost
     directory: Path
@@ -69,14 +84,24 @@ class Peer:
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True)
         config = HiCacheStorageConfig(
-            tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
-            enable_storage_metrics=False, is_page_first_layout=True, model_name="benchmark",
-        )  # fmt: skip
+            tp_rank=0,
+            tp_size=1,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="benchmark",
+        )
         self.storage = HiCacheFile(config, str(self.directory))
         self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
 
     def write(self, keys: list[str]) -> bool:
-        data = [self.pool.get_data_page(self.indices[page * PAGE_TOKENS]) for page in range(len(keys))]
+        data = [
+            self.pool.get_data_page(self.indices[page * PAGE_TOKENS]) for page in range(len(keys))
+        ]
         return self.storage.batch_set(keys, data)
 
     def read(self, keys: list[str]) -> bool:
@@ -103,12 +128,21 @@ class Peer:
 
 
 class Ours:
-    """The file driver with verification on, through the whole stack: metrics, deadline, circuit breaker, v2 calls."""
+    """The file driver with verification on, through the whole stack: metrics, deadline, circuit
+    breaker, v2 calls."""
 
-    def __init__(self, pool: MHATokenToKVPoolHost, directory: Path, name: str = "hicache file", **options: object) -> None:
+    def __init__(
+        self,
+        pool: MHATokenToKVPoolHost,
+        directory: Path,
+        name: str = "hicache file",
+        **options: object,
+    ) -> None:
         self.name = name
         self.directory = directory
-        identity = StorageIdentity(model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first")
+        identity = StorageIdentity(
+            model="benchmark", kv_dtype="bfloat16", page_size=PAGE_TOKENS, layout="page_first"
+        )
         self.storage = create_storage("file", identity, {"path": str(directory), **options})
         self.storage.register_mem_host_pool_v2(pool, "kv")
         self.storage.open()

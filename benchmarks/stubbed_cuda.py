@@ -1,4 +1,5 @@
-"""A CUDA device whose calls are counted, and made by the CPU or not at all: what enqueueing itself costs, and where it leads."""
+"""A CUDA device whose calls are counted, and made by the CPU or not at all: what enqueueing itself
+costs, and where it leads."""
 
 from __future__ import annotations
 
@@ -87,7 +88,11 @@ def stubbed(*, executes: bool = False, batches: bool = True) -> Iterator[Counter
 
     kernel = _Kernel(counted("kernel", _no_kernel))
     with ExitStack() as patches:
-        sys_modules = {} if "triton" in sys.modules else {"triton": _triton(), "triton.language": ModuleType("triton.language")}
+        sys_modules = (
+            {}
+            if "triton" in sys.modules
+            else {"triton": _triton(), "triton.language": ModuleType("triton.language")}
+        )
         patches.enter_context(patch.dict(sys.modules, sys_modules))
         row_kernel = importlib.import_module("hicache_storage.transfer.cuda.row_kernel")
         stubs: list[tuple[object, str, object]] = [
@@ -99,7 +104,11 @@ def stubbed(*, executes: bool = False, batches: bool = True) -> Iterator[Counter
             (row_kernel, "_copy_rows", kernel),
             (cuda_runtime, "_memcpy", lambda: counted("copy", _copy)),
             (cuda_runtime, "_memcpy_2d", lambda: counted("copy", _copy_2d)),
-            (cuda_runtime, "memcpy_batch", lambda: counted("batch", _copy_batch) if batches else None),
+            (
+                cuda_runtime,
+                "memcpy_batch",
+                lambda: counted("batch", _copy_batch) if batches else None,
+            ),
         ]
         for owner, name, stub in stubs:
             patches.enter_context(patch.object(owner, name, stub))
@@ -124,7 +133,9 @@ def _triton() -> ModuleType:
 
 
 def _no_kernel(*arguments: object) -> None:
-    raise NotImplementedError("kernels of Triton are not executed here; test_row_kernel.py does that")
+    raise NotImplementedError(
+        "kernels of Triton are not executed here; test_row_kernel.py does that"
+    )
 
 
 def _copy(to: int, origin: int, size: int, kind: int, stream: int) -> int:
@@ -132,14 +143,26 @@ def _copy(to: int, origin: int, size: int, kind: int, stream: int) -> int:
     return 0
 
 
-def _copy_2d(to: int, to_pitch: int, origin: int, origin_pitch: int, width: int, height: int, kind: int, stream: int) -> int:
+def _copy_2d(
+    to: int,
+    to_pitch: int,
+    origin: int,
+    origin_pitch: int,
+    width: int,
+    height: int,
+    kind: int,
+    stream: int,
+) -> int:
     for row in range(height):
         ctypes.memmove(to + row * to_pitch, origin + row * origin_pitch, width)
     return 0
 
 
 def _copy_batch(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
-    arrays = ((ctypes.c_uint64 * count).from_address(address) for address in (destinations, sources, sizes))
+    arrays = (
+        (ctypes.c_uint64 * count).from_address(address)
+        for address in (destinations, sources, sizes)
+    )
     for to, origin, size in zip(*arrays, strict=True):
         ctypes.memmove(to, origin, size)
     return 0

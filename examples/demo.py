@@ -1,7 +1,8 @@
 """Store a hybrid model's cache, kill the writer, restore it in another process, verify every byte.
 
-One process stores a conversation of 1 GiB (KV pages, and a Mamba state every 14 pages) through the file driver. While it
-stores a second conversation it is killed with SIGKILL. Another process then restores whatever was acknowledged.
+One process stores a conversation of 1 GiB (KV pages, and a Mamba state every 14 pages) through the
+file driver. While it stores a second conversation it is killed with SIGKILL. Another process then
+restores whatever was acknowledged.
 
     python examples/demo.py [--path DIR] [--gib 1.0] [--driver file]
 """
@@ -25,7 +26,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity, create_storage
+from hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    StorageIdentity,
+    create_storage,
+)
 from hicache_storage.pools import HostPoolBase, MambaHostPool, MHAHostPool
 
 if TYPE_CHECKING:
@@ -37,14 +45,17 @@ CALL_PAGES = 112
 STATE_EVERY = 14
 """One Mamba state per this many KV pages: the checkpoints that a hybrid model can resume from."""
 STORING = "storing"
-"""What the writer says when it hands a call to the storage; the acknowledgement is the next line."""
+"""What the writer says when it hands a call to the storage; the acknowledgement is the next
+line."""
 
 
 class Model:
     """A small hybrid model's host pools: KV pages of 2 MiB, Mamba states of 4 MiB."""
 
     def __init__(self) -> None:
-        self.identity = StorageIdentity(model="demo/hybrid-8b", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first")
+        self.identity = StorageIdentity(
+            model="demo/hybrid-8b", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first"
+        )
         self.pools: dict[str, HostPoolBase] = {
             "kv": MHAHostPool(
                 size=CALL_PAGES * PAGE_SIZE,
@@ -76,7 +87,12 @@ class Model:
         states = keys[STATE_EVERY - 1 :: STATE_EVERY]
         return [
             PoolTransfer(PoolName.KV, torch.arange(len(keys) * PAGE_SIZE), keys=keys),
-            PoolTransfer(PoolName.MAMBA, torch.arange(len(states)), keys=states, hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(
+                PoolName.MAMBA,
+                torch.arange(len(states)),
+                keys=states,
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            ),
         ]
 
     def write(self, transfers: list[PoolTransfer]) -> int:
@@ -85,7 +101,9 @@ class Model:
         for transfer in transfers:
             pool = self.pools[transfer.name]
             for index, key in enumerate(transfer.keys or ()):
-                pool.set_from_flat_data_page(index * pool.page_size, expected_page(pool, transfer.name, key))
+                pool.set_from_flat_data_page(
+                    index * pool.page_size, expected_page(pool, transfer.name, key)
+                )
                 total += pool.geometry.page_bytes
         return total
 
@@ -94,7 +112,10 @@ class Model:
         pool = self.pools[name]
         keys = next(transfer.keys or () for transfer in transfers if transfer.name == name)
         return sum(
-            ok and not same_bytes(pool.get_data_page(index * pool.page_size), expected_page(pool, name, key))
+            ok
+            and not same_bytes(
+                pool.get_data_page(index * pool.page_size), expected_page(pool, name, key)
+            )
             for index, (key, ok) in enumerate(zip(keys, delivered, strict=True))
         )
 
@@ -108,7 +129,11 @@ class Model:
 def expected_page(pool: HostPoolBase, name: str, key: str) -> torch.Tensor:
     """The page that belongs to a key: every 8 bytes of it differ from those of every other page."""
     seed = xxhash.xxh3_64_intdigest(f"{name}/{key}".encode()) >> 1
-    words = torch.arange(pool.geometry.page_bytes // 8, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).add_(seed)
+    words = (
+        torch.arange(pool.geometry.page_bytes // 8, dtype=torch.int64)
+        .mul_(0x9E3779B97F4A7C1)
+        .add_(seed)
+    )
     return words.view(pool.flat_dtype)
 
 
@@ -146,7 +171,12 @@ def store(driver: str, path: str, conversation: str, pages: int) -> None:
             size = model.write(transfers)
             print(STORING, flush=True)
             stored = storage.batch_set_v2(transfers)
-            call = Acknowledged(conversation, keys[start : start + CALL_PAGES], size, {str(k): v for k, v in stored.items()})
+            call = Acknowledged(
+                conversation,
+                keys[start : start + CALL_PAGES],
+                size,
+                {str(k): v for k, v in stored.items()},
+            )
             print(json.dumps(asdict(call)), flush=True)
 
 
@@ -164,7 +194,8 @@ class Restored:
 
 
 def restore(driver: str, path: str) -> None:
-    """The second process: restores every call that its standard input names, and verifies every byte."""
+    """The second process: restores every call that its standard input names, and verifies every
+    byte."""
     model, result = Model(), Restored()
     conversations: dict[str, list[str]] = {}
     with model.open(driver, path) as storage:
@@ -182,37 +213,61 @@ def restore(driver: str, path: str) -> None:
                 result.hits[name] += sum(pages)
                 result.bytes += sum(pages) * model.pools[name].geometry.page_bytes
         for conversation, keys in conversations.items():
-            window = PoolTransfer(PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES)
-            result.longest_prefix[conversation] = storage.batch_exists_v2(keys, [window]).kv_hit_pages
-        result.damaged.update({name: stats.pages_damaged for name, stats in storage.get_stats().pools.items()})
+            window = PoolTransfer(
+                PoolName.MAMBA, keys=[""], hit_policy=PoolHitPolicy.TRAILING_PAGES
+            )
+            result.longest_prefix[conversation] = storage.batch_exists_v2(
+                keys, [window]
+            ).kv_hit_pages
+        result.damaged.update(
+            {name: stats.pages_damaged for name, stats in storage.get_stats().pools.items()}
+        )
     print(json.dumps(asdict(result)))
 
 
 def run(driver: str, path: str, gib: float) -> int:
     """Both processes, the kill in between, and the table. Returns the exit status."""
     console = Console()
-    page_bytes = sum(pool.geometry.page_bytes / (STATE_EVERY if name == "mamba" else 1) for name, pool in Model().pools.items())
+    page_bytes = sum(
+        pool.geometry.page_bytes / (STATE_EVERY if name == "mamba" else 1)
+        for name, pool in Model().pools.items()
+    )
     pages = max(CALL_PAGES, round(gib * 2**30 / page_bytes / CALL_PAGES) * CALL_PAGES)
     acknowledged = list[str]()
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), console=console
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=console,
     ) as progress:
         for conversation, kill_after in (("first", None), ("second", pages // 2)):
             task = progress.add_task(f"{conversation} conversation", total=pages * page_bytes)
             with writer(driver, path, conversation, pages) as process:
-                status = follow(process, acknowledged, kill_after, lambda size, task=task: progress.advance(task, size))
+                status = follow(
+                    process,
+                    acknowledged,
+                    kill_after,
+                    lambda size, task=task: progress.advance(task, size),
+                )
             if kill_after is None and status:
                 return status
     console.print("the writer was killed with SIGKILL while it stored the second conversation")
     arguments = [sys.executable, __file__, "--role", "restore", "--driver", driver, "--path", path]
-    done = subprocess.run(arguments, input="".join(acknowledged), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        arguments, input="".join(acknowledged), stdout=subprocess.PIPE, text=True, check=True
+    )
     return report(console, Restored(**json.loads(done.stdout)))
 
 
 def follow(
-    process: subprocess.Popen[str], acknowledged: list[str], kill_after: int | None, advance: Callable[[int], None]
+    process: subprocess.Popen[str],
+    acknowledged: list[str],
+    kill_after: int | None,
+    advance: Callable[[int], None],
 ) -> int:
-    """Collect acknowledgements; kill the writer inside the first call after `kill_after` pages. Returns its exit status."""
+    """Collect acknowledgements; kill the writer inside the first call after `kill_after` pages.
+    Returns its exit status."""
     pages = 0
     for line in process.stdout or ():
         if line.strip() == STORING:
@@ -228,10 +283,25 @@ def follow(
 
 
 @contextlib.contextmanager
-def writer(driver: str, path: str, conversation: str, pages: int) -> Generator[subprocess.Popen[str]]:
+def writer(
+    driver: str, path: str, conversation: str, pages: int
+) -> Generator[subprocess.Popen[str]]:
     """The storing process; killed if the demo itself fails."""
-    arguments = ["--role", "store", "--driver", driver, "--path", path, "--conversation", conversation, "--pages", str(pages)]
-    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    arguments = [
+        "--role",
+        "store",
+        "--driver",
+        driver,
+        "--path",
+        path,
+        "--conversation",
+        conversation,
+        "--pages",
+        str(pages),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process
     finally:
@@ -256,14 +326,23 @@ def report(console: Console, result: Restored) -> int:
     table.add_row("all", str(pages), str(hits), speed, str(damaged), str(wrong))
     console.print(table)
     for conversation, prefix in result.longest_prefix.items():
-        console.print(f"{conversation} conversation: {prefix} pages ({prefix * PAGE_SIZE} tokens) can be resumed")
+        console.print(
+            f"{conversation} conversation: {prefix} pages ({prefix * PAGE_SIZE} tokens) can be "
+            f"resumed"
+        )
     right = hits == pages and not wrong and not damaged
-    console.print("[green]every acknowledged page came back, every byte verified" if right else "[red]pages were lost or wrong")
+    console.print(
+        "[green]every acknowledged page came back, every byte verified"
+        if right
+        else "[red]pages were lost or wrong"
+    )
     return 0 if right else 1
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--path", help="directory of the store; a temporary one by default")
     parser.add_argument("--gib", type=float, default=1.0, help="size of a conversation")
     parser.add_argument("--driver", default="file")
@@ -278,7 +357,9 @@ def main() -> int:
         restore(options.driver, options.path)
         return 0
     with contextlib.ExitStack() as stack:
-        path = options.path or stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
+        path = options.path or stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="hicache-demo-")
+        )
         return run(options.driver, str(Path(path)), options.gib)
 
 

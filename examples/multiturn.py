@@ -1,15 +1,16 @@
-"""Multi-turn chat on a hybrid model: how much of each prompt the cache saves, round by round, with and without storage.
+"""Multi-turn chat on a hybrid model: how much of each prompt the cache saves, round by round, with
+and without storage.
 
-Ten clients talk for twelve rounds. Each prompt is all that was said before and a new question, and the model can only go
-on where a recurrent state was kept: at checkpoints. Requests run through the whole stack: `HiMambaRadixCache` over
-`HybridCacheController`, device copies on streams (CUDA, or the simulator where there is none), host pools, and the file
-driver. The model is a toy whose KV and states depend on every token before them; each hit is compared with a full
-recomputation.
+Ten clients talk for twelve rounds. Each prompt is all that was said before and a new question, and
+the model can only go on where a recurrent state was kept: at checkpoints. Requests run through the
+whole stack: `HiMambaRadixCache` over `HybridCacheController`, device copies on streams (CUDA, or
+the simulator where there is none), host pools, and the file driver. The model is a toy whose KV and
+states depend on every token before them; each hit is compared with a full recomputation.
 
     python examples/multiturn.py [--json FILE] [--plot FILE.svg]
 
-With storage behind it, a device with few slots for states serves every round as if it had kept everything. Without, the
-states of sessions that wait are gone when they come back.
+With storage behind it, a device with few slots for states serves every round as if it had kept
+everything. Without, the states of sessions that wait are gone when they come back.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Workload:
         Args:
             state_slots: on the device.
             sessions: whose KV the device holds.
-            offload: whether the host has memory to offload to: for two sessions. Otherwise it has a single page.
+            offload: whether the host has memory to offload to: for two sessions. Otherwise it has a
+                single page.
         """
         return Sizes(
             page=self.page,
@@ -80,7 +82,10 @@ class Result:
     @property
     def rounds(self) -> list[float]:
         """The hit rate of each round."""
-        return [cached / prompt for cached, prompt in zip(self.cached_tokens, self.prompt_tokens, strict=True)]
+        return [
+            cached / prompt
+            for cached, prompt in zip(self.cached_tokens, self.prompt_tokens, strict=True)
+        ]
 
     @property
     def overall(self) -> float:
@@ -89,19 +94,29 @@ class Result:
 
 
 def play(
-    workload: Workload, state_slots: int, store: Path | None, *, sessions: int | None = None, count_last: bool = False
+    workload: Workload,
+    state_slots: int,
+    store: Path | None,
+    *,
+    sessions: int | None = None,
+    count_last: bool = False,
 ) -> Result:
     """Let the clients talk; all finish a round before the next begins.
 
     Args:
         state_slots: on the device.
-        store: directory of the file driver; None for a machine without host memory and storage to offload to.
+        store: directory of the file driver; None for a machine without host memory and storage to
+            offload to.
         sessions: whose KV the device holds; None for all, so that states alone are scarce.
         count_last: pretend that the last sampled token has KV; for comparison, engines do not.
     """
-    identity = StorageIdentity(model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first")
+    identity = StorageIdentity(
+        model="examples/multiturn", kv_dtype="int32", page_size=workload.page, layout="page_first"
+    )
     storage = create_storage("file", identity, {"path": str(store)}) if store else None
-    sizes = workload.sizes(state_slots, sessions=sessions or workload.clients + 1, offload=store is not None)
+    sizes = workload.sizes(
+        state_slots, sessions=sessions or workload.clients + 1, offload=store is not None
+    )
     server = Server(sizes, storage, count_last=count_last)
     try:
         return _play(workload, server)
@@ -139,10 +154,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the rates are written")
     parser.add_argument("--plot", type=Path, help="where they are drawn, as SVG")
     parser.add_argument("--state-slots", type=int, default=8, help="states that the device holds")
-    parser.add_argument("--sweep", type=int, nargs="*", default=[4, 8, 16, 24, 32, 48, 64], help="other numbers of them to try")
-    for name in ("clients", "rounds", "request", "output", "page", "state_chunk", "interval", "running", "seed"):
+    parser.add_argument(
+        "--sweep",
+        type=int,
+        nargs="*",
+        default=[4, 8, 16, 24, 32, 48, 64],
+        help="other numbers of them to try",
+    )
+    for name in (
+        "clients",
+        "rounds",
+        "request",
+        "output",
+        "page",
+        "state_chunk",
+        "interval",
+        "running",
+        "seed",
+    ):
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, default=getattr(Workload, name), help=f"default {getattr(Workload, name)}"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=getattr(Workload, name),
+            help=f"default {getattr(Workload, name)}",
         )
     options = parser.parse_args()
     names = Workload.__dataclass_fields__.keys() & vars(options).keys()
@@ -153,7 +187,10 @@ def main() -> None:
     alone = {count: play(workload, count, None) for count in slots}
     _report(with_storage[options.state_slots], alone[options.state_slots], options.state_slots)
     if options.json:
-        options.json.write_text(json.dumps(_as_json(workload, options.state_slots, with_storage, alone), indent=2) + "\n")
+        options.json.write_text(
+            json.dumps(_as_json(workload, options.state_slots, with_storage, alone), indent=2)
+            + "\n"
+        )
     if options.plot:
         options.plot.write_text(_drawing(workload, options.state_slots, with_storage, alone))
 
@@ -172,7 +209,9 @@ def _report(stored: Result, alone: Result, slots: int) -> None:
     print(f"  all   {stored.overall:12.6f}   {alone.overall:11.6f}")
 
 
-def _as_json(workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]) -> dict[str, object]:
+def _as_json(
+    workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]
+) -> dict[str, object]:
     return {
         "workload": asdict(workload),
         "state_slots": slots,
@@ -182,13 +221,19 @@ def _as_json(workload: Workload, slots: int, stored: dict[int, Result], alone: d
         "cached_tokens": stored[slots].cached_tokens,
         "device_only": {"rounds": alone[slots].rounds, "overall": alone[slots].overall},
         "sweep": [
-            {"state_slots": count, "with_storage": stored[count].overall, "device_only": alone[count].overall}
+            {
+                "state_slots": count,
+                "with_storage": stored[count].overall,
+                "device_only": alone[count].overall,
+            }
             for count in sorted(stored)
         ],
     }
 
 
-def _drawing(workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]) -> str:
+def _drawing(
+    workload: Workload, slots: int, stored: dict[int, Result], alone: dict[int, Result]
+) -> str:
     rounds, counts = list(range(workload.rounds)), sorted(stored)
     return draw(
         f"Prompt tokens from the cache: {workload.clients} clients, {workload.rounds} rounds",

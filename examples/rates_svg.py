@@ -35,21 +35,32 @@ class Panel:
 def draw(title: str, panels: Sequence[Panel]) -> str:
     """Panels side by side."""
     width = WIDTH * len(panels)
-    body = "".join(f'<g transform="translate({WIDTH * place},0)">{_panel(panel)}</g>' for place, panel in enumerate(panels))
+    body = "".join(
+        f'<g transform="translate({WIDTH * place},0)">{_panel(panel)}</g>'
+        for place, panel in enumerate(panels)
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" '
+        f'height="{HEIGHT}" '
         f'font-family="sans-serif" font-size="11">'
-        f'<rect width="100%" height="100%" fill="white"/>{_text(width / 2, 20, title, size=14)}{body}</svg>\n'
+        f'<rect width="100%" height="100%" '
+        f'fill="white"/>{_text(width / 2, 20, title, size=14)}{body}</svg>\n'
     )
 
 
 def _panel(panel: Panel) -> str:
     xs = panel.lines[0].xs
-    parts = [_text((LEFT + WIDTH - RIGHT) / 2, 40, panel.title), _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, panel.axis)]
+    parts = [
+        _text((LEFT + WIDTH - RIGHT) / 2, 40, panel.title),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, panel.axis),
+    ]
     for step in range(6):
         rate = step / 5
         y = _y(rate)
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#ddd"/>{_text(LEFT - 16, y + 4, f"{rate:.1f}")}')
+        parts.append(
+            f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" '
+            f'stroke="#ddd"/>{_text(LEFT - 16, y + 4, f"{rate:.1f}")}'
+        )
     parts += [_text(_x(x, xs), HEIGHT - BOTTOM + 18, f"{x:g}") for x in xs]
     parts += [_line(line, xs, place) for place, line in enumerate(panel.lines)]
     return "".join(parts)
@@ -59,9 +70,13 @@ def _line(line: Line, xs: Sequence[float], place: int) -> str:
     colour = COLOURS[place % len(COLOURS)]
     points = [(_x(x, xs), _y(rate)) for x, rate in zip(line.xs, line.rates, strict=True)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points
+    )
     label = f'<text x="{LEFT + 8 + 110 * place}" y="{TOP - 8}" fill="{colour}">{escape(line.name)}</text>'
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}{label}'
+    return (
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}{label}'
+    )
 
 
 def _x(x: float, xs: Sequence[float]) -> float:

@@ -1,16 +1,19 @@
-"""A tiny language model that chats over three tiers of cache, and proves at every turn that nothing changed its mind.
+"""A tiny language model that chats over three tiers of cache, and proves at every turn that nothing
+changed its mind.
 
-Ten clients talk to a model in plain torch, whose KV and recurrent states lie in the device pools of a cache stack
-(`hicache_storage.hybrid`). A loop serves several requests together: a prefix is matched by the radix cache, loaded from the
-host or fetched from a storage, and what is computed is written through to both. Memory runs short between rounds, so that
-prefixes come from the device (L1), the host (L2) and the storage (L3). After each turn all its logits are compared with those
-of a full recomputation in other memory: bit by bit; in bfloat16, where `mamba` uses torch's own kernels, within 3 % of the
-largest logit.
+Ten clients talk to a model in plain torch, whose KV and recurrent states lie in the device pools of
+a cache stack (`hicache_storage.hybrid`). A loop serves several requests together: a prefix is
+matched by the radix cache, loaded from the host or fetched from a storage, and what is computed is
+written through to both. Memory runs short between rounds, so that prefixes come from the device
+(L1), the host (L2) and the storage (L3). After each turn all its logits are compared with those of
+a full recomputation in other memory: bit by bit; in bfloat16, where `mamba` uses torch's own
+kernels, within 3 % of the largest logit.
 
-    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE] [--start-server] [--restart] [--corrupt]
+    python examples/tiny_hybrid_lm.py [--model mamba|dsa] [--storage DRIVER] [-c KEY=VALUE]
+    [--start-server] [--restart] [--corrupt]
 
-`--restart` goes on in a second process over the same store, `--corrupt` damages one stored page of the file driver before the
-last round: hits become fewer, and logits stay.
+`--restart` goes on in a second process over the same store, `--corrupt` damages one stored page of
+the file driver before the last round: hits become fewer, and logits stay.
 """
 
 from __future__ import annotations
@@ -87,7 +90,10 @@ def run(options: Options, storage: StorageConfig, conversation: Conversation) ->
             squeeze(server)
             if options.corrupt and conversation.rounds == last - 1:
                 empty(server)
-                print(f"flipped a bit in {places.flip_a_bit(Path(str(storage.options['path'])), talk.seed).name}")
+                print(
+                    f"flipped a bit in "
+                    f"{places.flip_a_bit(Path(str(storage.options['path'])), talk.seed).name}"
+                )
             play_round(talk, conversation, server, model)
 
 
@@ -97,25 +103,38 @@ def _sizes(options: Options, storage: StorageConfig, rounds: int) -> Sizes:
     tokens = (options.talk.clients + options.talk.running) * options.talk.longest(rounds, page)
     states = options.talk.clients * rounds * 2 + options.talk.running * 3
     return Sizes(
-        device_tokens=tokens, host_tokens=tokens, device_states=states, host_states=states,
-        dtype=DTYPES[options.dtype], device=options.device, seed=options.talk.seed, storage=storage,
-    )  # fmt: skip
+        device_tokens=tokens,
+        host_tokens=tokens,
+        device_states=states,
+        host_states=states,
+        dtype=DTYPES[options.dtype],
+        device=options.device,
+        seed=options.talk.seed,
+        storage=storage,
+    )
 
 
 def report(options: Options, conversation: Conversation, title: str) -> None:
     """Print what came from where; raises where a logit differs."""
-    print(f"{title}: {options.model}, {options.dtype} on {options.device}, storage {options.storage}")
+    print(
+        f"{title}: {options.model}, {options.dtype} on {options.device}, storage {options.storage}"
+    )
     print(f"{'tier':>6} {'turns':>6} {'tokens restored':>16} {'equal':>6}")
     for tier in Tier:
         turns, tokens, equal = totals(conversation.of_tier(tier))
         print(f"{tier:>6} {turns:6} {tokens:16} {equal:6}")
     turns, tokens, equal = totals(conversation.turns)
     restorable = sum(turn.restorable for turn in conversation.turns)
-    print(f"{'all':>6} {turns:6} {tokens:16} {equal:6}   of {restorable} tokens that could be restored")
+    print(
+        f"{'all':>6} {turns:6} {tokens:16} {equal:6}   of {restorable} tokens that could be "
+        f"restored"
+    )
     worst = max(turn.difference for turn in conversation.turns)
     print(f"largest difference of a logit: {worst}")
     if equal != turns:
-        raise ExampleFailedError(f"{turns - equal} turns have other logits than their recomputation")
+        raise ExampleFailedError(
+            f"{turns - equal} turns have other logits than their recomputation"
+        )
 
 
 def check_tiers(conversation: Conversation, tiers: list[Tier]) -> None:
@@ -131,10 +150,14 @@ def check_loss(conversation: Conversation) -> None:
     short = [turn for turn in turns if turn.restored.tokens < turn.restorable]
     print(f"the damaged page: {len(short)} of {len(turns)} turns restored less than was stored")
     if not 0 < len(short) < len(turns):
-        raise ExampleFailedError("a damaged page must be a miss for those who need it, and for nobody else")
+        raise ExampleFailedError(
+            "a damaged page must be a miss for those who need it, and for nobody else"
+        )
 
 
-def restart(options: Options, storage: StorageConfig, conversation: Conversation, folder: Path) -> int:
+def restart(
+    options: Options, storage: StorageConfig, conversation: Conversation, folder: Path
+) -> int:
     """Go on in a second process; its exit status."""
     left = folder / "sessions.json"
     left.write_text(json.dumps({"sessions": conversation.sessions, "rounds": conversation.rounds}))
@@ -160,7 +183,10 @@ def main() -> int:
         model = f"examples/tiny-hybrid-lm/{options.model}"
         storage = places.store(options.storage, options.given, folder, model, ports)
         if options.restart and not places.lasts(storage):
-            raise SystemExit(f"--restart needs a store that outlives its process; {options.storage} with these options does not")
+            raise SystemExit(
+                f"--restart needs a store that outlives its process; {options.storage} with these "
+                f"options does not"
+            )
         try:
             return play(options, storage, folder)
         except ExampleFailedError as error:
@@ -186,15 +212,37 @@ def _options() -> Options:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="mamba", help="what kind of model")
     parser.add_argument("--storage", default="file", help="driver of the third tier")
-    parser.add_argument("-c", dest="given", action="append", default=[], metavar="KEY=VALUE", help="option of the driver")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 elsewhere")
-    for name in ("clients", "rounds", "running", "seed"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Talk, name), help=f"default {getattr(Talk, name)}")
-    parser.add_argument("--restart", action="store_true", help="go on in a second process over the same store")
-    parser.add_argument("--corrupt", action="store_true", help="damage a stored page before the last round; file driver only")
     parser.add_argument(
-        "--start-server", action="store_true", help="start the servers that the driver registers for a throwaway store"
+        "-c",
+        dest="given",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="option of the driver",
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default float32 on the CPU, bfloat16 elsewhere"
+    )
+    for name in ("clients", "rounds", "running", "seed"):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            default=getattr(Talk, name),
+            help=f"default {getattr(Talk, name)}",
+        )
+    parser.add_argument(
+        "--restart", action="store_true", help="go on in a second process over the same store"
+    )
+    parser.add_argument(
+        "--corrupt",
+        action="store_true",
+        help="damage a stored page before the last round; file driver only",
+    )
+    parser.add_argument(
+        "--start-server",
+        action="store_true",
+        help="start the servers that the driver registers for a throwaway store",
     )
     parser.add_argument("--resume", type=Path, help=argparse.SUPPRESS)
     found = parser.parse_args()
@@ -204,11 +252,19 @@ def _options() -> Options:
         parser.error("--rounds must be at least 3, for every tier to be used")
     given = dict(text.partition("=")[::2] for text in found.given)
     return Options(
-        model=found.model, storage=found.storage, given=given, device=found.device,
+        model=found.model,
+        storage=found.storage,
+        given=given,
+        device=found.device,
         dtype=found.dtype or ("float32" if found.device == "cpu" else "bfloat16"),
-        talk=Talk(clients=found.clients, rounds=found.rounds, running=found.running, seed=found.seed),
-        restart=found.restart, corrupt=found.corrupt, start_server=found.start_server, resume=found.resume,
-    )  # fmt: skip
+        talk=Talk(
+            clients=found.clients, rounds=found.rounds, running=found.running, seed=found.seed
+        ),
+        restart=found.restart,
+        corrupt=found.corrupt,
+        start_server=found.start_server,
+        resume=found.resume,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A serving engine in miniature over the whole cache stack, with a toy model whose cache can be compared exactly.
+"""A serving engine in miniature over the whole cache stack, with a toy model whose cache can be
+compared exactly.
 
 Used by the examples; see `multiturn.py`.
 """
@@ -48,9 +49,11 @@ class Sizes:
 
 
 class Model:
-    """One attention layer and one recurrent layer, in integers: what they hold of a prefix is exact.
+    """One attention layer and one recurrent layer, in integers: what they hold of a prefix is
+    exact.
 
-    The KV of a token is itself and its place. The state is a running sum weighted by place, and the last four tokens.
+    The KV of a token is itself and its place. The state is a running sum weighted by place, and the
+    last four tokens.
     """
 
     def __init__(self, kv: MHADevicePool, states: MambaDevicePool) -> None:
@@ -60,14 +63,18 @@ class Model:
     def write_kv(self, rows: torch.Tensor, tokens: Sequence[int], start: int) -> None:
         """Compute the KV of tokens from place `start` on."""
         place = self.kv.device
-        for buffer, values in zip((self.kv.k_buffer[0], self.kv.v_buffer[0]), _kv(tokens, start), strict=True):
+        for buffer, values in zip(
+            (self.kv.k_buffer[0], self.kv.v_buffer[0]), _kv(tokens, start), strict=True
+        ):
             buffer[rows.to(place), 0] = values.to(place)
 
     def write_state(self, slot: int, tokens: Sequence[int], start: int) -> None:
         """Go on in a slot from the state after `start` tokens to the one after all of `tokens`."""
         new = torch.tensor(tokens[start:], dtype=torch.int64)
         before = 0 if start == 0 else int(self.states.temporal_buffer[0, slot, 0])
-        self.states.temporal_buffer[0, slot, 0] = before + int((new * torch.arange(start + 1, len(tokens) + 1)).sum())
+        self.states.temporal_buffer[0, slot, 0] = before + int(
+            (new * torch.arange(start + 1, len(tokens) + 1)).sum()
+        )
         self.states.conv_buffers[0][0, slot] = _window(tokens)
 
     def copy_state(self, source: int, target: int) -> None:
@@ -82,11 +89,14 @@ class Model:
         intact = (
             torch.equal(self.kv.k_buffer[0][rows, 0].cpu(), keys)
             and torch.equal(self.kv.v_buffer[0][rows, 0].cpu(), values)
-            and int(self.states.temporal_buffer[0, slot, 0]) == int((torch.tensor(tokens) * places).sum())
+            and int(self.states.temporal_buffer[0, slot, 0])
+            == int((torch.tensor(tokens) * places).sum())
             and torch.equal(self.states.conv_buffers[0][0, slot].cpu(), _window(tokens))
         )
         if not intact:
-            raise AssertionError(f"the cache of a prefix of {len(tokens)} tokens is not that of its tokens")
+            raise AssertionError(
+                f"the cache of a prefix of {len(tokens)} tokens is not that of its tokens"
+            )
 
 
 def stack_config(sizes: Sizes) -> MambaStackConfig:
@@ -94,7 +104,11 @@ def stack_config(sizes: Sizes) -> MambaStackConfig:
     return MambaStackConfig(
         attention=AttentionGeometry(layers=(0,), head_num=1, head_dim=2, dtype=torch.int32),
         mamba=MambaGeometry(
-            layers=(1,), temporal_shape=(1,), conv_shapes=((4,),), temporal_dtype=torch.int64, conv_dtype=torch.int32,
+            layers=(1,),
+            temporal_shape=(1,),
+            conv_shapes=((4,),),
+            temporal_dtype=torch.int64,
+            conv_dtype=torch.int32,
             state_chunk=sizes.state_chunk,
         ),
         page_size=sizes.page,
@@ -104,8 +118,10 @@ def stack_config(sizes: Sizes) -> MambaStackConfig:
         host_tokens=sizes.host_tokens,
         host_states=sizes.host_states,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        prefetch=PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=sizes.page, occupancy=1.0),
-    )  # fmt: skip
+        prefetch=PrefetchRules(
+            policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=sizes.page, occupancy=1.0
+        ),
+    )
 
 
 @dataclass(eq=False)
@@ -130,12 +146,15 @@ class Request:
 class Server:
     """A serving engine in miniature: prefill, decode, and the cache around them. To be closed."""
 
-    def __init__(self, sizes: Sizes, storage: HiCacheStorage | None = None, *, count_last: bool = False) -> None:
+    def __init__(
+        self, sizes: Sizes, storage: HiCacheStorage | None = None, *, count_last: bool = False
+    ) -> None:
         """Start serving.
 
         Args:
             storage: the server opens and closes it; None for none.
-            count_last: compute the last sampled token of each request as well, and count it. Engines do not.
+            count_last: compute the last sampled token of each request as well, and count it.
+                Engines do not.
         """
         self.stack = build_mamba_hybrid_stack(stack_config(sizes), storage=storage)
         self.cache = self.stack.cache
@@ -152,7 +171,8 @@ class Server:
     def serve(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> list[int]:
         """Run requests at once; returns for each how many prompt tokens came from the cache.
 
-        What was cached is in storage when this returns, so that the rates do not depend on the speed of a disk.
+        What was cached is in storage when this returns, so that the rates do not depend on the
+        speed of a disk.
         """
         requests = [self._prefill(prompt) for prompt in prompts]
         for request, output in zip(requests, outputs, strict=True):
@@ -167,14 +187,17 @@ class Server:
             time.sleep(0.0005)
 
     def _prefill(self, prompt: list[int]) -> Request:
-        # The last token of a prompt is computed in any case: its logits are what the model is asked for.
+        # The last token of a prompt is computed in any case: its logits are what the model is asked
+        # for.
         self._fetch(prompt[:-1])
         match = self.cache.match(prompt[:-1])
         lock = self.cache.lock(match)
         rows, slot = self._restore(match, lock)
         if match.length:
             self.model.check(rows, slot, prompt[: match.length])
-        request = Request([], rows, match.length, slot, int(_got(self.cache.alloc_state())), lock, match.length)
+        request = Request(
+            [], rows, match.length, slot, int(_got(self.cache.alloc_state())), lock, match.length
+        )
         self._compute_tokens(request, prompt)
         self._insert(request, len(prompt), self._donated(request))
         return request
@@ -187,7 +210,9 @@ class Server:
         keeps = 0 < request.kept == length
         self._insert(request, length, {length: request.checkpoint} if keeps else {})
         self.model.kv.free(request.rows[request.cached :])
-        self.model.states.free(torch.tensor([request.slot] if keeps else [request.slot, request.checkpoint]))
+        self.model.states.free(
+            torch.tensor([request.slot] if keeps else [request.slot, request.checkpoint])
+        )
         self.cache.unlock(request.lock)
 
     def _donated(self, request: Request) -> dict[int, int]:
@@ -243,7 +268,8 @@ class Server:
         request.lock = lock
 
     def _wait_for_copies(self) -> None:
-        """The toy computes on the caller's thread, which therefore waits for what its stream would wait for."""
+        """The toy computes on the caller's thread, which therefore waits for what its stream would
+        wait for."""
         self.stack.compute.synchronize()
 
 
@@ -261,5 +287,8 @@ def _window(tokens: Sequence[int]) -> torch.Tensor:
 
 def _got(found: Found | None) -> Found:
     if found is None:
-        raise MemoryError("the device is too small for the requests that run at once; give it more slots or sessions")
+        raise MemoryError(
+            "the device is too small for the requests that run at once; give it more slots or "
+            "sessions"
+        )
     return found

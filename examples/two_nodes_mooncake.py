@@ -1,7 +1,9 @@
-"""Two nodes share one cache: what one stores the other reads, and the other way round, byte for byte.
+"""Two nodes share one cache: what one stores the other reads, and the other way round, byte for
+byte.
 
-The nodes are network namespaces with an address each, where this user may make some, and two addresses of loopback otherwise. One of
-them also runs the master. Needs `pip install 'hicache-storage[mooncake]'`.
+The nodes are network namespaces with an address each, where this user may make some, and two
+addresses of loopback otherwise. One of them also runs the master. Needs `pip install
+'hicache-storage[mooncake]'`.
 
     python examples/two_nodes_mooncake.py [--loopback] [--pages 64]
 """
@@ -45,13 +47,26 @@ class Place:
 
 
 class Node:
-    """A process in a place, with an engine's host pool and the driver; told what to do by lines of text."""
+    """A process in a place, with an engine's host pool and the driver; told what to do by lines of
+    text."""
 
     def __init__(self, place: Place, master: str, pages: int) -> None:
         self._process = subprocess.Popen(
-            [*place.enter, sys.executable, __file__, "--node", place.address, "--master", master, "--pages", str(pages)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [
+                *place.enter,
+                sys.executable,
+                __file__,
+                "--node",
+                place.address,
+                "--master",
+                master,
+                "--pages",
+                str(pages),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.name = place.address
 
     def tell(self, order: str) -> str:
@@ -82,7 +97,9 @@ def main() -> int:
             here, there = stack.enter_context(namespaces())
         port = free_port() if kind == "loopback" else MASTER_PORT
         stack.enter_context(running_master(here, port))
-        print(f"two nodes in {kind}: {here.address}, with the master, and {there.address}", flush=True)
+        print(
+            f"two nodes in {kind}: {here.address}, with the master, and {there.address}", flush=True
+        )
         nodes = [Node(place, f"{here.address}:{port}", arguments.pages) for place in (here, there)]
         for node in nodes:
             stack.callback(node.close)
@@ -99,10 +116,21 @@ def main() -> int:
 def run_node(address: str, master: str, pages: int) -> int:
     """Obey orders on standard input until it ends."""
     pool = MHAHostPool(
-        size=pages * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=LAYERS, head_num=HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16
+        size=pages * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        layer_num=LAYERS,
+        head_num=HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.bfloat16,
     )
-    identity = StorageIdentity(model="two-nodes", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first")
-    options = {"master_server_address": master, "local_hostname": address, "global_segment_size": "64mb"}
+    identity = StorageIdentity(
+        model="two-nodes", kv_dtype="bfloat16", page_size=PAGE_SIZE, layout="page_first"
+    )
+    options = {
+        "master_server_address": master,
+        "local_hostname": address,
+        "global_segment_size": "64mb",
+    }
     storage = create_storage("mooncake", identity, options)
     storage.register_mem_host_pool_v2(pool, "kv")
     slots = [page * PAGE_SIZE for page in range(pages)]
@@ -139,13 +167,22 @@ def is_right(key: str, page: Sequence[memoryview]) -> bool:
 @contextlib.contextmanager
 def running_master(place: Place, port: int) -> Generator[None]:
     """A master in a place, until the block ends."""
-    options = [f"--rpc_address={place.address}", f"--rpc_port={port}", f"--metrics_host={place.address}", "--metrics_port=0"]
+    options = [
+        f"--rpc_address={place.address}",
+        f"--rpc_port={port}",
+        f"--metrics_host={place.address}",
+        "--metrics_port=0",
+    ]
     command = [*place.enter, sys.executable, "-m", "mooncake.cli", *options]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
         try:
-            look = f"import socket; socket.create_connection(({place.address!r}, {port}), 1).close()"
+            look = (
+                f"import socket; socket.create_connection(({place.address!r}, {port}), 1).close()"
+            )
             until = time.monotonic() + START_SECONDS
-            while subprocess.run([*place.enter, sys.executable, "-c", look], stderr=subprocess.DEVNULL, check=False).returncode:
+            while subprocess.run(
+                [*place.enter, sys.executable, "-c", look], stderr=subprocess.DEVNULL, check=False
+            ).returncode:
                 if master.poll() is not None or time.monotonic() > until:
                     raise RuntimeError(f"the master does not listen at {place.address}:{port}")
                 time.sleep(0.1)
@@ -156,21 +193,27 @@ def running_master(place: Place, port: int) -> Generator[None]:
 
 
 def may_make_namespaces() -> bool:
-    """Return True if this user may create network namespaces, connect them, and run commands in them."""
+    """Return True if this user may create network namespaces, connect them, and run commands in
+    them."""
     if shutil.which("ip") is None:
         return False
     try:
         with namespaces() as (place, _):
-            return subprocess.run([*place.enter, "true"], capture_output=True, check=False).returncode == 0
+            return (
+                subprocess.run([*place.enter, "true"], capture_output=True, check=False).returncode
+                == 0
+            )
     except subprocess.CalledProcessError:
         return False
 
 
 @contextlib.contextmanager
 def namespaces() -> Generator[tuple[Place, Place]]:
-    """Two namespaces with a cable between them; both go when the block ends, and the cable with them."""
+    """Two namespaces with a cable between them; both go when the block ends, and the cable with
+    them."""
     ends = [
-        (f"hicache-{os.getpid()}-{side}", f"hc{os.getpid()}{side}", f"10.213.7.{number}") for number, side in ((1, "a"), (2, "b"))
+        (f"hicache-{os.getpid()}-{side}", f"hc{os.getpid()}{side}", f"10.213.7.{number}")
+        for number, side in ((1, "a"), (2, "b"))
     ]
     with ExitStack() as stack:
         for name, _, _ in ends:
@@ -201,8 +244,14 @@ def _ip(*words: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loopback", action="store_true", help="two addresses of loopback, also where namespaces could be made")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--loopback",
+        action="store_true",
+        help="two addresses of loopback, also where namespaces could be made",
+    )
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--node", help=argparse.SUPPRESS)
     parser.add_argument("--master", help=argparse.SUPPRESS)

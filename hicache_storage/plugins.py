@@ -1,4 +1,5 @@
-"""Finding drivers: entry points of the group `hicache_storage.drivers`, loaded one by one so that none can break another."""
+"""Finding drivers: entry points of the group `hicache_storage.drivers`, loaded one by one so that
+none can break another."""
 
 from __future__ import annotations
 
@@ -69,22 +70,30 @@ class Registry:
 
         Raises:
             DriverConflictError: two plugins claim the name.
-            DriverNotFoundError: no plugin registers it; the message lists installed and broken ones.
+            DriverNotFoundError: no plugin registers it; the message lists installed and broken
+            ones.
         """
         if name in self.conflicts:
             owners = " and ".join(self.conflicts[name])
-            raise DriverConflictError(f"driver {name!r} is registered by {owners}; uninstall all but one of them")
+            raise DriverConflictError(
+                f"driver {name!r} is registered by {owners}; uninstall all but one of them"
+            )
         if name not in self.drivers:
             installed = ", ".join(sorted(self.drivers)) or "none"
-            broken = "".join(f"; plugin {plugin.owner} is broken: {plugin.error}" for plugin in self.broken)
+            broken = "".join(
+                f"; plugin {plugin.owner} is broken: {plugin.error}" for plugin in self.broken
+            )
             near = difflib.get_close_matches(name, sorted(self.drivers), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise DriverNotFoundError(f"no driver named {name!r}; installed: {installed}{broken}{hint}")
+            raise DriverNotFoundError(
+                f"no driver named {name!r}; installed: {installed}{broken}{hint}"
+            )
         return self.drivers[name]
 
 
 def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
-    """Load all plugins of the environment, or the given entry points, into a new registry. Raises nothing."""
+    """Load all plugins of the environment, or the given entry points, into a new registry. Raises
+    nothing."""
     registry = Registry()
     disabled = {name.strip() for name in os.environ.get(DISABLED_PLUGINS_VARIABLE, "").split(",")}
     for point in entry_points(group=ENTRY_POINT_GROUP) if points is None else points:
@@ -115,7 +124,9 @@ def driver_class(spec: DriverSpec) -> type[HiCacheStorage]:
     """
     target = _resolve(spec, spec.target)
     if not (isinstance(target, type) and issubclass(target, HiCacheStorage)):
-        raise DriverContractError(f"driver {spec.name!r}: {spec.target} is not a subclass of HiCacheStorage")
+        raise DriverContractError(
+            f"driver {spec.name!r}: {spec.target} is not a subclass of HiCacheStorage"
+        )
     return target
 
 
@@ -128,7 +139,9 @@ def config_model(spec: DriverSpec) -> type[DriverConfig]:
     """
     model = _resolve(spec, spec.config)
     if not (isinstance(model, type) and issubclass(model, DriverConfig)):
-        raise DriverContractError(f"driver {spec.name!r}: {spec.config} is not a subclass of DriverConfig")
+        raise DriverContractError(
+            f"driver {spec.name!r}: {spec.config} is not a subclass of DriverConfig"
+        )
     return model
 
 
@@ -139,27 +152,32 @@ def create_storage(
     *,
     options: StorageOptions | None = None,
 ) -> HiCacheStorage:
-    """Create a storage by the name of its driver. Connects to nothing: `open()` or the first call does.
+    """Create a storage by the name of its driver. Connects to nothing: `open()` or the first call
+    does.
 
     Args:
         name: a driver listed by `hicache drivers`.
         identity: whose bytes the storage reads and writes.
         config: the driver's options; text values are converted.
-        options: what the SDK puts around the driver: deadline, circuit breaker, metrics. Defaults apply.
+        options: what the SDK puts around the driver: deadline, circuit breaker, metrics. Defaults
+            apply.
 
     Raises:
-        DriverError: the driver is unknown, claimed twice, cannot be imported, or refuses the configuration.
+        DriverError: the driver is unknown, claimed twice, cannot be imported, or refuses the
+        configuration.
     """
     spec = registry().get(name)
     settings = parse_config(config_model(spec), config or {})
-    # The class is known to be a HiCacheStorage only; that it takes (identity, config) is what DriverSpec.target asks for.
+    # The class is known to be a HiCacheStorage only; that it takes (identity, config) is what
+    # DriverSpec.target asks for.
     factory: type = driver_class(spec)
     storage = factory(identity, settings)
     return wrap(storage, options or StorageOptions())
 
 
 def _specs(point: EntryPoint, owner: str) -> list[DriverSpec]:
-    # A manager of its own for each plugin: pluggy keeps a half-registered plugin after a validation error.
+    # A manager of its own for each plugin: pluggy keeps a half-registered plugin after a validation
+    # error.
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     manager.register(point.load(), name=owner)
@@ -167,13 +185,16 @@ def _specs(point: EntryPoint, owner: str) -> list[DriverSpec]:
     implementations = manager.hook.hicache_register_drivers.get_hookimpls()
     if not implementations:
         raise DriverContractError(
-            "implements no hook; decorate hicache_register_drivers() with hicache_storage.hookspecs.hookimpl"
+            "implements no hook; decorate hicache_register_drivers() with "
+            "hicache_storage.hookspecs.hookimpl"
         )
     specs = list[DriverSpec]()
     for implementation in implementations:
         for spec in cast("Iterable[object]", implementation.function()):
             if not isinstance(spec, DriverSpec):
-                raise DriverContractError(f"hicache_register_drivers() must return DriverSpec objects, got {spec!r:.80}")
+                raise DriverContractError(
+                    f"hicache_register_drivers() must return DriverSpec objects, got {spec!r:.80}"
+                )
             specs.append(spec)
     return specs
 
@@ -184,4 +205,6 @@ def _resolve(spec: DriverSpec, target: str) -> object:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         needs = f"; it needs {', '.join(spec.requires)}" if spec.requires else ""
-        raise DriverUnavailableError(f"driver {spec.name!r}: cannot import {target}{needs}: {error}") from error
+        raise DriverUnavailableError(
+            f"driver {spec.name!r}: cannot import {target}{needs}: {error}"
+        ) from error

@@ -1,7 +1,8 @@
 """Asks a vulnerability service about every package of this environment; `make audit`.
 
-Exits with 1 if a package has a known weakness that `accepted-findings.toml` does not accept today. Where the service cannot be reached, or
-does not know our packages (a mirror of PyPI has no advisories), it says NOT AUDITED and exits with 0, or with 2 given `--required`.
+Exits with 1 if a package has a known weakness that `accepted-findings.toml` does not accept today.
+Where the service cannot be reached, or does not know our packages (a mirror of PyPI has no
+advisories), it says NOT AUDITED and exits with 0, or with 2 given `--required`.
 """
 
 from __future__ import annotations
@@ -55,12 +56,18 @@ class Verdict:
 def main() -> int:
     """Audit, and tell."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--required", action="store_true", help="fail where nothing could be audited")
+    parser.add_argument(
+        "--required", action="store_true", help="fail where nothing could be audited"
+    )
     required, begin = parser.parse_args().required, time.monotonic()
     acceptances = read_accepted(ACCEPTED)
     try:
         probe()
-        verdict = judge(asked("--local", "--skip-editable"), acceptances, datetime.datetime.now(datetime.UTC).date())
+        verdict = judge(
+            asked("--local", "--skip-editable"),
+            acceptances,
+            datetime.datetime.now(datetime.UTC).date(),
+        )
     except NotAuditedError as error:
         print(f"NOT AUDITED: {error}", file=sys.stderr)
         return 2 if required else 0
@@ -72,7 +79,10 @@ def main() -> int:
         print(text)
     if verdict.unknown:
         print(f"not audited, the service does not know them: {', '.join(verdict.unknown)}")
-    print(f"{verdict.audited} packages audited in {time.monotonic() - begin:.0f} s: {len(verdict.findings) or 'no'} findings")
+    print(
+        f"{verdict.audited} packages audited in {time.monotonic() - begin:.0f} s: "
+        f"{len(verdict.findings) or 'no'} findings"
+    )
     return 1 if verdict.findings else 0
 
 
@@ -106,7 +116,10 @@ def probe() -> None:
         file.flush()
         (known,) = asked("--requirement", file.name, "--no-deps", "--disable-pip")
     if "skip_reason" in known:
-        raise NotAuditedError(f"the vulnerability service does not answer for packages of PyPI: {known['skip_reason']}")
+        raise NotAuditedError(
+            f"the vulnerability service does not answer for packages of PyPI: "
+            f"{known['skip_reason']}"
+        )
 
 
 def asked(*what: str) -> list[dict[str, Any]]:
@@ -115,7 +128,18 @@ def asked(*what: str) -> list[dict[str, Any]]:
     Raises:
         NotAuditedError: it does not answer.
     """
-    command = [sys.executable, "-m", "pip_audit", "--format", "json", "--progress-spinner", "off", "--timeout", "15", *what]
+    command = [
+        sys.executable,
+        "-m",
+        "pip_audit",
+        "--format",
+        "json",
+        "--progress-spinner",
+        "off",
+        "--timeout",
+        "15",
+        *what,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -128,7 +152,9 @@ def asked(*what: str) -> list[dict[str, Any]]:
     return dependencies
 
 
-def judge(dependencies: list[dict[str, Any]], acceptances: list[Acceptance], today: datetime.date) -> Verdict:
+def judge(
+    dependencies: list[dict[str, Any]], acceptances: list[Acceptance], today: datetime.date
+) -> Verdict:
     """What of a report counts."""
     verdict, used = Verdict(), set[str]()
     for one in dependencies:
@@ -138,14 +164,18 @@ def judge(dependencies: list[dict[str, Any]], acceptances: list[Acceptance], tod
         verdict.audited += 1
         for weakness in one["vulns"]:
             ids = {weakness["id"], *weakness["aliases"]}
-            acceptance = next((a for a in acceptances if a.package == one["name"] and a.id in ids), None)
+            acceptance = next(
+                (a for a in acceptances if a.package == one["name"] and a.id in ids), None
+            )
             told = f"{one['name']} {one['version']}: {', '.join(sorted(ids))}; fixed in {', '.join(weakness['fix_versions']) or 'no version'}"
             if acceptance is None:
                 verdict.findings.append(told)
                 continue
             used.add(acceptance.id)
             if acceptance.until < today:
-                verdict.findings.append(f"{told}; was accepted until {acceptance.until}: {acceptance.reason}")
+                verdict.findings.append(
+                    f"{told}; was accepted until {acceptance.until}: {acceptance.reason}"
+                )
             else:
                 verdict.accepted.append(f"{told}; until {acceptance.until}: {acceptance.reason}")
     if not verdict.audited:

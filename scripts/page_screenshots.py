@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Screenshots of the status page: a server of its own, engines that ask it as a small cluster does, and a headless Chromium.
+"""Screenshots of the status page: a server of its own, engines that ask it as a small cluster does,
+and a headless Chromium.
 
 usage: scripts/page_screenshots.py [--seconds S] [--out docs/images] [--only NAME ...]
 """
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SERVE: Final = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} '
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
+    f"--port {{port}} "
     "--store sqlite:///{tmp}/m.db --lease-seconds 20"
 )
 GEOMETRY: Final = "page 64 tokens, 48 layers, fp8, page_first, tp 8"
@@ -38,7 +40,11 @@ IDENTITY: Final = "1f0c9a3be27d"
 SCOPES: Final = {
     f"{rank}:{pool}-{IDENTITY}": (slots, slot_bytes)
     for rank in (0, 1)
-    for pool, slots, slot_bytes in (("kv", 48_000, 2_359_296), ("indexer", 48_000, 8_192), ("mamba", 3_000, 12_582_912))
+    for pool, slots, slot_bytes in (
+        ("kv", 48_000, 2_359_296),
+        ("indexer", 48_000, 8_192),
+        ("mamba", 3_000, 12_582_912),
+    )
 }
 SHARED_PAGES: Final = 24
 """Of the system prompts, with which conversations begin."""
@@ -76,22 +82,35 @@ class Engine:
         chance = self.chance
         if len(self.conversations) < 300 or chance.random() < 0.08:
             prompt = int(chance.paretovariate(1.1)) % 40
-            self.conversations.append([f"prompt{prompt}-{i:03}-{'e91c7f' * 6}" for i in range(SHARED_PAGES)])
-        keys = self.conversations[min(len(self.conversations) - 1, int(chance.expovariate(1 / 120)))]
+            self.conversations.append(
+                [f"prompt{prompt}-{i:03}-{'e91c7f' * 6}" for i in range(SHARED_PAGES)]
+            )
+        keys = self.conversations[
+            min(len(self.conversations) - 1, int(chance.expovariate(1 / 120)))
+        ]
         known = len(keys)
         keys += [f"{chance.getrandbits(160):040x}" for _ in range(chance.randint(4, 40))]
         scopes = [scope for scope in SCOPES if scope.startswith(f"{self.seed % 2}:")]
         pages = {scope: keys[-1:] if "mamba" in scope else keys[-128:] for scope in scopes}
-        asked = [{"scope": scope, "keys": keys[known - 1 : known] if "mamba" in scope else pages[scope]} for scope in scopes]
+        asked = [
+            {"scope": scope, "keys": keys[known - 1 : known] if "mamba" in scope else pages[scope]}
+            for scope in scopes
+        ]
         self.server.call("/v2/lookup", {"scopes": asked, "pin_seconds": 2.0})
         self.write(pages)
         if len(keys) > 700 or chance.random() < 0.02:
             self.conversations.remove(keys)
 
     def write(self, pages: dict[str, list[str]]) -> None:
-        """Reserve what is missing and commit most of it; one in a hundred engines dies in between."""
-        parts = [{"scope": scope, "keys": keys, "prefixes": ["", *keys[:-1]]} for scope, keys in pages.items()]
-        leased = self.server.call("/v2/reserve", {"scopes": parts, "owner": f"host{self.seed:02}/tp{self.seed % 8}"})
+        """Reserve what is missing and commit most of it; one in a hundred engines dies in
+        between."""
+        parts = [
+            {"scope": scope, "keys": keys, "prefixes": ["", *keys[:-1]]}
+            for scope, keys in pages.items()
+        ]
+        leased = self.server.call(
+            "/v2/reserve", {"scopes": parts, "owner": f"host{self.seed:02}/tp{self.seed % 8}"}
+        )
         if self.chance.random() < 0.01:
             return
         done = []
@@ -99,7 +118,14 @@ class Engine:
             leases = [lease for lease in answer["leases"] if lease]
             size = SCOPES[part["scope"]][1]
             sums = [self.chance.getrandbits(64) for _ in leases]
-            done.append({"scope": part["scope"], "leases": leases, "lengths": [size] * len(leases), "checksums": sums})
+            done.append(
+                {
+                    "scope": part["scope"],
+                    "leases": leases,
+                    "lengths": [size] * len(leases),
+                    "checksums": sums,
+                }
+            )
         self.server.call("/v2/commit", {"scopes": done})
 
     def forget(self) -> None:
@@ -117,7 +143,13 @@ class Load:
         self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(2)]
         server = Server(port)
         for scope, (slots, slot_bytes) in SCOPES.items():
-            made = {"scope": scope, "slots": slots, "slot_bytes": slot_bytes, "geometry": GEOMETRY, "identity": IDENTITY}
+            made = {
+                "scope": scope,
+                "slots": slots,
+                "slot_bytes": slot_bytes,
+                "geometry": GEOMETRY,
+                "identity": IDENTITY,
+            }
             server.call("/v2/initialize", {"scopes": [made]})
 
     def start(self) -> None:
@@ -138,7 +170,9 @@ class Load:
             if engine.chance.random() < 0.004:
                 engine.forget()
             wave = (
-                1 + 0.6 * math.sin((time.monotonic() - begin) / 70 + seed) + (0.9 if (time.monotonic() - begin) % 190 < 20 else 0)
+                1
+                + 0.6 * math.sin((time.monotonic() - begin) / 70 + seed)
+                + (0.9 if (time.monotonic() - begin) % 190 < 20 else 0)
             )
             self._stop.wait(engine.chance.expovariate(14 * wave))
 
@@ -149,7 +183,12 @@ class Camera:
     def __init__(self) -> None:
         options = webdriver.ChromeOptions()
         options.binary_location = "/usr/bin/chromium"
-        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        for argument in (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+        ):
             options.add_argument(argument)
         self.driver = webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
 
@@ -172,7 +211,8 @@ class Camera:
         self._size(width, min(most, high))
         time.sleep(0.5)
         picture = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
-        # Few colours, and none of them a photograph's; also those of small things must stay what they are.
+        # Few colours, and none of them a photograph's; also those of small things must stay what
+        # they are.
         few = (
             Image.open(io.BytesIO(base64.b64decode(picture)))
             .convert("RGB")
@@ -211,7 +251,8 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
         camera.look(1200)
         camera.driver.get(f"{url}/#/scope/{scope}?state=live")
         camera.wait(
-            "return document.querySelector('.slots tr:nth-child(9) td.name a')?.click() ?? location.hash.includes('/key/')"
+            "return document.querySelector('.slots tr:nth-child(9) td.name a')?.click() ?? "
+            "location.hash.includes('/key/')"
         )
         camera.wait("return document.querySelector('.slot .facts') !== null")
         camera.take(out / "status-page-key.png", most=700)
@@ -228,7 +269,12 @@ def shots(camera: Camera, url: str, out: Path) -> dict[str, Callable[[], None]]:
 def main() -> None:
     """Serve, load, and take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=630.0, help="how long the load goes on before the first picture")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=630.0,
+        help="how long the load goes on before the first picture",
+    )
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     parser.add_argument("--only", nargs="*", default=[])
     given = parser.parse_args()

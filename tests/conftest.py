@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # A machine that is busy with something else is no fault of what is tested.
 settings.register_profile(
-    "unhurried", parent=settings(), deadline=None, suppress_health_check={*settings().suppress_health_check, HealthCheck.too_slow}
+    "unhurried",
+    parent=settings(),
+    deadline=None,
+    suppress_health_check={*settings().suppress_health_check, HealthCheck.too_slow},
 )
 settings.load_profile("unhurried")
 
@@ -37,7 +40,9 @@ class Kit:
     storage: type[MemoryStorage] = MemoryStorage
     opened: list[MemoryStorage] = field(default_factory=list)
 
-    def memory_storage(self, pools: dict[str, BytePool] | None = None, **options: object) -> tuple[MemoryStorage, BytePool]:
+    def memory_storage(
+        self, pools: dict[str, BytePool] | None = None, **options: object
+    ) -> tuple[MemoryStorage, BytePool]:
         """Make a storage in memory with its pools registered; return it and the KV pool."""
         pools = pools or {"kv": BytePool()}
         storage = MemoryStorage(options.pop("identity", None) or make_identity(), **options)
@@ -84,7 +89,8 @@ SLOW = (
     "metadata_server/test_fuzz.py",
     "metadata_server/test_tls.py",
 )
-"""Files that take long, roughly the longest first: where files are shared out, one that is begun last is waited for by all."""
+"""Files that take long, roughly the longest first: where files are shared out, one that is begun
+last is waited for by all."""
 
 
 def pytest_collection_modifyitems(items):
@@ -94,7 +100,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def logs_as_before():
-    """A test that configures logs does so for itself: what the next ones log would be kept in memory by pytest."""
+    """A test that configures logs does so for itself: what the next ones log would be kept in
+    memory by pytest."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

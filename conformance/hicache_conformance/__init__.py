@@ -1,4 +1,5 @@
-"""Conformance suite of the HiCacheStorage v2 contract. Driver authors inherit `DriverConformance`."""
+"""Conformance suite of the HiCacheStorage v2 contract. Driver authors inherit
+`DriverConformance`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ __all__ = ["DriverConformance"]
 
 
 def __getattr__(name: str) -> object:
-    # pytest imports this package in every run of an environment that has it installed; the cases wait until asked for.
+    # pytest imports this package in every run of an environment that has it installed; the cases
+    # wait until asked for.
     if name == "DriverConformance":
         from hicache_conformance.suite.driver_conformance import DriverConformance
 

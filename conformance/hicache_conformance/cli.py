@@ -22,12 +22,17 @@ from hicache_conformance.runner.repro import repro
 from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
 
-app = typer.Typer(help="Judge drivers by the contract, and metadata servers by their protocol.", no_args_is_help=True)
+app = typer.Typer(
+    help="Judge drivers by the contract, and metadata servers by their protocol.",
+    no_args_is_help=True,
+)
 
 
 @app.command()
 def run(
-    driver: Annotated[str, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")],
+    driver: Annotated[
+        str, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")
+    ],
     config: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,35 +42,56 @@ def run(
             help="An option of the driver; may be repeated. {tmp} stands for an empty directory.",
         ),
     ] = None,
-    level: Annotated[str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")] = "all",
-    seed: Annotated[int | None, typer.Option(help="Of everything random; drawn and printed if not given.")] = None,
+    level: Annotated[
+        str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")
+    ] = "all",
+    seed: Annotated[
+        int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
+    ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")] = "default",
+    profile: Annotated[
+        str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")
+    ] = "default",
     case: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="Run only cases whose name has this text; may be repeated."
+        ),
     ] = None,
-    case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
-    run_id: Annotated[str | None, typer.Option(help="Name of this run within the identities' salts; drawn if not given.")] = None,
+    case_seconds: Annotated[
+        float, typer.Option(help="A case that takes longer is taken for hanging.")
+    ] = 300.0,
+    run_id: Annotated[
+        str | None,
+        typer.Option(help="Name of this run within the identities' salts; drawn if not given."),
+    ] = None,
     start_server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="COMMAND",
-            help="Start a server for the driver by this, with {port:NAME} and {tmp} filled in, here and in -c; it is killed and "
-            "restarted. In the place of the driver's own; may be repeated. Reports show it as it is.",
+            help="Start a server for the driver by this, with {port:NAME} and {tmp} filled in, "
+            "here and in -c; it is killed and "
+            "restarted. In the place of the driver's own; may be repeated. Reports show it as it "
+            "is.",
         ),
     ] = None,
     interface: Annotated[
         str,
         typer.Option(
-            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c fills its extra_config."
+            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c "
+            "fills its extra_config."
         ),
     ] = "",
 ) -> None:
     """Run the suite against a driver.
 
-    Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do its work.
+    Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
+    its work.
     """
     console = Console(stderr=True)
     try:
@@ -80,9 +106,23 @@ def run(
         raise typer.Exit(BROKEN) from error
     settings = Settings.fresh(seed, profile, levels, run_id)
     console.print(
-        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile {profile}", highlight=False
+        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile "
+        f"{profile}",
+        highlight=False,
     )
-    raise typer.Exit(_run(console, driver, options, settings, case or [], case_seconds, report, start_server or None, interface))
+    raise typer.Exit(
+        _run(
+            console,
+            driver,
+            options,
+            settings,
+            case or [],
+            case_seconds,
+            report,
+            start_server or None,
+            interface,
+        )
+    )
 
 
 app.command()(repro)
@@ -98,9 +138,12 @@ def conformance(context: typer.Context) -> None:
 @app.command("rules")
 def list_rules(
     level: Annotated[str, typer.Option(metavar="LEVELS", help="Only of these levels.")] = "all",
-    of_metadata: Annotated[bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")] = False,
+    of_metadata: Annotated[
+        bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")
+    ] = False,
 ) -> None:
-    """List every rule of the contract, its levels, the capability it needs, and how many cases test it."""
+    """List every rule of the contract, its levels, the capability it needs, and how many cases test
+    it."""
     from hicache_conformance.suite.driver_conformance import catalogue
 
     if of_metadata:
@@ -111,7 +154,9 @@ def list_rules(
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
-    table = Table("rule", "levels", "needs", "cases", "text", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "rule", "levels", "needs", "cases", "text", box=None, header_style="bold", pad_edge=False
+    )
     for rule in rules().values():
         if set(rule.levels) & set(levels):
             cases = sum(rule.id in case.rules for case in catalogue().values())
@@ -120,7 +165,9 @@ def list_rules(
 
 
 @app.command()
-def explain(rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")]) -> None:
+def explain(
+    rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")],
+) -> None:
     """Say what a rule asks, why it exists, and which cases test it."""
     from hicache_conformance.protocol.rules import protocol_rules
     from hicache_conformance.protocol.suite import protocol_cases
@@ -130,16 +177,28 @@ def explain(rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's i
     is_protocol = rule.upper() in protocol_rules()
     known = (protocol_rules() if is_protocol else rules()).get(rule.upper())
     if known is None:
-        Console(stderr=True).print(Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red"))
+        Console(stderr=True).print(
+            Text(f"no rule {rule!r}; `hicache conformance rules` lists them", "red")
+        )
         raise typer.Exit(BROKEN)
-    console.print(f"[bold]{known.id}[/]  level {', '.join(known.levels)}" + (f"; needs {known.needs}" if known.needs else ""))
+    console.print(
+        f"[bold]{known.id}[/]  level {', '.join(known.levels)}"
+        + (f"; needs {known.needs}" if known.needs else "")
+    )
     console.print(known.text, markup=False)
     console.print(f"\n[bold]Why[/]  {known.why}")
     console.print("\n[bold]Cases[/]")
-    cases = [case for case in (protocol_cases() if is_protocol else catalogue()).values() if known.id in case.rules]
+    cases = [
+        case
+        for case in (protocol_cases() if is_protocol else catalogue()).values()
+        if known.id in case.rules
+    ]
     for case in cases:
         needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
-        console.print(f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}", markup=True)
+        console.print(
+            f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}",
+            markup=True,
+        )
     if not cases:
         console.print("  none yet: the rule is reported as untested")
 
@@ -147,11 +206,17 @@ def explain(rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's i
 @app.command("matrix")
 def write_matrix(
     results: Annotated[
-        list[Path], typer.Argument(metavar="RESULTS", help="results.json of each driver, or the directory of its report.")
+        list[Path],
+        typer.Argument(
+            metavar="RESULTS", help="results.json of each driver, or the directory of its report."
+        ),
     ],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")
+    ] = None,
 ) -> None:
-    """Put drivers beside each other: each rule's outcome, each failure with the command that shows it again, in Markdown."""
+    """Put drivers beside each other: each rule's outcome, each failure with the command that shows
+    it again, in Markdown."""
     from hicache_conformance.report.matrix import matrix, read_run
 
     try:
@@ -181,12 +246,20 @@ def _run(
 
     with ProgressBar(console) as bar:
         ran = run_suite(
-            driver, options, settings, cases=cases, case_seconds=case_seconds, services=services, interface=interface,
+            driver,
+            options,
+            settings,
+            cases=cases,
+            case_seconds=case_seconds,
+            services=services,
+            interface=interface,
             progress=bar.update,
-        )  # fmt: skip
+        )
     stream = ran.stream
     if stream.broken or stream.header is None:
-        console.print(Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red"))
+        console.print(
+            Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red")
+        )
         return BROKEN
     judgement = judge(stream, settings.levels, catalogue())
     if report is not None:
@@ -196,7 +269,14 @@ def _run(
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
     show(console, judgement, stream, report and report / "results.json")
     if not stream.finished:
-        console.print(Text(f"the run hung for {case_seconds:.0f} s and was ended" if ran.hung else ran.log[-1500:], "red"))
+        console.print(
+            Text(
+                f"the run hung for {case_seconds:.0f} s and was ended"
+                if ran.hung
+                else ran.log[-1500:],
+                "red",
+            )
+        )
     if report is not None:
         console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
     return exit_status(judgement, stream)

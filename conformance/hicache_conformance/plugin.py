@@ -1,7 +1,7 @@
 """The pytest plugin: options, a marker, and outcomes on their way to a report.
 
-It is loaded by every pytest of an environment that has the suite installed, so everything but its hooks waits in
-`session` until a conformance case is collected.
+It is loaded by every pytest of an environment that has the suite installed, so everything but its
+hooks waits in `session` until a conformance case is collected.
 """
 
 from __future__ import annotations
@@ -21,15 +21,33 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suite."""
     group = parser.getgroup("hicache", "HiCacheStorage conformance")
-    group.addoption("--hicache-level", metavar="LEVELS", default="all", help="levels to run, comma-separated (default: all)")
-    group.addoption("--hicache-seed", metavar="N", type=int, help="seed of everything random (default: drawn, and printed)")
-    group.addoption("--hicache-profile", metavar="NAME", default="default", help="smoke, default or soak")
-    group.addoption("--hicache-report", metavar="DIR", help="write the conformance report here; without 'conformant' exit with 1")
+    group.addoption(
+        "--hicache-level",
+        metavar="LEVELS",
+        default="all",
+        help="levels to run, comma-separated (default: all)",
+    )
+    group.addoption(
+        "--hicache-seed",
+        metavar="N",
+        type=int,
+        help="seed of everything random (default: drawn, and printed)",
+    )
+    group.addoption(
+        "--hicache-profile", metavar="NAME", default="default", help="smoke, default or soak"
+    )
+    group.addoption(
+        "--hicache-report",
+        metavar="DIR",
+        help="write the conformance report here; without 'conformant' exit with 1",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and the hooks that need to remember something."""
-    config.addinivalue_line("markers", f"{CASE_MARK}(rules, levels, ...): a conformance case and the rules it tests")
+    config.addinivalue_line(
+        "markers", f"{CASE_MARK}(rules, levels, ...): a conformance case and the rules it tests"
+    )
     config.pluginmanager.register(_Hooks(config), "hicache-conformance-hooks")
 
 

@@ -18,12 +18,15 @@ class Arithmetic(Protocol):
         """(..., in) times (out, in): (..., out)."""
         ...
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         """The values that queries look at, weighted.
 
         Args:
             queries: (tokens, heads, dim).
-            keys: (length, heads, dim), from the first token of the sequence on; values with a dim of their own.
+            keys: (length, heads, dim), from the first token of the sequence on; values with a dim
+                of their own.
             visible: (tokens, length), which keys a query may look at; at least one each.
 
         Returns:
@@ -35,18 +38,21 @@ class Arithmetic(Protocol):
 class OrderedArithmetic:
     """Bitwise the same for a token whatever is computed beside it, before it or in the same call.
 
-    Matrix kernels and reductions choose the order of their additions by shape, alignment and number of threads, and vector
-    units compute exp otherwise than the scalar code that does the rest of a row. So there are none here. Only additions,
-    multiplications, divisions and square roots are used, element by element, which IEEE 754 rounds correctly everywhere; and
-    every sum has an order that depends on places in the sequence and in the row alone: halves within a row or a page of
-    tokens, then page after page. Keys that are not visible, and the padding to whole pages, add a zero to a sum that begins
-    with zero, which changes nothing.
+    Matrix kernels and reductions choose the order of their additions by shape, alignment and number
+    of threads, and vector units compute exp otherwise than the scalar code that does the rest of a
+    row. So there are none here. Only additions, multiplications, divisions and square roots are
+    used, element by element, which IEEE 754 rounds correctly everywhere; and every sum has an order
+    that depends on places in the sequence and in the row alone: halves within a row or a page of
+    tokens, then page after page. Keys that are not visible, and the padding to whole pages, add a
+    zero to a sum that begins with zero, which changes nothing.
     """
 
     def project(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return total(rows.unsqueeze(-2) * weight)
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         scores = total(queries.unsqueeze(2) * keys.transpose(0, 1)) * queries.shape[-1] ** -0.5
         scores = scores.masked_fill(~visible.unsqueeze(1), -torch.inf)
         weights = _falling(scores - scores.amax(-1, keepdim=True))
@@ -62,7 +68,9 @@ class NativeArithmetic:
     def project(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rows @ weight.T
 
-    def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
         scores = torch.einsum("thd,lhd->thl", queries, keys) * queries.shape[-1] ** -0.5
         weights = scores.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1)
         return torch.einsum("thl,lhd->thd", weights, values)

@@ -1,4 +1,5 @@
-"""Clients that chat: rounds of turns, memory that runs short between them, and a recomputation of every turn."""
+"""Clients that chat: rounds of turns, memory that runs short between them, and a recomputation of
+every turn."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def play_round(talk: Talk, conversation: Conversation, server: Server, model: Mo
     requests = {
         client: Request(
             f"{conversation.rounds}/{client}",
-            [*conversation.sessions[client], *random.choices(range(VOCABULARY), k=random.randint(*talk.request))],
+            [
+                *conversation.sessions[client],
+                *random.choices(range(VOCABULARY), k=random.randint(*talk.request)),
+            ],
             random.randint(*talk.output),
         )
         for client in order
@@ -86,7 +90,9 @@ def play_round(talk: Talk, conversation: Conversation, server: Server, model: Mo
         before = len(conversation.sessions[client])
         restorable = server.stack.cache.config.committed_length(before)
         equal, difference = compared(model, request)
-        conversation.turns.append(Turn(conversation.rounds, client, request.restored, restorable, equal, difference))
+        conversation.turns.append(
+            Turn(conversation.rounds, client, request.restored, restorable, equal, difference)
+        )
         conversation.sessions[client] = request.tokens
 
 
@@ -97,7 +103,8 @@ def settle(server: Server) -> None:
 
 
 def squeeze(server: Server) -> None:
-    """Make memory short: the device loses two thirds of what it holds, the host a third; what was used least recently."""
+    """Make memory short: the device loses two thirds of what it holds, the host a third; what was
+    used least recently."""
     usage = server.stack.cache.usage()
     server.stack.cache.evict(tokens=usage.device_tokens * 2 // 3)
     server.stack.cache.evict_host(tokens=usage.host_tokens // 3)
@@ -109,7 +116,8 @@ def empty(server: Server) -> None:
 
 
 def compared(model: Model, request: Request) -> tuple[bool, float]:
-    """The logits of a turn beside those of all its tokens from the first on; whether they are equal, and how far apart."""
+    """The logits of a turn beside those of all its tokens from the first on; whether they are
+    equal, and how far apart."""
     start, computed = request.restored.tokens, request.tokens[: request.computed]
     found, expected = torch.cat(request.logits), model.recompute(computed)[start:]
     difference = float((found.float() - expected.float()).abs().max())
@@ -120,4 +128,8 @@ def compared(model: Model, request: Request) -> tuple[bool, float]:
 
 def totals(turns: Sequence[Turn]) -> tuple[int, int, int]:
     """Return the number of turns, of restored tokens, and of turns with equal logits."""
-    return len(turns), sum(turn.restored.tokens for turn in turns), sum(turn.equal for turn in turns)
+    return (
+        len(turns),
+        sum(turn.restored.tokens for turn in turns),
+        sum(turn.equal for turn in turns),
+    )

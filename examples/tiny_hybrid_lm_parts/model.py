@@ -1,4 +1,5 @@
-"""A language model in plain torch whose cache lies in a stack's device pools: what all kinds of it share."""
+"""A language model in plain torch whose cache lies in a stack's device pools: what all kinds of it
+share."""
 
 from __future__ import annotations
 
@@ -32,9 +33,11 @@ class Segment:
     start: int
     """Their place in the sequence."""
     rows: torch.Tensor
-    """int64: the KV slots of the sequence, from its first token to the end of the segment at least."""
+    """int64: the KV slots of the sequence, from its first token to the end of the segment at
+    least."""
     slot: int = 0
-    """Its state slot, in a model with states: the state after `start` tokens comes from there, and the new one goes there."""
+    """Its state slot, in a model with states: the state after `start` tokens comes from there, and
+    the new one goes there."""
 
     @property
     def end(self) -> int:
@@ -60,7 +63,12 @@ class Layer(ABC):
     """Mixes tokens, and keeps what later tokens need in its pools."""
 
     @abstractmethod
-    def __call__(self, rows: torch.Tensor, segments: Sequence[Placed], pools: Mapping[PoolName, DevicePoolBase]) -> torch.Tensor:
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        segments: Sequence[Placed],
+        pools: Mapping[PoolName, DevicePoolBase],
+    ) -> torch.Tensor:
         """(tokens, WIDTH) to (tokens, WIDTH)."""
 
 
@@ -87,7 +95,9 @@ class Model:
         config: of the stack whose device pools hold the cache.
     """
 
-    def __init__(self, weights: Weights, layers: Sequence[Layer], config: MambaStackConfig | DSAStackConfig) -> None:
+    def __init__(
+        self, weights: Weights, layers: Sequence[Layer], config: MambaStackConfig | DSAStackConfig
+    ) -> None:
         self.config = config
         self._layers = layers
         self._device = weights.device
@@ -101,7 +111,10 @@ class Model:
         return isinstance(self._arithmetic, OrderedArithmetic)
 
     def forward(
-        self, segments: Sequence[Segment], pools: Mapping[PoolName, DevicePoolBase], wait: Callable[[int], None]
+        self,
+        segments: Sequence[Segment],
+        pools: Mapping[PoolName, DevicePoolBase],
+        wait: Callable[[int], None],
     ) -> list[torch.Tensor]:
         """Compute tokens of several sequences together.
 
@@ -113,7 +126,9 @@ class Model:
             For each segment the logits (tokens, VOCABULARY).
         """
         placed = list(self._placed(segments))
-        tokens = torch.tensor([token for segment in segments for token in segment.tokens], device=self._device)
+        tokens = torch.tensor(
+            [token for segment in segments for token in segment.tokens], device=self._device
+        )
         rows = self._embedding[tokens]
         for number, layer in enumerate(self._layers):
             wait(number)
@@ -126,7 +141,9 @@ class Model:
         size = -(-len(tokens) // self.config.page_size) * self.config.page_size
         place = torch.device(self._device)
         pools = {
-            name: geometry.device_pool(*((1, 1) if name is PoolName.MAMBA else (size, self.config.page_size)), place)
+            name: geometry.device_pool(
+                *((1, 1) if name is PoolName.MAMBA else (size, self.config.page_size)), place
+            )
             for name, geometry in self.config.pools.items()
         }
         return self.forward([Segment(tokens, 0, torch.arange(size))], pools, lambda _: None)[0]
@@ -137,7 +154,16 @@ class Model:
         for segment in segments:
             rows = segment.rows[: segment.end].to(self._device)
             end = at + len(segment.tokens)
-            placed.append(Placed(slice(at, end), segment.start, segment.end, rows[segment.start :], rows, segment.slot))
+            placed.append(
+                Placed(
+                    slice(at, end),
+                    segment.start,
+                    segment.end,
+                    rows[segment.start :],
+                    rows,
+                    segment.slot,
+                )
+            )
             at = end
         return placed
 

@@ -1,4 +1,5 @@
-"""The stores that the example uses: of any installed driver, thrown away at the end unless options say where they are."""
+"""The stores that the example uses: of any installed driver, thrown away at the end unless options
+say where they are."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PORT = "{port:"
 
 @contextmanager
 def servers(driver: str, folder: Path) -> Generator[Mapping[str, int]]:
-    """Run the servers that a driver registers for a throwaway store; their ports by name. Needs the conformance suite."""
+    """Run the servers that a driver registers for a throwaway store; their ports by name. Needs the
+    conformance suite."""
     from hicache_conformance.injectors.servers import Servers
 
     services = Servers(registry().get(driver).trial_services, folder)
@@ -32,11 +34,13 @@ def servers(driver: str, folder: Path) -> Generator[Mapping[str, int]]:
         services.close()
 
 
-def store(driver: str, given: Mapping[str, str], folder: Path, model: str, ports: Mapping[str, int]) -> StorageConfig:
+def store(
+    driver: str, given: Mapping[str, str], folder: Path, model: str, ports: Mapping[str, int]
+) -> StorageConfig:
     """A store of a driver in an empty directory.
 
-    The options are those that the driver registers for a throwaway store, except addresses of servers that do not run;
-    `hf3fs` without is its local client.
+    The options are those that the driver registers for a throwaway store, except addresses of
+    servers that do not run; `hf3fs` without is its local client.
 
     Args:
         given: options that take precedence.
@@ -60,8 +64,13 @@ def lasts(storage: StorageConfig) -> bool:
 
 
 def flip_a_bit(path: Path, seed: int) -> Path:
-    """Damage one page of KV that the file driver keeps: the first in the file that was written first; returns the file."""
-    (kv,) = (about.parent for about in path.rglob("namespace.json") if json.loads(about.read_text())["pool"] == PoolName.KV)
+    """Damage one page of KV that the file driver keeps: the first in the file that was written
+    first; returns the file."""
+    (kv,) = (
+        about.parent
+        for about in path.rglob("namespace.json")
+        if json.loads(about.read_text())["pool"] == PoolName.KV
+    )
     bundles = sorted(kv.rglob("*.bundle"), key=lambda each: (each.stat().st_mtime_ns, each.name))
     with bundles[0].open("r+b") as bundle:
         at = Random(seed).randrange(64)

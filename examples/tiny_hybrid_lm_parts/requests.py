@@ -79,7 +79,8 @@ class Request:
 
     @property
     def usable(self) -> Sequence[int]:
-        """Return the tokens that may come from the cache: the last one is always computed, for its logits."""
+        """Return the tokens that may come from the cache: the last one is always computed, for its
+        logits."""
         return self.prompt[:-1]
 
     @property

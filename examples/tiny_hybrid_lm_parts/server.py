@@ -1,4 +1,5 @@
-"""A serving loop: requests come and go while others are computed, and every prefix is looked for on three tiers."""
+"""A serving loop: requests come and go while others are computed, and every prefix is looked for on
+three tiers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Found = TypeVar("Found")
 
 
 class Server:
-    """Continuous batching: in each step the chunks of prompts and the single tokens of answers are computed together.
+    """Continuous batching: in each step the chunks of prompts and the single tokens of answers are
+    computed together.
 
     Args:
         stack: built from the model's config.
@@ -91,12 +93,15 @@ class Server:
         request.cached = match.length
         fetched = min(match.host_length, max(0, match.length - request.known))
         request.restored = Restored(
-            device=match.device_indices.numel(), host=match.host_length - fetched, storage=fetched,
+            device=match.device_indices.numel(),
+            host=match.host_length - fetched,
+            storage=fetched,
             state_on_host=match.state_on_host,
-        )  # fmt: skip
+        )
 
     def _restore(self, request: Request, match: MatchResult) -> torch.Tensor:
-        """Rows of the prefix on the device, and its state in the request's slot, some of it on the way."""
+        """Rows of the prefix on the device, and its state in the request's slot, some of it on the
+        way."""
         lock = _got(request.lock)
         if match.needs_load:
             loaded = _got(self._cache.load(lock, request.slot if match.state_on_host else None))
@@ -147,7 +152,9 @@ class Server:
         self._insert(request, length, {length: request.checkpoint} if gives_state else {})
         self.stack.kv.free(request.rows[request.cached :])
         if self._states:
-            self._states.free(torch.tensor([request.slot] if gives_state else [request.slot, request.checkpoint]))
+            self._states.free(
+                torch.tensor([request.slot] if gives_state else [request.slot, request.checkpoint])
+            )
         self._cache.unlock(_got(request.lock))
         self._running.remove(request)
 
@@ -169,12 +176,16 @@ class Server:
                 buffer[:, target] = buffer[:, source]
 
     def _wait_on_cpu(self) -> None:
-        """On the CPU the model computes in this thread, which waits for what its stream would wait for."""
+        """On the CPU the model computes in this thread, which waits for what its stream would wait
+        for."""
         if self.stack.kv.device.type == "cpu":
             self.stack.compute.synchronize()
 
 
 def _got(found: Found | None) -> Found:
     if found is None:
-        raise MemoryError("the device is too small for the requests that run at once; give it more slots, or run fewer")
+        raise MemoryError(
+            "the device is too small for the requests that run at once; give it more slots, or run "
+            "fewer"
+        )
     return found

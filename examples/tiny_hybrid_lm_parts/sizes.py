@@ -47,7 +47,10 @@ class Sizes:
             "device_tokens": self.device_tokens,
             "host_tokens": self.host_tokens,
             "device": self.device,
-            # Everything that is stored is waited for, so that what a turn restores does not depend on the speed of a disk.
-            "prefetch": PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=self.page, occupancy=1.0),
+            # Everything that is stored is waited for, so that what a turn restores does not depend
+            # on the speed of a disk.
+            "prefetch": PrefetchRules(
+                policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=self.page, occupancy=1.0
+            ),
             "storage": self.storage,
         }

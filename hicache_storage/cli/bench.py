@@ -19,7 +19,14 @@ from hicache_storage.tools.bench.client import WrongAnswerError
 from hicache_storage.tools.bench.plot import plot
 from hicache_storage.tools.bench.preflight import InsufficientSpaceError
 from hicache_storage.tools.bench.results import Report, compare
-from hicache_storage.tools.bench.settings import BATCH_PAGES, BenchWorkload, Candidate, ClientKind, Operation, Sweep
+from hicache_storage.tools.bench.settings import (
+    BATCH_PAGES,
+    BenchWorkload,
+    Candidate,
+    ClientKind,
+    Operation,
+    Sweep,
+)
 from hicache_storage.tools.bench.sweep import run_sweep
 from hicache_storage.tools.options import parse_pairs, trial_options
 
@@ -31,44 +38,80 @@ MIN_WIDTH: Final = 110
 UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "M keys/s", Operation.READ: "GB/s"}
 
 Options = Annotated[
-    list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
+    ),
 ]
 
 
 def bench(
-    driver: Annotated[str | None, typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it.")] = None,
+    driver: Annotated[
+        str | None,
+        typer.Argument(metavar="DRIVER", help="The driver, as `hicache drivers` lists it."),
+    ] = None,
     config: Options = None,
     against: Annotated[
-        str | None, typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare.")
+        str | None,
+        typer.Option(metavar="DRIVER", help="Measure this driver too, taking turns, and compare."),
     ] = None,
     against_config: Annotated[
         list[str] | None,
-        typer.Option("--against-config", "-a", metavar="KEY=VALUE", help="An option of that driver; may be repeated."),
+        typer.Option(
+            "--against-config",
+            "-a",
+            metavar="KEY=VALUE",
+            help="An option of that driver; may be repeated.",
+        ),
     ] = None,
-    pages: Annotated[str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")] = "64KiB,256KiB,1MiB",
+    pages: Annotated[
+        str, typer.Option(metavar="SIZES", help="Page sizes, comma-separated.")
+    ] = "64KiB,256KiB,1MiB",
     clients: Annotated[
-        str, typer.Option("--concurrency", metavar="NUMBERS", help="Clients at the same time, comma-separated.")
+        str,
+        typer.Option(
+            "--concurrency", metavar="NUMBERS", help="Clients at the same time, comma-separated."
+        ),
     ] = "1,4",
     client_kind: Annotated[
-        ClientKind, typer.Option("--workers", help="Clients are threads on one storage, or processes with one each.")
+        ClientKind,
+        typer.Option(
+            "--workers", help="Clients are threads on one storage, or processes with one each."
+        ),
     ] = ClientKind.THREADS,
     batch: Annotated[int, typer.Option(min=1, help="Pages in a call.")] = BATCH_PAGES,
-    seconds: Annotated[float, typer.Option(min=0.05, help="Time for each page size, number of clients, and driver.")] = 3.0,
-    max_stored: Annotated[str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")] = "2GiB",
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.05, help="Time for each page size, number of clients, and driver."),
+    ] = 3.0,
+    max_stored: Annotated[
+        str, typer.Option(metavar="SIZE", help="Limit of the bytes that a driver stores at a time.")
+    ] = "2GiB",
     keep_pages: Annotated[
-        bool, typer.Option("--keep-pages", help="Allow drivers that can neither delete nor clear; their pages stay.")
+        bool,
+        typer.Option(
+            "--keep-pages",
+            help="Allow drivers that can neither delete nor clear; their pages stay.",
+        ),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the results here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results here.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the results here.")
+    ] = None,
     compared: Annotated[
         tuple[Path, Path] | None,
-        typer.Option("--compare", metavar="A.json B.json", help="Measure nothing; compare B with A."),
+        typer.Option(
+            "--compare", metavar="A.json B.json", help="Measure nothing; compare B with A."
+        ),
     ] = None,
 ) -> None:
     """Measure how fast a driver writes, looks up and reads pages, in batches as engines send them.
 
-    Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run. Without -c a throwaway store
-    is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2 for bad arguments or if there is not enough space.
+    Every answer is checked, the last batch of each round byte for byte; a wrong one ends the run.
+    Without -c a throwaway store is used. Pages are removed. Exits with 0, 1 after a wrong answer, 2
+    for bad arguments or if there is not enough space.
     """
     # At least this wide: a terminal wraps long lines better than rich wraps figures in tables.
     console = Console(highlight=False, width=max(MIN_WIDTH, Console().width))
@@ -76,15 +119,23 @@ def bench(
         if compared is not None:
             if driver is not None:
                 raise ValueError("--compare measurements nothing; leave the DRIVER out")
-            _show_comparison(console, *map(Report.read, compared), names=[path.name for path in compared])
+            _show_comparison(
+                console, *map(Report.read, compared), names=[path.name for path in compared]
+            )
             return
         if driver is None:
             raise ValueError("name a DRIVER to measure, or two results to --compare")
-        workloads = [BenchWorkload(size, count, client_kind, batch) for size in _sizes(pages) for count in _counts(clients)]
+        workloads = [
+            BenchWorkload(size, count, client_kind, batch)
+            for size in _sizes(pages)
+            for count in _counts(clients)
+        ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
             candidates = [_candidate(driver, config, tempfile.mkdtemp(dir=directory))]
             if against is not None:
-                candidates.append(_candidate(against, against_config, tempfile.mkdtemp(dir=directory)))
+                candidates.append(
+                    _candidate(against, against_config, tempfile.mkdtemp(dir=directory))
+                )
             sweep = Sweep(
                 candidates=_labelled(candidates),
                 workloads=workloads,
@@ -94,7 +145,11 @@ def bench(
             )
             report = _run(sweep)
     except WrongAnswerError as error:
-        raise typer.Exit(_complain(f"wrong answer: {error}; `hicache conformance run` finds out why", WRONG_ANSWER)) from error
+        raise typer.Exit(
+            _complain(
+                f"wrong answer: {error}; `hicache conformance run` finds out why", WRONG_ANSWER
+            )
+        ) from error
     except (ValueError, OSError, InsufficientSpaceError, HiCacheError) as error:
         raise typer.Exit(_complain(str(error), USAGE_ERROR)) from error
     _show(console, report)
@@ -105,10 +160,19 @@ def bench(
 
 
 def _run(sweep: Sweep) -> Report:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task("opening", total=1.0)
-        return run_sweep(sweep, lambda text, share: bar.update(task, description=text, completed=share))
+        return run_sweep(
+            sweep, lambda text, share: bar.update(task, description=text, completed=share)
+        )
 
 
 def _candidate(driver: str, config: list[str] | None, directory: str) -> Candidate:
@@ -116,15 +180,20 @@ def _candidate(driver: str, config: list[str] | None, directory: str) -> Candida
     options = parse_pairs(config or []) or trial_options(spec, directory)
     if options is None:
         needed = " ".join(f"-c {name}=..." for name in spec.trial_config)
-        raise ValueError(f"a throwaway store of driver {driver!r} needs a server; start one and give {needed}")
+        raise ValueError(
+            f"a throwaway store of driver {driver!r} needs a server; start one and give {needed}"
+        )
     return Candidate(driver, options)
 
 
 def _labelled(candidates: list[Candidate]) -> list[Candidate]:
-    """Label the candidates. Two of one driver are numbered; their options are printed above the tables."""
+    """Label the candidates. Two of one driver are numbered; their options are printed above the
+    tables."""
     same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
     return [
-        Candidate(one.driver, one.options, f"{one.driver} ({number})" if same_driver else one.driver)
+        Candidate(
+            one.driver, one.options, f"{one.driver} ({number})" if same_driver else one.driver
+        )
         for number, one in enumerate(candidates, 1)
     ]
 
@@ -132,25 +201,46 @@ def _labelled(candidates: list[Candidate]) -> list[Candidate]:
 def _show(console: Console, report: Report) -> None:
     for candidate in report.candidates:
         options = " ".join(f"{name}={value}" for name, value in candidate.options.items())
-        checked = "checksums verified" if candidate.verifies_checksums else "[yellow]checksums not verified[/]"
+        checked = (
+            "checksums verified"
+            if candidate.verifies_checksums
+            else "[yellow]checksums not verified[/]"
+        )
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
-        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, clients are {report.client_kind}; "
+        f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, "
+        f"clients are {report.client_kind}; "
         "median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
     many = len(report.candidates) > 1
     drivers = ["driver"] if many else []
-    table = _table("page", "clients", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls")
-    for measure in sorted(report.measurements, key=lambda m: (m.page_bytes, m.clients, list(Operation).index(m.operation))):
+    table = _table(
+        "page", "clients", "operation", *drivers, "rate", "", "p50 ms", "p95 ms", "p99 ms", "calls"
+    )
+    for measure in sorted(
+        report.measurements,
+        key=lambda m: (m.page_bytes, m.clients, list(Operation).index(m.operation)),
+    ):
         table.add_row(
-            _size(measure.page_bytes), str(measure.clients), measure.operation, *([measure.label] if many else []),
-            _rate(measure), UNITS[measure.operation], *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)), str(measure.calls),
-        )  # fmt: skip
+            _size(measure.page_bytes),
+            str(measure.clients),
+            measure.operation,
+            *([measure.label] if many else []),
+            _rate(measure),
+            UNITS[measure.operation],
+            *(f"{us / 1000:.3g}" for us in (measure.p50_us, measure.p95_us, measure.p99_us)),
+            str(measure.calls),
+        )
     console.print(table)
     if many:
         mine, peer = (candidate.label for candidate in report.candidates)
-        _show_ratios(console, compare(report.of(peer).values(), report.of(mine).values(), paired=True), peer, mine)
+        _show_ratios(
+            console,
+            compare(report.of(peer).values(), report.of(mine).values(), paired=True),
+            peer,
+            mine,
+        )
 
 
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
@@ -160,7 +250,9 @@ def _show_comparison(console: Console, those: Report, these: Report, *, names: l
         raise ValueError("the two results are about different batches or kinds of clients")
     peers = {candidate.label for candidate in those.candidates}
     shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
-    pairs = [(label, label) for label in shared] or [(those.candidates[0].label, these.candidates[0].label)]
+    pairs = [(label, label) for label in shared] or [
+        (those.candidates[0].label, these.candidates[0].label)
+    ]
     for peer, mine in pairs:
         ratios = compare(those.of(peer).values(), these.of(mine).values(), paired=False)
         if not ratios:
@@ -168,13 +260,20 @@ def _show_comparison(console: Console, those: Report, these: Report, *, names: l
         _show_ratios(console, ratios, f"{names[0]} ({peer})", f"{names[1]} ({mine})")
 
 
-def _show_ratios(console: Console, ratios: list[tuple[Measurement, Measurement, Ratio]], peer: str, mine: str) -> None:
+def _show_ratios(
+    console: Console, ratios: list[tuple[Measurement, Measurement, Ratio]], peer: str, mine: str
+) -> None:
     table = _table("page", "clients", "operation", "", peer, mine, "times as fast")
     for theirs, ours, ratio in ratios:
         table.add_row(
-            _size(ours.page_bytes), str(ours.clients), ours.operation, UNITS[ours.operation], _rate(theirs), _rate(ours),
+            _size(ours.page_bytes),
+            str(ours.clients),
+            ours.operation,
+            UNITS[ours.operation],
+            _rate(theirs),
+            _rate(ours),
             f"{ratio.median:.2f} ({ratio.minimum:.2f} - {ratio.maximum:.2f})",
-        )  # fmt: skip
+        )
     console.print(table)
 
 

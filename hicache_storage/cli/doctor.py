@@ -21,20 +21,30 @@ PASSED, FAILED, USAGE_ERROR = 0, 1, 2
 
 
 def doctor(
-    driver: Annotated[str | None, typer.Argument(metavar="DRIVER", help="Examine this driver too, and open its storage.")] = None,
-    config: Annotated[
-        list[str] | None, typer.Option("--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated.")
+    driver: Annotated[
+        str | None,
+        typer.Argument(metavar="DRIVER", help="Examine this driver too, and open its storage."),
     ] = None,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")] = 5.0,
+    config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--config", "-c", metavar="KEY=VALUE", help="An option of the driver; may be repeated."
+        ),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a call or a connection may take.")
+    ] = 5.0,
     pinned: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Host memory that the engine will lock, such as 64GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory that the engine will lock, such as 64GiB."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this environment, and with DRIVER its package, its options, and a round trip through its store.
+    """Check this environment, and with DRIVER its package, its options, and a round trip through
+    its store.
 
-    With -c the store that those options name is opened; without, a throwaway one. Pages stored on the way are removed.
-    Exits with 0 if nothing failed, 1 if something did, 2 for bad arguments.
+    With -c the store that those options name is opened; without, a throwaway one. Pages stored on
+    the way are removed. Exits with 0 if nothing failed, 1 if something did, 2 for bad arguments.
     """
     try:
         options = parse_pairs(config or [])
@@ -53,7 +63,11 @@ def doctor(
     passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
         print(
-            msgspec.json.format(msgspec.json.encode({"schema": 1, "driver": driver, "ok": passed, "findings": findings})).decode()
+            msgspec.json.format(
+                msgspec.json.encode(
+                    {"schema": 1, "driver": driver, "ok": passed, "findings": findings}
+                )
+            ).decode()
         )
     raise typer.Exit(PASSED if passed else FAILED)
 
@@ -63,7 +77,10 @@ def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:
     for finding in findings:
         counts[finding.status] += 1
         label = Text(f"{finding.status:<4}", STYLES[finding.status])
-        console.print(Text.assemble(label, "  ", (finding.check, "bold"), "  ", finding.detail), soft_wrap=True)
+        console.print(
+            Text.assemble(label, "  ", (finding.check, "bold"), "  ", finding.detail),
+            soft_wrap=True,
+        )
         if finding.fix:
             console.print(Text.assemble("      fix: ", (finding.fix, "cyan")), soft_wrap=True)
         yield finding

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 def drivers(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this driver's capabilities and options.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="Show this driver's capabilities and options."),
+    ] = None,
 ) -> None:
-    """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the name is unknown."""
+    """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the
+    name is unknown."""
     console, found = Console(), registry()
     if name is not None:
         try:
@@ -31,12 +35,17 @@ def drivers(
     for driver in sorted(found.drivers):
         if driver not in found.conflicts:
             spec = found.drivers[driver]
-            table.add_row(driver, found.owners[driver], ", ".join(_declared(spec.capabilities)), spec.summary)
+            table.add_row(
+                driver, found.owners[driver], ", ".join(_declared(spec.capabilities)), spec.summary
+            )
     console.print(table)
     for driver, owners in found.conflicts.items():
         console.print(f"[red]conflict[/] {driver}: registered by {' and '.join(owners)}")
     for plugin in found.broken:
-        console.print(f"[red]broken[/] {plugin.owner}: {type(plugin.error).__name__}: {plugin.error}", highlight=False)
+        console.print(
+            f"[red]broken[/] {plugin.owner}: {type(plugin.error).__name__}: {plugin.error}",
+            highlight=False,
+        )
     if found.broken or found.conflicts:
         raise typer.Exit(1)
 

@@ -1,4 +1,5 @@
-"""Entry point of `hicache`: the SDK's own commands, and those of every installed package that brings some."""
+"""Entry point of `hicache`: the SDK's own commands, and those of every installed package that
+brings some."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ def main() -> None:
     try:
         commands = app()
     except ImportError as error:
-        sys.exit(f"the command line needs more packages: pip install 'hicache-storage[cli]' ({error})")
+        sys.exit(
+            f"the command line needs more packages: pip install 'hicache-storage[cli]' ({error})"
+        )
     commands()
 
 
 def app() -> typer.Typer:
-    """All commands; a package whose commands are broken is named on standard error, and the others are there.
+    """All commands; a package whose commands are broken is named on standard error, and the others
+    are there.
 
     Raises:
         ImportError: the packages of the extra `cli` are not installed.
@@ -38,7 +42,10 @@ def app() -> typer.Typer:
     from hicache_storage.cli.root import root
 
     commands = typer.Typer(
-        name="hicache", help="Drivers and tools for KV caches outside the GPU.", no_args_is_help=True, add_completion=False
+        name="hicache",
+        help="Drivers and tools for KV caches outside the GPU.",
+        no_args_is_help=True,
+        add_completion=False,
     )
     commands.callback()(root)
     for command in (drivers, new, doctor, bench):
@@ -48,7 +55,10 @@ def app() -> typer.Typer:
         try:
             commands.add_typer(point.load(), name=point.name)
         except Exception as error:  # noqa: BLE001 - a broken command of one package must not take the others away
-            print(f"hicache: command {point.name!r} of {point.value} is broken: {error}", file=sys.stderr)
+            print(
+                f"hicache: command {point.name!r} of {point.value} is broken: {error}",
+                file=sys.stderr,
+            )
     return commands
 
 

@@ -10,9 +10,14 @@ import typer
 from hicache_storage.observability.metric_defs import COMPONENTS, metrics_of
 from hicache_storage.tools.metrics import dashboard, rules, with_generated_parts
 
-metrics = typer.Typer(help="Every metric of drivers and servers; a dashboard and alert rules made of them.", no_args_is_help=True)
+metrics = typer.Typer(
+    help="Every metric of drivers and servers; a dashboard and alert rules made of them.",
+    no_args_is_help=True,
+)
 
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of standard output.")]
+Output = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write to this file instead of standard output.")
+]
 
 
 @metrics.command("list")
@@ -20,7 +25,9 @@ def list_metrics() -> None:
     """List every metric with its kind, its labels and what it counts, one a line."""
     for component in COMPONENTS:
         for metric in metrics_of(component).values():
-            typer.echo(f"{metric.name:<50} {metric.kind:<10} {','.join(metric.labels):<22} {metric.help}")
+            typer.echo(
+                f"{metric.name:<50} {metric.kind:<10} {','.join(metric.labels):<22} {metric.help}"
+            )
 
 
 @metrics.command("dashboard")
@@ -35,7 +42,9 @@ def show_alerts(
     page: Annotated[
         str,
         typer.Option(
-            "--runbook", metavar="URL", help="Where you publish the page `observability`: each alert links to its section."
+            "--runbook",
+            metavar="URL",
+            help="Where you publish the page `observability`: each alert links to its section.",
         ),
     ] = "",
 ) -> None:

@@ -16,13 +16,23 @@ USAGE_ERROR = 2
 
 
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the driver, as in create_storage(NAME).")],
-    directory: Annotated[Path | None, typer.Option(metavar="DIR", help="The directory to make; by default NAME, here.")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the driver, as in create_storage(NAME).")
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The directory to make; by default NAME, here."),
+    ] = None,
     repository: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Where it will lie on GitHub; the badge in the README points there.")
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Where it will lie on GitHub; the badge in the README points there.",
+        ),
     ] = None,
 ) -> None:
-    """Make a package with a driver that runs and conforms: entry point, options, tests, CI workflow, badge.
+    """Make a package with a driver that runs and conforms: entry point, options, tests, CI
+    workflow, badge.
 
     Exits with 2, and writes nothing, if the name is unusable or taken, or the directory exists.
     """
@@ -31,10 +41,14 @@ def new(
         names = check_name(name, repository)
         owner = registry().owners.get(name)
         if owner is not None:
-            raise ValueError(f"{owner} registers a driver {name!r} already; two of a name exclude each other")
+            raise ValueError(
+                f"{owner} registers a driver {name!r} already; two of a name exclude each other"
+            )
         written = make_package(names, target)
     except FileExistsError as error:
-        raise typer.Exit(_refuse(f"{target} exists; nothing has been written. Choose another --directory")) from error
+        raise typer.Exit(
+            _refuse(f"{target} exists; nothing has been written. Choose another --directory")
+        ) from error
     except OSError as error:
         raise typer.Exit(_refuse(f"cannot make {target}: {error.strerror}")) from error
     except ValueError as error:
@@ -43,8 +57,14 @@ def new(
     for path in written:
         console.print(f"  {path}", markup=False)
     here = target if target.is_absolute() else f"./{target}"
-    console.print(f"\npip install {here}\nhicache doctor {name}\nhicache conformance run {name}\n", markup=False)
-    console.print(f"Then put the calls of your own store into {target / names.package / 'driver.py'}.", markup=False)
+    console.print(
+        f"\npip install {here}\nhicache doctor {name}\nhicache conformance run {name}\n",
+        markup=False,
+    )
+    console.print(
+        f"Then put the calls of your own store into {target / names.package / 'driver.py'}.",
+        markup=False,
+    )
 
 
 def _refuse(message: str) -> int:

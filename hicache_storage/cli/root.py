@@ -16,7 +16,10 @@ def _show_version(wanted: bool) -> None:
 
 def root(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     """Drivers and tools for KV caches outside the GPU."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 64
-"""Limit of different reasons that are logged as errors; further ones are counted, and logged at debug level."""
+"""Limit of different reasons that are logged as errors; further ones are counted, and logged at
+debug level."""
 
 
 class RefusedCalls:
@@ -65,7 +66,8 @@ class BatchSample:
 
 
 class BandwidthMeter:
-    """Bandwidth of KV batches, by the storage's own counters. Thread-safe for one reader beside one writer.
+    """Bandwidth of KV batches, by the storage's own counters. Thread-safe for one reader beside one
+    writer.
 
     A page that a set has found stored counts neither as a page nor as bytes.
     """
@@ -93,7 +95,9 @@ class BandwidthMeter:
         pages_after, size_after = _moved(storage, writes=writes)
         if pages_after > pages:
             with self._lock:
-                self._batches[writes].append(BatchSample(pages_after - pages, size_after - size, seconds))
+                self._batches[writes].append(
+                    BatchSample(pages_after - pages, size_after - size, seconds)
+                )
 
     def drain(self, *, writes: bool) -> list[BatchSample]:
         """Return and forget the batches measured so far."""
@@ -107,4 +111,8 @@ def _moved(storage: HiCacheStorage, *, writes: bool) -> tuple[int, int]:
     stats = storage.get_stats().pools.get(PoolName.KV)
     if stats is None:
         return 0, 0
-    return (stats.pages_written, stats.bytes_written) if writes else (stats.pages_read, stats.bytes_read)
+    return (
+        (stats.pages_written, stats.bytes_written)
+        if writes
+        else (stats.pages_read, stats.bytes_read)
+    )

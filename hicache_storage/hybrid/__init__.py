@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.copies.operations import CacheOperation
     from hicache_storage.hybrid.copies.transfers import HybridLayerCounter
     from hicache_storage.hybrid.hashing import namespace_seed, page_hashes
-    from hicache_storage.hybrid.policies import PrefetchPolicy, PrefetchRules, PrefetchTimeout, WritePolicy
+    from hicache_storage.hybrid.policies import (
+        PrefetchPolicy,
+        PrefetchRules,
+        PrefetchTimeout,
+        WritePolicy,
+    )
     from hicache_storage.hybrid.pools.group import HostPoolGroup, PoolEntry
     from hicache_storage.hybrid.pools.indices import HybridIndices
     from hicache_storage.hybrid.ranks.consistency import OtherRankError
@@ -39,7 +44,11 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.stats import ControllerStats
     from hicache_storage.hybrid.storage_io.binding import StorageAttachedError
     from hicache_storage.hybrid.storage_io.prefetch import PrefetchOperation
-    from hicache_storage.hybrid.storage_io.results import BackupResult, PrefetchOutcome, PrefetchResult
+    from hicache_storage.hybrid.storage_io.results import (
+        BackupResult,
+        PrefetchOutcome,
+        PrefetchResult,
+    )
 
 __all__ = [
     "AttentionGeometry",

@@ -114,12 +114,19 @@ class HybridCacheController:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     # Device and host -----------------------------------------------------------------------------
 
-    def write(self, transfers: HybridIndices, node_id: int, *, priority: int = 0) -> HybridIndices | None:
+    def write(
+        self, transfers: HybridIndices, node_id: int, *, priority: int = 0
+    ) -> HybridIndices | None:
         """Take host slots for device pages and queue their copy.
 
         A collective. Evicts once if the host has too few free slots.
@@ -280,7 +287,11 @@ class HybridCacheController:
             binding.close(self._stop_seconds)
 
     def prefetch(
-        self, request_id: str, tokens: Sequence[int], last_hash: str | None = None, prefix_hashes: Sequence[str] = ()
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_hashes: Sequence[str] = (),
     ) -> PrefetchOperation | None:
         """Start to fetch the tokens of a request that the storage has.
 
@@ -316,7 +327,9 @@ class HybridCacheController:
         """
         return self._prefetcher.terminate(operation)
 
-    def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
+    def write_storage(
+        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()
+    ) -> int:
         """Queue a backup of host pages whose copies from the device have ended.
 
         Returns its id.
@@ -386,7 +399,10 @@ def _rank_invariants(group: HostPoolGroup, rules: PrefetchRules, bigram: bool) -
     entries = group.entries.values()
     return {
         "page size": group.page_size,
-        "pools": [(entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool) for entry in entries],
+        "pools": [
+            (entry.name, entry.hit_policy, entry.window_pages, entry.indices_from_pool)
+            for entry in entries
+        ],
         "slots of host pools": [entry.host_pool.size for entry in entries],
         "slots of device pools": [getattr(entry.device_pool, "size", None) for entry in entries],
         "prefetch rules": rules,

@@ -17,7 +17,9 @@ _NAMESPACE = b"sglang-cache-namespace-v1"
 _WORD = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
-def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False) -> list[str]:
+def page_hashes(
+    tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False
+) -> list[str]:
     """Return the keys of the whole pages of a sequence.
 
     A partial page at the end has no key.
@@ -42,7 +44,9 @@ def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = No
     try:
         digest = bytes.fromhex(prior) if prior is not None else b""
     except ValueError as error:
-        raise InvalidTransferError(f"prior must be a page key of hex digits, got {prior!r:.80}") from error
+        raise InvalidTransferError(
+            f"prior must be a page key of hex digits, got {prior!r:.80}"
+        ) from error
     keys = list[str]()
     for start in range(0, len(data) // page_bytes * page_bytes, page_bytes):
         digest = hashlib.sha256(digest + data[start : start + page_bytes]).digest()

@@ -72,7 +72,9 @@ class PrefetchTimeout:
 
     def seconds(self, tokens: int) -> float:
         """Return the limit, in seconds, of a prefetch of so many tokens."""
-        return min(self.maximum_seconds, self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024)
+        return min(
+            self.maximum_seconds, self.base_seconds + self.seconds_per_1024_tokens * tokens / 1024
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

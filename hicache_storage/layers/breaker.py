@@ -1,4 +1,5 @@
-"""Circuit breaker: after consecutive faults, calls are misses for a while, then one trial call passes (rule FT-4)."""
+"""Circuit breaker: after consecutive faults, calls are misses for a while, then one trial call
+passes (rule FT-4)."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ AnswerT = TypeVar("AnswerT")
 
 
 class BreakerState(StrEnum):
-    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one trial call at a time passes."""
+    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one trial call at a time
+    passes."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -39,9 +41,12 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """State machine of a circuit breaker, without a storage. Thread-safe; the lock is never held during a call."""
+    """State machine of a circuit breaker, without a storage. Thread-safe; the lock is never held
+    during a call."""
 
-    def __init__(self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._threshold = threshold
         self._cooldown = cooldown_seconds
         self._clock = clock
@@ -64,8 +69,8 @@ class CircuitBreaker:
     def admits(self) -> bool:
         """Return True if a call may pass now.
 
-        In half-open, one trial call passes at a time. A trial that has not ended after another cooldown may hang for ever, so
-        that the next one passes.
+        In half-open, one trial call passes at a time. A trial that has not ended after another
+        cooldown may hang for ever, so that the next one passes.
         """
         if not self._failures:  # certainly closed; avoids the lock in the common case
             return True
@@ -91,7 +96,8 @@ class CircuitBreaker:
             self._state = BreakerState.CLOSED
 
     def undecided(self) -> None:
-        """Record a call that has not reached the store: in half-open, the next call is the trial."""
+        """Record a call that has not reached the store: in half-open, the next call is the
+        trial."""
         if not self._failures:
             return
         with self._lock:
@@ -114,7 +120,8 @@ class CircuitBreaker:
 
 
 class CircuitBreakerLayer(MissAnsweringLayer):
-    """A layer that answers misses while the breaker is open, without calling the store; misuse still raises."""
+    """A layer that answers misses while the breaker is open, without calling the store; misuse
+    still raises."""
 
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
         super().__init__(inner)
@@ -152,21 +159,32 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         )
 
     def get_stats(self) -> StorageStats:
-        return replace(super().get_stats(), breaker_state=str(self.breaker.state), breaker_refusals=self.breaker.refusals)
+        return replace(
+            super().get_stats(),
+            breaker_state=str(self.breaker.state),
+            breaker_refusals=self.breaker.refusals,
+        )
 
     def close(self) -> None:
         self._closed = True
         super().close()
 
-    def _guard(self, ask: Callable[[], AnswerT], miss: Callable[[], AnswerT], info: HiCacheStorageExtraInfo | None) -> AnswerT:
+    def _guard(
+        self,
+        ask: Callable[[], AnswerT],
+        miss: Callable[[], AnswerT],
+        info: HiCacheStorageExtraInfo | None,
+    ) -> AnswerT:
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
         if info is not None and info.deadline_seconds is not None and info.deadline_seconds <= 0:
-            # The deadline has passed already: a miss without I/O, which tells nothing about the store.
+            # The deadline has passed already: a miss without I/O, which tells nothing about the
+            # store.
             return ask()
         if not self.breaker.admits():
             return miss()
-        # A storage that does not report faults to the call has a counter, which calls of other threads increase as well.
+        # A storage that does not report faults to the call has a counter, which calls of other
+        # threads increase as well.
         before = None if self.inner.notes_faults else self.inner.fault_count()
         faults, raised = FaultScope(), True
         try:

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_HUNG_CALLS = 32
-"""Limit of threads that hang in the store at a time; beyond it calls are misses at once until some return."""
+"""Limit of threads that hang in the store at a time; beyond it calls are misses at once until some
+return."""
 
 JOIN_SECONDS = 0.5
 """Time that `close` waits for all workers together: those that do not hang are already ending."""
@@ -44,11 +45,12 @@ AnswerT = TypeVar("AnswerT")
 
 
 class DeadlineLayer(MissAnsweringLayer):
-    """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when one is late.
+    """Deadline for every call: runs calls that may hang in worker threads, and answers a miss when
+    one is late.
 
-    The wrapped storage is passed the deadline too, so that it publishes nothing after the caller has been answered
-    (rule SET-8). A get of a storage that reads straight into the host pool is waited for, because it could still write
-    there (rule GET-9).
+    The wrapped storage is passed the deadline too, so that it publishes nothing after the caller
+    has been answered (rule SET-8). A get of a storage that reads straight into the host pool is
+    waited for, because it could still write there (rule GET-9).
     """
 
     def __init__(self, inner: HiCacheStorage, seconds: float) -> None:
@@ -132,7 +134,8 @@ class DeadlineLayer(MissAnsweringLayer):
 
         def refuse() -> None:
             raise StorageTimeoutError(
-                f"{type(self.inner).__name__}: the clear was not over within {self._seconds} s; it may have happened, or may "
+                f"{type(self.inner).__name__}: the clear was not over within {self._seconds} s; it "
+                f"may have happened, or may "
                 "still happen: repeat it before relying on it"
             )
 
@@ -144,14 +147,18 @@ class DeadlineLayer(MissAnsweringLayer):
 
     def open(self) -> None:
         def refuse() -> None:
-            raise StorageTimeoutError(f"{type(self.inner).__name__}: did not open within {self._seconds} s")
+            raise StorageTimeoutError(
+                f"{type(self.inner).__name__}: did not open within {self._seconds} s"
+            )
 
         self._bounded(lambda _: self.inner.open(), refuse, self._default)
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
         return replace(
-            stats, faults=stats.faults + self._deadlines_missed, deadlines_missed=stats.deadlines_missed + self._deadlines_missed
+            stats,
+            faults=stats.faults + self._deadlines_missed,
+            deadlines_missed=stats.deadlines_missed + self._deadlines_missed,
         )
 
     def fault_count(self) -> int:
@@ -172,7 +179,10 @@ class DeadlineLayer(MissAnsweringLayer):
             if self._workers.run(job, self._seconds, last=True):
                 job.result()
             else:
-                logger.warning("%s: a call hangs; the storage is closed when it returns", type(self.inner).__name__)
+                logger.warning(
+                    "%s: a call hangs; the storage is closed when it returns",
+                    type(self.inner).__name__,
+                )
         else:
             self._closed.wait(self._seconds)
         self._workers.close()
@@ -187,7 +197,10 @@ class DeadlineLayer(MissAnsweringLayer):
         if extra_info is None:
             return self._default
         asked = extra_info.deadline_seconds
-        return replace(extra_info, deadline_seconds=self._seconds if asked is None else min(asked, self._seconds))
+        return replace(
+            extra_info,
+            deadline_seconds=self._seconds if asked is None else min(asked, self._seconds),
+        )
 
     def _limit(self, info: HiCacheStorageExtraInfo) -> float:
         return self._seconds if info.deadline_seconds is None else info.deadline_seconds
@@ -203,7 +216,8 @@ class DeadlineLayer(MissAnsweringLayer):
         """Run a call, and answer a miss at the deadline.
 
         Args:
-            waits: the call runs in the caller's thread: it ends in time by itself, or must not be abandoned.
+            waits: the call runs in the caller's thread: it ends in time by itself, or must not be
+                abandoned.
         """
         seconds = self._limit(info)
         if seconds <= 0:
@@ -214,7 +228,8 @@ class DeadlineLayer(MissAnsweringLayer):
         if waits or not self.capabilities.may_hang:
             return ask(info)
         token = CancellationToken()
-        # The request id is drawn here at the latest, because the log line about a late call names it.
+        # The request id is drawn here at the latest, because the log line about a late call names
+        # it.
         bounded = replace(info, cancellation=token, request_id=call_request_id(info.request_id))
         job = _Job(lambda: ask(bounded))
         try:
@@ -233,14 +248,18 @@ class DeadlineLayer(MissAnsweringLayer):
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(
-            level, "%s: no answer within %s s; answering a miss", type(self.inner).__name__, seconds,
+            level,
+            "%s: no answer within %s s; answering a miss",
+            type(self.inner).__name__,
+            seconds,
             extra={"request_id": bounded.request_id, "seconds": seconds},
-        )  # fmt: skip
+        )
         return miss()
 
 
 class _Job(Generic[AnswerT]):
-    """A call and its result. `done` is released when the call has returned and its worker is idle again."""
+    """A call and its result. `done` is released when the call has returned and its worker is idle
+    again."""
 
     __slots__ = ("_answer", "_ask", "_context", "_error", "abandoned", "done", "finished")
 
@@ -331,7 +350,9 @@ class _Workers:
             if self._hung >= MAX_HUNG_CALLS and not last:
                 return None
             inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
-            thread = threading.Thread(target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True
+            )
             # Within the lock, so that `close` joins every thread that was started.
             try:
                 thread.start()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class MetricsLayer(MeasuringLayer):
     """Counters of pages, bytes and latencies, derived from the answers of the wrapped storage.
 
-    `ObjectStorage` drivers keep more precise ones: an answer does not tell a page that existed from one that was written,
-    nor a damaged page from a missing one.
+    `ObjectStorage` drivers keep more precise ones: an answer does not tell a page that existed from
+    one that was written, nor a damaged page from a missing one.
     """
 
     def __init__(self, inner: HiCacheStorage) -> None:
@@ -58,7 +58,9 @@ class MetricsLayer(MeasuringLayer):
         for pool, delivered in results.items():
             pages = sum(delivered)
             read_bytes = pages * self._page_bytes[pool]
-            self._recorder.count(pool, pages_read=pages, bytes_read=read_bytes, pages_missed=len(delivered) - pages)
+            self._recorder.count(
+                pool, pages_read=pages, bytes_read=read_bytes, pages_missed=len(delivered) - pages
+            )
         self._recorder.observe("get", results, started)
         return results
 
@@ -70,7 +72,12 @@ class MetricsLayer(MeasuringLayer):
         for pool, stored in results.items():
             pages = sum(stored)
             written_bytes = pages * self._page_bytes[pool]
-            self._recorder.count(pool, pages_written=pages, bytes_written=written_bytes, pages_refused=len(stored) - pages)
+            self._recorder.count(
+                pool,
+                pages_written=pages,
+                bytes_written=written_bytes,
+                pages_refused=len(stored) - pages,
+            )
         self._recorder.observe("set", results, started)
         return results
 

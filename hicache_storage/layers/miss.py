@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class MissAnswers:
-    """Checks a call as a storage would, so that misuse raises also while the store is unreachable (rule FT-2)."""
+    """Checks a call as a storage would, so that misuse raises also while the store is unreachable
+    (rule FT-2)."""
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, RegisteredPool] = {}
@@ -25,9 +26,14 @@ class MissAnswers:
     def register(self, identity: StorageIdentity, host_pool: object, name: str) -> None:
         """Remember a pool that the wrapped storage has accepted."""
         access, pool = page_access(host_pool), PoolName(name)
-        self._pools = {**self._pools, pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry))}
+        self._pools = {
+            **self._pools,
+            pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry)),
+        }
 
-    def exists(self, keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> PoolTransferResult:
+    def exists(
+        self, keys: Sequence[str], transfers: Sequence[PoolTransfer] | None
+    ) -> PoolTransferResult:
         """Answer that nothing exists.
 
         Raises:
@@ -36,10 +42,15 @@ class MissAnswers:
         check_keys(keys)
         check_transfers(transfers or (), "pool_transfers")
         absent = [False] * len(keys)
-        asked = [PoolName.KV, *(PoolPresence.of(transfer, absent).name for transfer in transfers or ())]
+        asked = [
+            PoolName.KV,
+            *(PoolPresence.of(transfer, absent).name for transfer in transfers or ()),
+        ]
         return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
 
-    def pages(self, transfers: Sequence[PoolTransfer], *, reads: bool) -> dict[PoolName, list[bool]]:
+    def pages(
+        self, transfers: Sequence[PoolTransfer], *, reads: bool
+    ) -> dict[PoolName, list[bool]]:
         """Answer that no page was moved.
 
         Raises:

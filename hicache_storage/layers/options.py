@@ -19,18 +19,23 @@ class StorageOptions:
     deadline_seconds: float | None = 30.0
     """Time after which a call is answered as a miss; None waits without limit."""
     breaker_threshold: int = 5
-    """Consecutive failed calls after which calls are misses without calling the driver; 0 disables the breaker."""
+    """Consecutive failed calls after which calls are misses without calling the driver; 0 disables
+    the breaker."""
     breaker_cooldown_seconds: float = 5.0
     """Time until a trial call passes."""
     metrics: bool = True
-    """Count pages, bytes and latencies; SGLang calls this `enable_storage_metrics`. Faults are always counted."""
+    """Count pages, bytes and latencies; SGLang calls this `enable_storage_metrics`. Faults are
+    always counted."""
     traces: bool = False
-    """A span for each call, by OpenTelemetry and the process' own tracer provider (`hicache-storage[otel]`)."""
+    """A span for each call, by OpenTelemetry and the process' own tracer provider
+    (`hicache-storage[otel]`)."""
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:
             check_seconds("deadline_seconds", self.deadline_seconds)
         threshold: object = self.breaker_threshold
         if not (isinstance(threshold, int) and threshold >= 0):
-            raise ConfigError(f"breaker_threshold must be a number of calls, 0 at least, got {threshold!r}")
+            raise ConfigError(
+                f"breaker_threshold must be a number of calls, 0 at least, got {threshold!r}"
+            )
         check_seconds("breaker_cooldown_seconds", self.breaker_cooldown_seconds)

@@ -31,7 +31,9 @@ def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
     if options.deadline_seconds is not None:
         storage = DeadlineLayer(storage, options.deadline_seconds)
     if options.breaker_threshold:
-        storage = CircuitBreakerLayer(storage, CircuitBreaker(options.breaker_threshold, options.breaker_cooldown_seconds))
+        storage = CircuitBreakerLayer(
+            storage, CircuitBreaker(options.breaker_threshold, options.breaker_cooldown_seconds)
+        )
     if options.traces:
         from hicache_storage.layers.tracing import TracingLayer
 

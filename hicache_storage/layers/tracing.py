@@ -23,10 +23,11 @@ BYTES = "hicache.bytes"
 
 
 class TracingLayer(MeasuringLayer):
-    """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages, bytes and hits.
+    """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages,
+    bytes and hits.
 
-    The outermost layer, so that a span covers refusals of the breaker and missed deadlines. Spans of the driver, such as
-    requests to a metadata server, are its children.
+    The outermost layer, so that a span covers refusals of the breaker and missed deadlines. Spans
+    of the driver, such as requests to a metadata server, are its children.
     """
 
     def __init__(self, inner: HiCacheStorage, spans: Spans) -> None:
@@ -42,8 +43,13 @@ class TracingLayer(MeasuringLayer):
         check_list(keys, "keys")
         check_transfers(pool_transfers or (), "pool_transfers")
         info = _with_id(extra_info)
-        pools = list(dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ()))))
-        with RequestScope(info.request_id or "") as name, self._spans.call("batch_exists", name, pools, len(keys)) as span:
+        pools = list(
+            dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ())))
+        )
+        with (
+            RequestScope(info.request_id or "") as name,
+            self._spans.call("batch_exists", name, pools, len(keys)) as span,
+        ):
             result = super().batch_exists_v2(keys, pool_transfers, info)
             span.set_attribute(HITS, result.kv_hit_pages)
         return result
@@ -64,8 +70,13 @@ class TracingLayer(MeasuringLayer):
         check_transfers(transfers)
         pools = [transfer.name for transfer in transfers]
         # Keys that are no list are refused by the inner storage.
-        pages = sum(len(transfer.keys) for transfer in transfers if isinstance(transfer.keys, Sequence))
-        with RequestScope(info.request_id or "") as name, self._spans.call(operation, name, pools, pages) as span:
+        pages = sum(
+            len(transfer.keys) for transfer in transfers if isinstance(transfer.keys, Sequence)
+        )
+        with (
+            RequestScope(info.request_id or "") as name,
+            self._spans.call(operation, name, pools, pages) as span,
+        ):
             move = self.inner.batch_get_v2 if operation == "batch_get" else self.inner.batch_set_v2
             answers = move(transfers, info)
             span.set_attribute(HITS, sum(map(sum, answers.values())))
@@ -73,7 +84,8 @@ class TracingLayer(MeasuringLayer):
         return answers
 
     def _bytes(self, answers: Mapping[PoolName, Sequence[bool]]) -> int:
-        """Return the bytes of the pages answered with `True`, including those that a set has found stored."""
+        """Return the bytes of the pages answered with `True`, including those that a set has found
+        stored."""
         return sum(sum(pages) * self._page_bytes.get(name, 0) for name, pages in answers.items())
 
 

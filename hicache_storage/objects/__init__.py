@@ -1,6 +1,13 @@
 """`ObjectStorage` and what its drivers are handed."""
 
-from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.batches import (
+    Call,
+    LookupBatch,
+    ObjectRead,
+    ObjectWrite,
+    ReadBatch,
+    WriteBatch,
+)
 from hicache_storage.objects.envelope import ENVELOPE_BYTES, checksum, running_checksum
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool

@@ -7,7 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
+from hicache_storage.objects.envelope import (
+    ENVELOPE_BYTES,
+    belongs,
+    checksum,
+    seal,
+    stored_checksum,
+)
 from hicache_storage.objects.namespace import Namespace, key_digest
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec.arguments import MAX_SECONDS
@@ -37,7 +43,9 @@ class Call:
         cancellation: CancellationToken | None = None,
     ) -> None:
         # Longer than any lock of Python can wait: as good as no deadline.
-        self._deadline = None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
+        self._deadline = (
+            None if seconds is None or seconds > MAX_SECONDS else time.monotonic() + seconds
+        )
         self._cancellation = cancellation
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
@@ -51,16 +59,18 @@ class Call:
     def shield(self) -> AbstractContextManager[bool]:
         """Make a cancellation wait for a block that writes to a destination.
 
-        `with call.shield() as active:` writes only `if active`; otherwise the call is cancelled, and the memory is the
-        caller's again. Nothing that may hang belongs into the block (rule GET-9).
+        `with call.shield() as active:` writes only `if active`; otherwise the call is cancelled,
+        and the memory is the caller's again. Nothing that may hang belongs into the block (rule
+        GET-9).
         """
         return _ALWAYS_ACTIVE if self._cancellation is None else self._cancellation.shield()
 
     def expired(self) -> bool:
         """Return True once the deadline has passed or the call is cancelled.
 
-        A driver asks this after it has read the last byte of a page and before it publishes it, and publishes nothing
-        once it is true: the caller may have been answered already and may have reused the memory (rule SET-8).
+        A driver asks this after it has read the last byte of a page and before it publishes it, and
+        publishes nothing once it is true: the caller may have been answered already and may have
+        reused the memory (rule SET-8).
         """
         if self._cancellation is not None and self._cancellation.cancelled:
             return True
@@ -70,11 +80,21 @@ class Call:
 class ObjectRead:
     """One page to be read into buffers.
 
-    A driver fills `buffers` and `envelope`, from an object of exactly their length, and reports `True`; the SDK then
-    verifies. A driver that reads in several threads may call `verify()` there itself, while the bytes are in the cache.
+    A driver fills `buffers` and `envelope`, from an object of exactly their length, and reports
+    `True`; the SDK then verifies. A driver that reads in several threads may call `verify()` there
+    itself, while the bytes are in the cache.
     """
 
-    __slots__ = ("_buffers", "_call", "_verdict", "_verifies_checksum", "damaged", "envelope", "key", "namespace")
+    __slots__ = (
+        "_buffers",
+        "_call",
+        "_verdict",
+        "_verifies_checksum",
+        "damaged",
+        "envelope",
+        "key",
+        "namespace",
+    )
 
     def __init__(
         self,
@@ -91,14 +111,16 @@ class ObjectRead:
         self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
         """To be filled or replaced with the 64 bytes that were stored with the page."""
         self.damaged = False
-        """True if the stored bytes are not the page; set by `verify()`, or by a driver that detects it itself."""
+        """True if the stored bytes are not the page; set by `verify()`, or by a driver that detects
+        it itself."""
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
-        """Make a read into a buffer of its own, to verify a stored page again without a caller's memory."""
+        """Make a read into a buffer of its own, to verify a stored page again without a caller's
+        memory."""
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
 
@@ -106,7 +128,8 @@ class ObjectRead:
     def buffers(self) -> list[memoryview]:
         """The page's components, writable, of the lengths in `namespace.geometry.component_bytes`.
 
-        They may be created on first access, which a driver makes in one thread, once it knows where the page is.
+        They may be created on first access, which a driver makes in one thread, once it knows where
+        the page is.
         """
         if callable(self._buffers):
             self._buffers = self._buffers()
@@ -139,15 +162,19 @@ class ObjectRead:
         return True
 
     def verify(self, computed: int | None = None) -> bool:
-        """Check length, identity, key and checksum of the read page; return True if they fit (rule GET-5).
+        """Check length, identity, key and checksum of the read page; return True if they fit (rule
+        GET-5).
 
         Args:
-            computed: the checksum of the buffers, where the driver has computed it piece by piece while reading.
+            computed: the checksum of the buffers, where the driver has computed it piece by piece
+                while reading.
         """
         if self._verdict is None:
             fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
             if fits and self._verifies_checksum:
-                fits = (checksum(self.buffers) if computed is None else computed) == stored_checksum(self.envelope)
+                fits = (
+                    checksum(self.buffers) if computed is None else computed
+                ) == stored_checksum(self.envelope)
             self._verdict = fits
             self.damaged = not fits
         return self._verdict
@@ -168,7 +195,9 @@ class ObjectWrite:
 
     __slots__ = ("_envelope", "buffers", "existed", "key", "namespace", "replaces")
 
-    def __init__(self, namespace: Namespace, key: str, buffers: list[memoryview], *, replaces: bool = False) -> None:
+    def __init__(
+        self, namespace: Namespace, key: str, buffers: list[memoryview], *, replaces: bool = False
+    ) -> None:
         self.namespace = namespace
         self.key = key
         self.buffers = buffers
@@ -176,18 +205,23 @@ class ObjectWrite:
         self.replaces = replaces
         """True if an object of this key may exist and is damaged: this one replaces it."""
         self.existed = False
-        """True if the whole object existed and nothing was written; set by drivers that detect it themselves."""
+        """True if the whole object existed and nothing was written; set by drivers that detect it
+        themselves."""
         self._envelope: bytes | None = None
 
     @property
     def envelope(self) -> bytes:
-        """The 64 bytes to keep with the page. Computed when first asked for, which reads the whole page once."""
+        """The 64 bytes to keep with the page. Computed when first asked for, which reads the whole
+        page once."""
         if self._envelope is None:
-            self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers))
+            self._envelope = seal(
+                self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers)
+            )
         return self._envelope
 
     def seal(self, computed: int) -> None:
-        """Make the envelope of a checksum that the driver has computed piece by piece while writing."""
+        """Make the envelope of a checksum that the driver has computed piece by piece while
+        writing."""
         self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), computed)
 
     @property

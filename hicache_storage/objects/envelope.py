@@ -12,7 +12,8 @@ offset  bytes  field
 56      8      xxh3_64 of the page's bytes, components in order
 ```
 
-Everything before the generation is known to a reader in advance, so that one comparison of bytes settles it.
+Everything before the generation is known to a reader in advance, so that one comparison of bytes
+settles it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _SUFFIX = struct.Struct("<QQ")
 _PREFIX_END = _PREFIX.size
 _KEY_END = _PREFIX_END + 16
 
-# Random start, so that two processes do not write the same generations; the counter keeps one process's apart.
+# Random start, so that two processes do not write the same generations; the counter keeps one
+# process's apart.
 _generations = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1)
 
 
@@ -60,7 +62,11 @@ def seal(prefix: bytes, key_digest: bytes, checksum: int) -> bytes:
 
 def belongs(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest: bytes) -> bool:
     """Return True if an envelope has the length, namespace and key that the reader expects."""
-    return len(envelope) == ENVELOPE_BYTES and envelope[:_PREFIX_END] == prefix and envelope[_PREFIX_END:_KEY_END] == key_digest
+    return (
+        len(envelope) == ENVELOPE_BYTES
+        and envelope[:_PREFIX_END] == prefix
+        and envelope[_PREFIX_END:_KEY_END] == key_digest
+    )
 
 
 def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
@@ -70,7 +76,8 @@ def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
 
 
 def running_checksum() -> xxhash.xxh3_64:
-    """For a page that comes piece by piece: `update()` it with each, then `intdigest()` is what `checksum()` says."""
+    """For a page that comes piece by piece: `update()` it with each, then `intdigest()` is what
+    `checksum()` says."""
     return xxhash.xxh3_64()
 
 

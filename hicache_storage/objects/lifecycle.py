@@ -1,4 +1,5 @@
-"""Lifecycle of a storage: opened lazily, used by many threads, closed once (rules LC-1, LC-2, LC-5)."""
+"""Lifecycle of a storage: opened lazily, used by many threads, closed once (rules LC-1, LC-2,
+LC-5)."""
 
 from __future__ import annotations
 
@@ -18,12 +19,16 @@ OPEN_RETRY_SECONDS = 1.0
 
 
 class Lifecycle:
-    """State of a storage: connects before the first call, counts calls in flight, and closes after the last.
+    """State of a storage: connects before the first call, counts calls in flight, and closes after
+    the last.
 
-    One lock guards all state and is never held while the driver connects or closes; `_connecting` is taken outside it.
+    One lock guards all state and is never held while the driver connects or closes; `_connecting`
+    is taken outside it.
     """
 
-    def __init__(self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, connect: Callable[[], None], disconnect: Callable[[], None]
+    ) -> None:
         self._name = name
         self._connect = connect
         self._disconnect = disconnect
@@ -42,7 +47,8 @@ class Lifecycle:
         self._calls = 0
 
     def begin_in_child(self) -> None:
-        """Start with new locks and without calls; a connection, also a partial one, stays the parent's."""
+        """Start with new locks and without calls; a connection, also a partial one, stays the
+        parent's."""
         self._forked = self._forked or self._connected or self._connecting.locked()
         self._connected = False
         self._begin()
@@ -59,7 +65,12 @@ class Lifecycle:
             self._calls += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with self._lock:
             self._calls -= 1
             if not self._calls:
@@ -80,7 +91,9 @@ class Lifecycle:
             if self.connected:
                 return
             if not insist and time.monotonic() < self._retry_at:
-                raise StorageUnavailableError(f"{self._name}: not connected; the last attempt has just failed")
+                raise StorageUnavailableError(
+                    f"{self._name}: not connected; the last attempt has just failed"
+                )
             try:
                 self._connect()
             except BaseException:
@@ -89,7 +102,8 @@ class Lifecycle:
             self._connected = True
 
     def close(self, timeout_seconds: float | None) -> None:
-        """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers wait for the first."""
+        """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers
+        wait for the first."""
         with self._idle:
             first = not self._closed
             self._closed = True
@@ -113,4 +127,7 @@ class Lifecycle:
         if self._closed:
             raise StorageClosedError(f"{self._name}: the storage is closed")
         if self._forked:
-            raise StorageForkedError(f"{self._name}: opened before a fork; create a storage of its own in the child process")
+            raise StorageForkedError(
+                f"{self._name}: opened before a fork; create a storage of its own in the child "
+                f"process"
+            )

@@ -19,13 +19,23 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """All pages that are interchangeable with each other: one identity, one pool, one page geometry.
+    """All pages that are interchangeable with each other: one identity, one pool, one page
+    geometry.
 
-    Two namespaces are the same place exactly when their `name` is equal. Drivers keep namespaces apart by that name and
-    keep the pages of one apart by their keys.
+    Two namespaces are the same place exactly when their `name` is equal. Drivers keep namespaces
+    apart by that name and keep the pages of one apart by their keys.
     """
 
-    __slots__ = ("envelope_prefix", "fingerprint", "geometry", "identity", "name", "object_bytes", "page_bytes", "pool")
+    __slots__ = (
+        "envelope_prefix",
+        "fingerprint",
+        "geometry",
+        "identity",
+        "name",
+        "object_bytes",
+        "page_bytes",
+        "pool",
+    )
 
     def __init__(self, identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> None:
         self.identity = identity
@@ -42,11 +52,13 @@ class Namespace:
         self.envelope_prefix = envelope_prefix(self.page_bytes, self.fingerprint)
 
     def object_name(self, key: str) -> str:
-        """A name for stores with one flat set of names: 73 characters of `[0-9a-f-]`, distinct for distinct keys."""
+        """A name for stores with one flat set of names: 73 characters of `[0-9a-f-]`, distinct for
+        distinct keys."""
         return f"{self.name}-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def describe(self) -> dict[str, object]:
-        """Describe a namespace for operators, beside its data: pool, geometry and the fields that decide about sharing."""
+        """Describe a namespace for operators, beside its data: pool, geometry and the fields that
+        decide about sharing."""
         geometry = self.geometry
         return {
             "pool": str(self.pool),
@@ -55,12 +67,16 @@ class Namespace:
             "page_size": geometry.page_size,
             "page_bytes": self.page_bytes,
             "component_bytes": list(geometry.component_bytes),
-            **{f"identity.{name}": value for name, value in self.identity.deciding_fields(self.pool).items()},
+            **{
+                f"identity.{name}": value
+                for name, value in self.identity.deciding_fields(self.pool).items()
+            },
         }
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes that go into the envelope, to notice another key's bytes. Not for names: xxh3 is not collision-proof."""
+    """16 bytes that go into the envelope, to notice another key's bytes. Not for names: xxh3 is not
+    collision-proof."""
     return xxhash.xxh3_128_digest(key.encode())
 
 
@@ -68,7 +84,8 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
     """Check that an argument is a list of keys, and that every key is legal (rule ID-5).
 
     Raises:
-        InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or contains NUL or a lone
+        InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or
+        contains NUL or a lone
             surrogate.
     """
     check_list(keys, where)
@@ -76,16 +93,22 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
         joined = "".join(keys)
     except TypeError:
         wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
-        raise InvalidTransferError(f"{where} must be text, got {type(wrong).__name__}: {wrong!r:.80}") from None
+        raise InvalidTransferError(
+            f"{where} must be text, got {type(wrong).__name__}: {wrong!r:.80}"
+        ) from None
     if joined.isascii() and "\0" not in joined and max(map(len, keys), default=0) <= MAX_KEY_BYTES:
         return
     for key in keys:
         try:
             length = len(key.encode())
         except UnicodeEncodeError as error:
-            raise InvalidTransferError(f"key {key!r:.80} has a lone surrogate and cannot be stored") from error
+            raise InvalidTransferError(
+                f"key {key!r:.80} has a lone surrogate and cannot be stored"
+            ) from error
         if length > MAX_KEY_BYTES:
-            raise InvalidTransferError(f"key {key!r:.80} has {length} bytes; at most {MAX_KEY_BYTES} are legal")
+            raise InvalidTransferError(
+                f"key {key!r:.80} has {length} bytes; at most {MAX_KEY_BYTES} are legal"
+            )
         if "\0" in key:
             raise InvalidTransferError(f"key {key!r:.80} contains NUL")
 

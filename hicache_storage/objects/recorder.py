@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 class StatsRecorder:
     """Thread-safe counters. With `enabled=False` every method returns at once (rule OB-2)."""
 
-    def __init__(self, driver: str, *, enabled: bool = True, verifies_checksums: bool = True) -> None:
+    def __init__(
+        self, driver: str, *, enabled: bool = True, verifies_checksums: bool = True
+    ) -> None:
         self.enabled = enabled
         self.faults = 0
         """Number of failed calls of the driver."""
@@ -43,7 +45,8 @@ class StatsRecorder:
                 setattr(stats, name, getattr(stats, name) + increment)
 
     def count_fault(self) -> None:
-        """Count a failed call of the driver, also without metrics, and report it to the storage's call.
+        """Count a failed call of the driver, also without metrics, and report it to the storage's
+        call.
 
         Faults are misses for the engine, so nothing else shows them.
         """

@@ -1,4 +1,5 @@
-"""From the transfers of a call to checked requests, one for each pool (rule FT-2: before any I/O)."""
+"""From the transfers of a call to checked requests, one for each pool (rule FT-2: before any
+I/O)."""
 
 from __future__ import annotations
 
@@ -39,13 +40,17 @@ class PoolRequest:
 
 
 def pool_requests(
-    transfers: Sequence[PoolTransfer], pools: Mapping[PoolName, RegisteredPool], *, distinct_slots: bool
+    transfers: Sequence[PoolTransfer],
+    pools: Mapping[PoolName, RegisteredPool],
+    *,
+    distinct_slots: bool,
 ) -> dict[PoolName, PoolRequest]:
     """Check the transfers of a get or set and join those of the same pool.
 
     Raises:
         UnknownPoolError: a pool was never registered.
-        InvalidTransferError: keys or indices do not fit; the message names the pool and the argument.
+        InvalidTransferError: keys or indices do not fit; the message names the pool and the
+        argument.
     """
     check_transfers(transfers)
     requests: dict[PoolName, PoolRequest] = {}
@@ -63,7 +68,10 @@ def pool_requests(
     if distinct_slots:
         for name, request in requests.items():
             if len(set(request.slots)) != len(request.slots):
-                raise InvalidTransferError(f"pool {name!r}: host_indices name a page twice; two keys cannot be read into it")
+                raise InvalidTransferError(
+                    f"pool {name!r}: host_indices name a page twice; two keys cannot be read into "
+                    f"it"
+                )
     return requests
 
 
@@ -76,13 +84,21 @@ def check_transfers(transfers: Sequence[PoolTransfer], where: str = "transfers")
     check_list(transfers, where, "transfers")
     for transfer in cast("Sequence[object]", transfers):
         if not isinstance(transfer, PoolTransfer):
-            raise InvalidTransferError(f"{where} must be a list of PoolTransfer, got {type(transfer).__name__}: {transfer!r:.80}")
+            raise InvalidTransferError(
+                f"{where} must be a list of PoolTransfer, got {type(transfer).__name__}: "
+                f"{transfer!r:.80}"
+            )
 
 
-def _resolve(transfer: PoolTransfer, transfers: Sequence[PoolTransfer]) -> tuple[Sequence[str], torch.Tensor | None]:
+def _resolve(
+    transfer: PoolTransfer, transfers: Sequence[PoolTransfer]
+) -> tuple[Sequence[str], torch.Tensor | None]:
     keys, indices = transfer.keys, transfer.host_indices
     if transfer.indices_from_pool is not None and (keys is None or indices is None):
-        source = next((t for t in transfers if t.name == transfer.indices_from_pool and t is not transfer), None)
+        source = next(
+            (t for t in transfers if t.name == transfer.indices_from_pool and t is not transfer),
+            None,
+        )
         if source is None:
             raise InvalidTransferError(
                 f"pool {transfer.name!r}: indices_from_pool names {transfer.indices_from_pool!r}, "
@@ -107,7 +123,9 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
     page_size, where = geometry.page_size, f"pool {pool.name!r}: host_indices"
     if indices is None:
         if pages:
-            raise InvalidTransferError(f"{where} is None; pass {pages * page_size} slots for {pages} keys")
+            raise InvalidTransferError(
+                f"{where} is None; pass {pages * page_size} slots for {pages} keys"
+            )
         return []
     import torch
 
@@ -119,18 +137,25 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
         raise InvalidTransferError(f"{where} must be on the CPU, got {indices.device}")
     if indices.dim() != 1 or indices.numel() != pages * page_size:
         raise InvalidTransferError(
-            f"{where} must have {pages} keys x {page_size} slots = {pages * page_size} entries in one dimension, "
+            f"{where} must have {pages} keys x {page_size} slots = {pages * page_size} entries in "
+            f"one dimension, "
             f"got shape {tuple(indices.shape)}"
         )
     if not pages:
         return []
-    by_page = indices.view(pages, page_size) if indices.is_contiguous() else indices.reshape(pages, page_size)
+    by_page = (
+        indices.view(pages, page_size)
+        if indices.is_contiguous()
+        else indices.reshape(pages, page_size)
+    )
     first = by_page[:, 0]
     if page_size > 1 and not torch.equal(by_page, first.unsqueeze(1) + _offsets(page_size)):
         raise InvalidTransferError(f"{where} must hold pages of {page_size} consecutive slots")
     slots = cast("list[int]", first.tolist())
     if min(slots) < 0 or max(slots) + page_size > geometry.size:
-        raise InvalidTransferError(f"{where} must lie in [0, {geometry.size}), got pages at {min(slots)} to {max(slots)}")
+        raise InvalidTransferError(
+            f"{where} must lie in [0, {geometry.size}), got pages at {min(slots)} to {max(slots)}"
+        )
     if page_size > 1 and any(slot % page_size for slot in slots):
         raise InvalidTransferError(f"{where} must start pages at multiples of {page_size}")
     return slots

@@ -10,11 +10,23 @@ from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from hicache_storage.objects.batches import Call, LookupBatch, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+from hicache_storage.objects.batches import (
+    Call,
+    LookupBatch,
+    ObjectRead,
+    ObjectWrite,
+    ReadBatch,
+    WriteBatch,
+)
 from hicache_storage.objects.lifecycle import Lifecycle
 from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.objects.recorder import StatsRecorder
-from hicache_storage.objects.requests import PoolRequest, RegisteredPool, check_transfers, pool_requests
+from hicache_storage.objects.requests import (
+    PoolRequest,
+    RegisteredPool,
+    check_transfers,
+    pool_requests,
+)
 from hicache_storage.observability.logs import fields
 from hicache_storage.observability.request_ids import RequestScope
 from hicache_storage.pools.adapter import page_access
@@ -48,12 +60,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_DAMAGE = 65_536
-"""Damaged pages are remembered so that the next set repairs them; beyond this the oldest are forgotten and found again."""
+"""Damaged pages are remembered so that the next set repairs them; beyond this the oldest are
+forgotten and found again."""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
 
 MOVING = frozenset({"read", "write"})
-"""Operations that may answer without having touched what fails: a driver that knows that no page is there reads none."""
+"""Operations that may answer without having touched what fails: a driver that knows that no page is
+there reads none."""
 
 ItemT = TypeVar("ItemT")
 
@@ -61,18 +75,19 @@ ItemT = TypeVar("ItemT")
 class ObjectStorage(HiCacheStorage):
     """Base class of drivers that store pages as objects.
 
-    A driver implements three methods: look objects up, read them into buffers, write them from buffers. This class
-    implements identity, keys, policies, argument checks, envelopes, deduplication, partial results, statistics, lazy
-    opening and closing.
+    A driver implements three methods: look objects up, read them into buffers, write them from
+    buffers. This class implements identity, keys, policies, argument checks, envelopes,
+    deduplication, partial results, statistics, lazy opening and closing.
 
-    The driver's methods may be called from several threads at once. They raise the errors of their store
-    (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all its pages.
+    The driver's methods may be called from several threads at once. They raise the errors of their
+    store (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all its pages.
 
     Args:
         identity: identity of the pages.
         driver_name: name in messages and statistics.
         capabilities: capabilities of this instance.
-        verifies_checksums: `False` only by the operator's explicit choice; length, identity and key are checked anyway.
+        verifies_checksums: `False` only by the operator's explicit choice; length, identity and key
+            are checked anyway.
         metrics: count pages, bytes and latencies; faults are always counted.
     """
 
@@ -94,7 +109,9 @@ class ObjectStorage(HiCacheStorage):
         self._faulty = set[str]()
         """Operations that have failed since the last success; empty while the store serves."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
-        self.recorder = StatsRecorder(driver_name, enabled=metrics, verifies_checksums=verifies_checksums)
+        self.recorder = StatsRecorder(
+            driver_name, enabled=metrics, verifies_checksums=verifies_checksums
+        )
         self.begin_in_child()
         begin_in_children(self)
 
@@ -103,19 +120,25 @@ class ObjectStorage(HiCacheStorage):
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
-    """`write_objects` skips existing objects itself, and sets `ObjectWrite.existed`: the SDK does not look them up before."""
+    """`write_objects` skips existing objects itself, and sets `ObjectWrite.existed`: the SDK does
+    not look them up before."""
 
     caches_lookups: ClassVar[bool] = False
     """`objects_exist_cached` is implemented."""
 
-    # What a driver implements ------------------------------------------------------------------------------------
+    # What a driver implements
+    # ------------------------------------------------------------------------------------
 
     @abstractmethod
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """Look objects up: for each batch, for each key, `True` if the object exists. One round trip for all of them."""
+        """Look objects up: for each batch, for each key, `True` if the object exists. One round
+        trip for all of them."""
 
-    def objects_exist_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
-        """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where that is not possible.
+    def objects_exist_cached(
+        self, batches: Sequence[LookupBatch], call: Call
+    ) -> list[list[bool]] | None:
+        """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where
+        that is not possible.
 
         Only with `caches_lookups`. A call answered so needs no thread for its deadline.
         """
@@ -126,9 +149,11 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        """Read objects: fill the parts of each read; `True` if all of them were filled from one object.
+        """Read objects: fill the parts of each read; `True` if all of them were filled from one
+        object.
 
-        An object of another length than the parts is not delivered: set `read.damaged` and answer `False`.
+        An object of another length than the parts is not delivered: set `read.damaged` and answer
+        `False`.
         """
 
     def read_objects_cached(self, batches: Sequence[ReadBatch], call: Call) -> bool:
@@ -137,35 +162,44 @@ class ObjectStorage(HiCacheStorage):
         Only with `caches_reads`. A call answered so needs no thread for its deadline.
 
         Returns:
-            True if every read was filled and verified; otherwise `read_objects` is called for all of them.
+            True if every read was filled and verified; otherwise `read_objects` is called for all
+            of them.
         """
         return False
 
     @abstractmethod
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        """Write objects: store the parts of each write as one object, visible whole or not at all; `True` if it is visible.
+        """Write objects: store the parts of each write as one object, visible whole or not at all;
+        `True` if it is visible.
 
-        The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once `call.expired()`.
+        The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once
+        `call.expired()`.
         """
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         """Remove objects; `True` where one was removed. Only with the capability `deletes`."""
-        raise DriverContractError(f"{type(self).__name__} declares 'deletes' without delete_objects()")
+        raise DriverContractError(
+            f"{type(self).__name__} declares 'deletes' without delete_objects()"
+        )
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces, and return when none is left. Only with the capability `clears`.
+        """Remove all objects of these namespaces, and return when none is left. Only with the
+        capability `clears`.
 
-        Raise if the objects were not removed, or if that is unknown: callers rely on a clear that returns (rule LC-7).
-        Check `call.expired()` between steps, and raise once it is true: the caller has been answered, and objects that
-        are stored afterwards must not be removed.
+        Raise if the objects were not removed, or if that is unknown: callers rely on a clear that
+        returns (rule LC-7). Check `call.expired()` between steps, and raise once it is true: the
+        caller has been answered, and objects that are stored afterwards must not be removed.
         """
-        raise DriverContractError(f"{type(self).__name__} declares 'clears' without clear_namespaces()")
+        raise DriverContractError(
+            f"{type(self).__name__} declares 'clears' without clear_namespaces()"
+        )
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Remove damaged objects that were just read, for all storages, if the driver can.
 
         Returns:
-            True if they are removed. Otherwise the SDK hides them from its own lookups, and the next set replaces them.
+            True if they are removed. Otherwise the SDK hides them from its own lookups, and the
+            next set replaces them.
         """
         return False
 
@@ -173,7 +207,8 @@ class ObjectStorage(HiCacheStorage):
         """Remove the remains of namespaces without objects, such as their files.
 
         Returns:
-            True if nothing of them remains. A driver whose namespaces leave nothing in a store need not implement it.
+            True if nothing of them remains. A driver whose namespaces leave nothing in a store need
+            not implement it.
         """
         return True
 
@@ -194,13 +229,14 @@ class ObjectStorage(HiCacheStorage):
         """Check that the store answers; may raise."""
         return Health(ok=True)
 
-    # What a driver may call ----------------------------------------------------------------------------------------
+    # What a driver may call
+    # ----------------------------------------------------------------------------------------
 
     def note_partial_faults(self, faults: Sequence[Exception], *, served: bool) -> None:
         """Report faults of some pages of a batch, which the driver answers as missed or not stored.
 
-        If other pages were served, one fault is counted; otherwise the first is raised, for the SDK to count and log.
-        A refusal (`StorageRefusedError`) is no fault.
+        If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
+        to count and log. A refusal (`StorageRefusedError`) is no fault.
         """
         if not faults:
             return
@@ -212,7 +248,8 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count_fault()
         logger.debug("%s: answering misses for a part of a call: %s", self._driver_name, first)
 
-    # The contract ------------------------------------------------------------------------------------------------
+    # The contract
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> StorageIdentity:
@@ -235,14 +272,18 @@ class ObjectStorage(HiCacheStorage):
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
             self._pools = {**self._pools, name: pool}
-        # Start the counters at 0: Prometheus sees an increase between two scrapes, but not the first value of a new series.
+        # Start the counters at 0: Prometheus sees an increase between two scrapes, but not the
+        # first value of a new series.
         self.recorder.count(name)
         # For operators: engines that do not share pages have different namespaces.
         logger.info(
             "%s: pool %s of model %r has its pages in namespace %s",
-            self._driver_name, name, self._identity.model, pool.namespace.name,
+            self._driver_name,
+            name,
+            self._identity.model,
+            pool.namespace.name,
             extra=fields(driver=self._driver_name, pool=name),
-        )  # fmt: skip
+        )
 
     def batch_exists_v2(
         self,
@@ -275,7 +316,9 @@ class ObjectStorage(HiCacheStorage):
             pools = [self._pools[name] for name in asked if name in self._pools]
             batches = [LookupBatch(pool.namespace, keys) for pool in pools]
             try:
-                found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
+                found = (
+                    self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
+                )
             except Exception as error:  # noqa: BLE001 - `batch_exists_v2` meets it again, counts it and logs it
                 logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
                 return None
@@ -306,11 +349,18 @@ class ObjectStorage(HiCacheStorage):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
             asked = [request for request in requests.values() if request.keys]
-            if not self._lifecycle.connected or any(request.pool.access.stages for request in asked):
+            if not self._lifecycle.connected or any(
+                request.pool.access.stages for request in asked
+            ):
                 return None
             try:
-                batches = [ReadBatch(request.pool.namespace, self._reads(request, call)) for request in asked]
-                if not self.read_objects_cached(batches, call) or not all(map(_is_verified, batches)):
+                batches = [
+                    ReadBatch(request.pool.namespace, self._reads(request, call))
+                    for request in asked
+                ]
+                if not self.read_objects_cached(batches, call) or not all(
+                    map(_is_verified, batches)
+                ):
                     return None
             except Exception as error:  # noqa: BLE001 - `batch_get_v2` meets it again, counts it and logs it
                 logger.debug("%s: cannot read from memory: %s", self._driver_name, error)
@@ -358,14 +408,21 @@ class ObjectStorage(HiCacheStorage):
                 self._count_fault(error)
                 if isinstance(error, HiCacheError):
                     raise
-                kind = StorageTimeoutError if isinstance(error, TimeoutError) else StorageUnavailableError
-                raise kind(f"{self._driver_name}: cleared in part or not at all: {error!r}") from error
+                kind = (
+                    StorageTimeoutError
+                    if isinstance(error, TimeoutError)
+                    else StorageUnavailableError
+                )
+                raise kind(
+                    f"{self._driver_name}: cleared in part or not at all: {error!r}"
+                ) from error
             # Not before: what is damaged and still there stays hidden.
             with self._damaged_lock:
                 self._damaged.clear()
 
     def remove_pools(self, seconds: float) -> bool:
-        """Remove what the namespaces of all registered pools leave in the store, once they are empty. For tools: no engine does it.
+        """Remove what the namespaces of all registered pools leave in the store, once they are
+        empty. For tools: no engine does it.
 
         Returns:
             Whether nothing of them is left.
@@ -375,7 +432,9 @@ class ObjectStorage(HiCacheStorage):
         """
         with self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
-            return self.remove_namespaces([pool.namespace for pool in self._pools.values()], Call(seconds))
+            return self.remove_namespaces(
+                [pool.namespace for pool in self._pools.values()], Call(seconds)
+            )
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
@@ -402,16 +461,23 @@ class ObjectStorage(HiCacheStorage):
             except HiCacheError:
                 raise
             except Exception as error:
-                raise StorageUnavailableError(f"{self._driver_name}: cannot open: {error}") from error
+                raise StorageUnavailableError(
+                    f"{self._driver_name}: cannot open: {error}"
+                ) from error
 
     def close(self) -> None:
         self._lifecycle.close(CLOSE_TIMEOUT_SECONDS)
 
-    # How it is done ----------------------------------------------------------------------------------------------
+    # How it is done
+    # ----------------------------------------------------------------------------------------------
 
-    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+    def _lookup(
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
+    ) -> list[list[bool]]:
         batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
-        found = self._ask("exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call)
+        found = self._ask(
+            "exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call
+        )
         self._hide_damage(batches, found)
         return found
 
@@ -421,7 +487,10 @@ class ObjectStorage(HiCacheStorage):
             return
         for batch, present in zip(batches, found, strict=True):
             name = batch.namespace.name
-            present[:] = [exists and (name, key) not in self._damaged for exists, key in zip(present, batch.keys, strict=True)]
+            present[:] = [
+                exists and (name, key) not in self._damaged
+                for exists, key in zip(present, batch.keys, strict=True)
+            ]
 
     def _hit(
         self,
@@ -440,24 +509,43 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
         return common_hit(
             present.get(PoolName.KV, absent),
-            [PoolPresence.of(transfer, present.get(transfer.name, absent)) for transfer in pool_transfers or ()],
+            [
+                PoolPresence.of(transfer, present.get(transfer.name, absent))
+                for transfer in pool_transfers or ()
+            ],
         )
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
-        reads = [self._guarded(f"targets of {request.pool.name}", partial(self._reads, request, call)) for request in requests]
+        reads = [
+            self._guarded(f"targets of {request.pool.name}", partial(self._reads, request, call))
+            for request in requests
+        ]
         reached = [
-            (request, ReadBatch(request.pool.namespace, made)) for request, made in zip(requests, reads, strict=True) if made
+            (request, ReadBatch(request.pool.namespace, made))
+            for request, made in zip(requests, reads, strict=True)
+            if made
         ]
         batches = [batch for _, batch in reached]
         asked = [batch.reads for batch in batches]
-        filled = self._ask("read", lambda: self.read_objects(batches, call), asked, call) if batches else []
+        filled = (
+            self._ask("read", lambda: self.read_objects(batches, call), asked, call)
+            if batches
+            else []
+        )
         results = dict[PoolName, list[bool]]()
         for (request, batch), full in zip(reached, filled, strict=True):
             with call.shield() as active:
-                # After a cancellation the buffers may hold other bytes: a failed check would count whole objects as damaged.
-                delivered = [active and ok and read.verify() for ok, read in zip(full, batch.reads, strict=True)]
+                # After a cancellation the buffers may hold other bytes: a failed check would count
+                # whole objects as damaged.
+                delivered = [
+                    active and ok and read.verify()
+                    for ok, read in zip(full, batch.reads, strict=True)
+                ]
                 if request.pool.access.stages and any(delivered):
-                    brought = self._guarded(f"delivery to {request.pool.name}", partial(_deliver, request, batch, delivered))
+                    brought = self._guarded(
+                        f"delivery to {request.pool.name}",
+                        partial(_deliver, request, batch, delivered),
+                    )
                     delivered = delivered if brought else [False] * len(delivered)
             self._account_read(request, batch, delivered, call)
             results[request.pool.name] = delivered
@@ -470,21 +558,32 @@ class ObjectStorage(HiCacheStorage):
     def _reads(self, request: PoolRequest, call: Call) -> list[ObjectRead]:
         namespace, access = request.pool.namespace, request.pool.access
         targets: Sequence[list[memoryview] | Callable[[], list[memoryview]]] = (
-            [partial(_target, access, slot) for slot in request.slots] if access.stages else access.targets(request.slots)
+            [partial(_target, access, slot) for slot in request.slots]
+            if access.stages
+            else access.targets(request.slots)
         )
         return [
-            ObjectRead(namespace, key, buffers, verifies_checksum=self._verifies_checksums, call=call)
+            ObjectRead(
+                namespace, key, buffers, verifies_checksum=self._verifies_checksums, call=call
+            )
             for key, buffers in zip(request.keys, targets, strict=True)
         ]
 
-    def _account_read(self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call) -> None:
+    def _account_read(
+        self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call
+    ) -> None:
         pages, name = sum(delivered), batch.namespace.name
         known = self._damaged
         if known:
             # Another storage has replaced the damaged copy meanwhile.
-            self._forget_damage(batch.namespace, [read.key for read, ok in zip(batch.reads, delivered, strict=True) if ok])
+            self._forget_damage(
+                batch.namespace,
+                [read.key for read, ok in zip(batch.reads, delivered, strict=True) if ok],
+            )
         damaged = (
-            [] if pages == len(delivered) else [read for read in batch.reads if read.damaged and (name, read.key) not in known]
+            []
+            if pages == len(delivered)
+            else [read for read in batch.reads if read.damaged and (name, read.key) not in known]
         )
         self.recorder.count(
             request.pool.name,
@@ -502,33 +601,56 @@ class ObjectStorage(HiCacheStorage):
         self._remember_damage(damaged.namespace, keys)
         logger.warning(
             "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
-            self._driver_name, len(keys), pool, keys[0],
+            self._driver_name,
+            len(keys),
+            pool,
+            keys[0],
             extra=fields(driver=self._driver_name, pool=pool, pages=len(keys)),
-        )  # fmt: skip
+        )
         if self._attempt("discard", lambda: self.discard_objects([damaged], call)):
             self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
         existing = self._existing(lookups, call) if requests else []
-        stored = [dict(zip(keys, present, strict=True)) for (_, keys), present in zip(lookups, existing, strict=True)]
-        batches = [self._missing_pages(request, known) for request, known in zip(requests, stored, strict=True)]
+        stored = [
+            dict(zip(keys, present, strict=True))
+            for (_, keys), present in zip(lookups, existing, strict=True)
+        ]
+        batches = [
+            self._missing_pages(request, known)
+            for request, known in zip(requests, stored, strict=True)
+        ]
         pending = [index for index, batch in enumerate(batches) if batch.writes]
         if pending:
             asked = [batches[index] for index in pending]
-            written = self._ask("write", lambda: self.write_objects(asked, call), [batch.writes for batch in asked], call)
+            written = self._ask(
+                "write",
+                lambda: self.write_objects(asked, call),
+                [batch.writes for batch in asked],
+                call,
+            )
             for index, outcome in zip(pending, written, strict=True):
                 self._account_write(requests[index], stored[index], batches[index], outcome)
-        return {request.pool.name: [known[key] for key in request.keys] for request, known in zip(requests, stored, strict=True)}
+        return {
+            request.pool.name: [known[key] for key in request.keys]
+            for request, known in zip(requests, stored, strict=True)
+        }
 
-    def _existing(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
-        """Look up pages that need not be written; none if the driver does it itself, unless this rank is no writer."""
-        if self.writes_find_existing and all(self._identity.is_writer(pool.name) for pool, _ in lookups):
+    def _existing(
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
+    ) -> list[list[bool]]:
+        """Look up pages that need not be written; none if the driver does it itself, unless this
+        rank is no writer."""
+        if self.writes_find_existing and all(
+            self._identity.is_writer(pool.name) for pool, _ in lookups
+        ):
             return [[False] * len(keys) for _, keys in lookups]
         return self._lookup(lookups, call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
-        """Select the pages that this rank has to write: those not stored, each once, from the slot of its first key."""
+        """Select the pages that this rank has to write: those not stored, each once, from the slot
+        of its first key."""
         namespace = request.pool.namespace
         slots = dict[str, int]()
         for key, slot in zip(request.keys, request.slots, strict=True):
@@ -540,7 +662,13 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count(request.pool.name, pages_refused=len(slots))
             slots.clear()
         places = list(slots.values())
-        pages = self._guarded(f"sources of {request.pool.name}", lambda: request.pool.access.sources(places)) if places else []
+        pages = (
+            self._guarded(
+                f"sources of {request.pool.name}", lambda: request.pool.access.sources(places)
+            )
+            if places
+            else []
+        )
         if pages is None:
             self.recorder.count(request.pool.name, pages_refused=len(slots))
             return WriteBatch(namespace, [])
@@ -550,10 +678,21 @@ class ObjectStorage(HiCacheStorage):
         ]
         return WriteBatch(namespace, writes)
 
-    def _account_write(self, request: PoolRequest, stored: dict[str, bool], batch: WriteBatch, outcome: Sequence[bool]) -> None:
-        pages = sum(ok and not write.existed for write, ok in zip(batch.writes, outcome, strict=True))
+    def _account_write(
+        self,
+        request: PoolRequest,
+        stored: dict[str, bool],
+        batch: WriteBatch,
+        outcome: Sequence[bool],
+    ) -> None:
+        pages = sum(
+            ok and not write.existed for write, ok in zip(batch.writes, outcome, strict=True)
+        )
         stored.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
-        self._forget_damage(batch.namespace, [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok])
+        self._forget_damage(
+            batch.namespace,
+            [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok],
+        )
         self.recorder.count(
             request.pool.name,
             pages_written=pages,
@@ -566,9 +705,14 @@ class ObjectStorage(HiCacheStorage):
         return limit is None or namespace.page_bytes <= limit
 
     def _ask(
-        self, operation: str, question: Callable[[], list[list[bool]]], items: Sequence[Sequence[ItemT]], call: Call
+        self,
+        operation: str,
+        question: Callable[[], list[list[bool]]],
+        items: Sequence[Sequence[ItemT]],
+        call: Call,
     ) -> list[list[bool]]:
-        """Call the driver; a fault, or an answer of the wrong shape, is `False` for every item (rule FT-1).
+        """Call the driver; a fault, or an answer of the wrong shape, is `False` for every item
+        (rule FT-1).
 
         After the deadline the driver is not called, which is no fault of the store.
         """
@@ -578,14 +722,19 @@ class ObjectStorage(HiCacheStorage):
         def checked() -> list[list[bool]]:
             answers = question()
             if [len(answer) for answer in answers] != [len(batch) for batch in items]:
-                raise DriverContractError("the driver answered for another number of objects than it was asked for")
+                raise DriverContractError(
+                    "the driver answered for another number of objects than it was asked for"
+                )
             return answers
 
         answers = self._attempt(operation, checked, _is_any_served if operation in MOVING else None)
         return [[False] * len(batch) for batch in items] if answers is None else answers
 
     def _attempt(
-        self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
+        self,
+        operation: str,
+        question: Callable[[], ItemT],
+        proves: Callable[[ItemT], bool] | None = None,
     ) -> ItemT | None:
         """Call the driver; None after a fault.
 
@@ -600,7 +749,10 @@ class ObjectStorage(HiCacheStorage):
         return self._guarded(operation, connected, proves)
 
     def _guarded(
-        self, operation: str, question: Callable[[], ItemT], proves: Callable[[ItemT], bool] | None = None
+        self,
+        operation: str,
+        question: Callable[[], ItemT],
+        proves: Callable[[ItemT], bool] | None = None,
     ) -> ItemT | None:
         """Call foreign code, a driver or an engine's pool; None after a fault."""
         try:
@@ -608,10 +760,15 @@ class ObjectStorage(HiCacheStorage):
         except Exception as error:  # noqa: BLE001 - a fault below, even a driver's bug, must not reach the engine
             self._note_fault(operation, error)
             return None
-        # Only an operation that has failed ends an episode of faults: on a full disk, lookups succeed all the time.
+        # Only an operation that has failed ends an episode of faults: on a full disk, lookups
+        # succeed all the time.
         if operation in self._faulty and (proves is None or proves(answer)):
             self._faulty = set()
-            logger.info("%s: serving again", self._driver_name, extra=fields(driver=self._driver_name, operation=operation))
+            logger.info(
+                "%s: serving again",
+                self._driver_name,
+                extra=fields(driver=self._driver_name, operation=operation),
+            )
         return answer
 
     def _disconnect(self) -> None:
@@ -632,9 +789,12 @@ class ObjectStorage(HiCacheStorage):
         self._faulty.add(operation)
         if begins:
             logger.warning(
-                "%s: answering misses: %s", self._driver_name, error, exc_info=None if expected else error,
+                "%s: answering misses: %s",
+                self._driver_name,
+                error,
+                exc_info=None if expected else error,
                 extra=fields(driver=self._driver_name, operation=operation),
-            )  # fmt: skip
+            )
 
     def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
         with self._damaged_lock:
@@ -656,8 +816,14 @@ def _target(access: PageAccess, slot: int) -> list[memoryview]:
 
 def _deliver(request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool]) -> bool:
     """Copy staged pages into the pool; always `True`, unless it raises."""
-    whole = [(slot, read.buffers) for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True) if ok]
-    request.pool.access.deliver([slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole))
+    whole = [
+        (slot, read.buffers)
+        for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True)
+        if ok
+    ]
+    request.pool.access.deliver(
+        [slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole)
+    )
     return True
 
 
@@ -665,7 +831,9 @@ def _is_verified(batch: ReadBatch) -> bool:
     return all(read.verify() for read in batch.reads)
 
 
-def _asked_pools(keys: Sequence[str], transfers: Sequence[PoolTransfer] | None) -> dict[PoolName, None]:
+def _asked_pools(
+    keys: Sequence[str], transfers: Sequence[PoolTransfer] | None
+) -> dict[PoolName, None]:
     """Return the pools of a lookup, after a check of the keys and the policies' geometry.
 
     Raises:

@@ -1,4 +1,5 @@
-"""An HTTP endpoint for metrics, inside an engine whose own one cannot be extended. Needs `hicache-storage[metrics]`."""
+"""An HTTP endpoint for metrics, inside an engine whose own one cannot be extended. Needs
+`hicache-storage[metrics]`."""
 
 from __future__ import annotations
 
@@ -26,13 +27,16 @@ def check_exporter_available() -> None:
     try:
         importlib.import_module("prometheus_client")
     except ImportError as error:
-        raise ConfigError(f"metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})") from error
+        raise ConfigError(
+            f"metrics_port needs one more package: pip install 'hicache-storage[metrics]' ({error})"
+        ) from error
 
 
 class Exporter:
     """An HTTP server for `http://HOST:PORT/metrics`, in a thread of its own, until it is closed.
 
-    A port that cannot be bound is logged as an error, and nothing is served: an engine must not end for its metrics.
+    A port that cannot be bound is logged as an error, and nothing is served: an engine must not end
+    for its metrics.
 
     Args:
         storage: the storage whose `get_stats()` is exported.
@@ -41,7 +45,9 @@ class Exporter:
         labels: constant labels of all series, such as `{"tp_rank": "0"}`.
     """
 
-    def __init__(self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]) -> None:
+    def __init__(
+        self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]
+    ) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         from hicache_storage.observability.prometheus import StorageCollector
@@ -61,7 +67,8 @@ class Exporter:
     def close(self) -> None:
         """Stop listening, and end the thread. Idempotent.
 
-        In a forked child, which has no such thread, only the child's socket is closed: the parent goes on listening.
+        In a forked child, which has no such thread, only the child's socket is closed: the parent
+        goes on listening.
         """
         if not self.port:
             return

@@ -1,6 +1,7 @@
 """Structured logs: fields of the SDK's records, and a JSON formatter.
 
-Every record of this project may have the attributes in `FIELDS`, passed as `extra`; other formatters ignore them.
+Every record of this project may have the attributes in `FIELDS`, passed as `extra`; other
+formatters ignore them.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ def fields(**values: str | float) -> dict[str, str | float]:
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON lines of `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`, and `exception`."""
+    """JSON lines of `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`,
+    and `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line, without a line feed."""
         line: dict[str, object] = {
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z"),
+            "timestamp": datetime.fromtimestamp(record.created, UTC)
+            .isoformat()
+            .replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage(),
@@ -47,7 +51,9 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def configure_json_logs(level: int | str = logging.INFO, stream: TextIO | None = None) -> logging.Handler:
+def configure_json_logs(
+    level: int | str = logging.INFO, stream: TextIO | None = None
+) -> logging.Handler:
     """Log this project's records to `stream` (standard error by default), and to no parent handler.
 
     For engines that configure no logs.

@@ -19,7 +19,8 @@ class Metric:
     """A metric as it is exported.
 
     Raises:
-        ValueError: the name does not follow OpenMetrics: `_total` for counters, and for them only; the unit before it.
+        ValueError: the name does not follow OpenMetrics: `_total` for counters, and for them only;
+        the unit before it.
     """
 
     name: str
@@ -40,11 +41,17 @@ class Metric:
 
     def __post_init__(self) -> None:
         if self.name.endswith("_total") != (self.kind is MetricKind.COUNTER):
-            raise ValueError(f"{self.name} is a {self.kind}: counters end with _total, and nothing else does")
+            raise ValueError(
+                f"{self.name} is a {self.kind}: counters end with _total, and nothing else does"
+            )
         if not self.family.endswith(self.unit):
             raise ValueError(f"{self.name} is in {self.unit} and does not say so")
-        if bool(self.buckets) != (self.kind is MetricKind.HISTOGRAM) or list(self.buckets) != sorted(set(self.buckets)):
-            raise ValueError(f"{self.name}: histograms have ascending buckets, and nothing else has")
+        if bool(self.buckets) != (self.kind is MetricKind.HISTOGRAM) or list(
+            self.buckets
+        ) != sorted(set(self.buckets)):
+            raise ValueError(
+                f"{self.name}: histograms have ascending buckets, and nothing else has"
+            )
 
     @property
     def family(self) -> str:

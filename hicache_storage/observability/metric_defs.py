@@ -5,8 +5,10 @@ Label values are bounded:
 - `driver` and `operation` are the SDK's own words, `pool` is a pool that the engine has registered.
 - `route` is a route of the protocol, never a requested path.
 - `tenant` is a tenant that the operator has named.
-- `scope` is one of the first `MAX_SCOPE_SERIES` scopes of a server process; all others are summed under `OTHER_SCOPES`.
-- `model` is the name that a client has given to one of these scopes: one line of at most 512 characters.
+- `scope` is one of the first `MAX_SCOPE_SERIES` scopes of a server process; all others are summed
+  under `OTHER_SCOPES`.
+- `model` is the name that a client has given to one of these scopes: one line of at most 512
+  characters.
 
 No label contains a key, a request or a client.
 """
@@ -24,158 +26,523 @@ if TYPE_CHECKING:
 MAX_SCOPE_SERIES: Final = 512
 """Limit of scopes with series of their own, for each server process."""
 OTHER_SCOPES: Final = "other"
-"""Label of all further scopes; no scope has this name, because names of scopes begin with a rank."""
+"""Label of all further scopes; no scope has this name, because names of scopes begin with a
+rank."""
 
-REQUEST_BOUNDS_SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+REQUEST_BOUNDS_SECONDS: Final = (
+    0.0002,
+    0.0005,
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    1.0,
+    5.0,
+)
 
 
 def _counter(
-    name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
+    name: str,
+    text: str,
+    *labels: str,
+    source: str = "",
+    unit: str = "",
+    tag: tuple[str, str] = ("", ""),
+    of_store: bool = False,
 ) -> Metric:
-    return Metric(name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store)
+    return Metric(
+        name, MetricKind.COUNTER, text, labels, unit, source=source, tag=tag, of_store=of_store
+    )
 
 
 def _gauge(
-    name: str, text: str, *labels: str, source: str = "", unit: str = "", tag: tuple[str, str] = ("", ""), of_store: bool = False
+    name: str,
+    text: str,
+    *labels: str,
+    source: str = "",
+    unit: str = "",
+    tag: tuple[str, str] = ("", ""),
+    of_store: bool = False,
 ) -> Metric:
-    return Metric(name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store)
+    return Metric(
+        name, MetricKind.GAUGE, text, labels, unit, source=source, tag=tag, of_store=of_store
+    )
 
 
 def _pool(name: str, text: str, source: str, unit: str = "") -> Metric:
-    return _counter(f"hicache_storage_{name}_total", text, "driver", "pool", source=source, unit=unit)
+    return _counter(
+        f"hicache_storage_{name}_total", text, "driver", "pool", source=source, unit=unit
+    )
 
 
 # Of each storage: `hicache_storage.observability.prometheus.StorageCollector`.
 
 READ_PAGES: Final = _pool("read_pages", "Pages that a get has delivered.", "pages_read")
 READ_BYTES: Final = _pool("read_bytes", "Bytes of these.", "bytes_read", "bytes")
-WRITTEN_PAGES: Final = _pool("written_pages", "Pages that a set has stored; those that were there already do not count.", "pages_written")  # fmt: skip
+WRITTEN_PAGES: Final = _pool(
+    "written_pages",
+    "Pages that a set has stored; those that were there already do not count.",
+    "pages_written",
+)
 WRITTEN_BYTES: Final = _pool("written_bytes", "Bytes of these.", "bytes_written", "bytes")
 HIT_PAGES: Final = _pool("hit_pages", "Pages that an exists has found.", "pages_hit")
-ABSENT_PAGES: Final = _pool("absent_pages", "Pages that an exists has asked for and not found.", "pages_absent")
-MISSED_PAGES: Final = _pool("missed_pages", "Pages that a get was asked for and has not delivered, for whatever reason.", "pages_missed")  # fmt: skip
-DAMAGED_PAGES: Final = _pool("damaged_pages", "Of those, the ones whose length, envelope or checksum did not fit.", "pages_damaged")  # fmt: skip
-REFUSED_PAGES: Final = _pool("refused_pages", "Pages that a set was given and has not stored: no room, too large, deadline, fault.", "pages_refused")  # fmt: skip
-EVICTED_PAGES: Final = _pool("evicted_pages", "Pages that this storage has evicted.", "pages_evicted")
+ABSENT_PAGES: Final = _pool(
+    "absent_pages", "Pages that an exists has asked for and not found.", "pages_absent"
+)
+MISSED_PAGES: Final = _pool(
+    "missed_pages",
+    "Pages that a get was asked for and has not delivered, for whatever reason.",
+    "pages_missed",
+)
+DAMAGED_PAGES: Final = _pool(
+    "damaged_pages",
+    "Of those, the ones whose length, envelope or checksum did not fit.",
+    "pages_damaged",
+)
+REFUSED_PAGES: Final = _pool(
+    "refused_pages",
+    "Pages that a set was given and has not stored: no room, too large, deadline, fault.",
+    "pages_refused",
+)
+EVICTED_PAGES: Final = _pool(
+    "evicted_pages", "Pages that this storage has evicted.", "pages_evicted"
+)
 CALL_SECONDS: Final = Metric(
-    "hicache_storage_call_seconds", MetricKind.HISTOGRAM, "Duration of calls of the driver, by operation: exists, get or set.",
-    ("driver", "pool", "operation"), "seconds", LATENCY_BOUNDS_SECONDS,
-)  # fmt: skip
-FAULTS: Final = _counter("hicache_storage_faults_total", "Calls of the driver that have failed and were turned into misses.", "driver", source="faults")  # fmt: skip
-MISSED_DEADLINES: Final = _counter("hicache_storage_missed_deadlines_total", "Of those, the ones that did not come back in time.", "driver", source="deadlines_missed")  # fmt: skip
-BREAKER_REFUSALS: Final = _counter("hicache_storage_breaker_refusals_total", "Calls answered as misses by the open circuit breaker.", "driver", source="breaker_refusals")  # fmt: skip
-FAILOVERS: Final = _counter("hicache_storage_failovers_total", "Metadata servers that have failed and were left for another.", "driver", source="failovers")  # fmt: skip
-BREAKER_OPEN: Final = _gauge("hicache_storage_breaker_open", "1 while the circuit breaker refuses calls, or lets a single one try.", "driver")  # fmt: skip
-CHECKSUMS_OFF: Final = _gauge("hicache_storage_checksums_off", "1 where the operator has turned the verification of checksums off.", "driver")  # fmt: skip
+    "hicache_storage_call_seconds",
+    MetricKind.HISTOGRAM,
+    "Duration of calls of the driver, by operation: exists, get or set.",
+    ("driver", "pool", "operation"),
+    "seconds",
+    LATENCY_BOUNDS_SECONDS,
+)
+FAULTS: Final = _counter(
+    "hicache_storage_faults_total",
+    "Calls of the driver that have failed and were turned into misses.",
+    "driver",
+    source="faults",
+)
+MISSED_DEADLINES: Final = _counter(
+    "hicache_storage_missed_deadlines_total",
+    "Of those, the ones that did not come back in time.",
+    "driver",
+    source="deadlines_missed",
+)
+BREAKER_REFUSALS: Final = _counter(
+    "hicache_storage_breaker_refusals_total",
+    "Calls answered as misses by the open circuit breaker.",
+    "driver",
+    source="breaker_refusals",
+)
+FAILOVERS: Final = _counter(
+    "hicache_storage_failovers_total",
+    "Metadata servers that have failed and were left for another.",
+    "driver",
+    source="failovers",
+)
+BREAKER_OPEN: Final = _gauge(
+    "hicache_storage_breaker_open",
+    "1 while the circuit breaker refuses calls, or lets a single one try.",
+    "driver",
+)
+CHECKSUMS_OFF: Final = _gauge(
+    "hicache_storage_checksums_off",
+    "1 where the operator has turned the verification of checksums off.",
+    "driver",
+)
 
 # Of each hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`.
 
-WRITTEN_BACK_TOKENS: Final = _counter("hicache_controller_written_back_tokens_total", "Tokens copied from the device to the host.", source="tokens_written_back")  # fmt: skip
-LOADED_TOKENS: Final = _counter("hicache_controller_loaded_tokens_total", "Tokens copied from the host to the device.", source="tokens_loaded")  # fmt: skip
+WRITTEN_BACK_TOKENS: Final = _counter(
+    "hicache_controller_written_back_tokens_total",
+    "Tokens copied from the device to the host.",
+    source="tokens_written_back",
+)
+LOADED_TOKENS: Final = _counter(
+    "hicache_controller_loaded_tokens_total",
+    "Tokens copied from the host to the device.",
+    source="tokens_loaded",
+)
 WITHOUT_ROOM: Final = (
-    _counter("hicache_controller_copies_without_room_total", "Copies declined for want of room, by direction: write (to the host) or load (to the device).", "direction", source="writes_without_room", tag=("direction", "write")),
-    _counter("hicache_controller_copies_without_room_total", "Copies declined for want of room, by direction: write (to the host) or load (to the device).", "direction", source="loads_without_room", tag=("direction", "load")),
-)  # fmt: skip
+    _counter(
+        "hicache_controller_copies_without_room_total",
+        "Copies declined for want of room, by direction: write (to the host) or load (to the "
+        "device).",
+        "direction",
+        source="writes_without_room",
+        tag=("direction", "write"),
+    ),
+    _counter(
+        "hicache_controller_copies_without_room_total",
+        "Copies declined for want of room, by direction: write (to the host) or load (to the "
+        "device).",
+        "direction",
+        source="loads_without_room",
+        tag=("direction", "load"),
+    ),
+)
 PREFETCHES: Final = tuple(
-    _counter("hicache_controller_prefetches_total", "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.", "outcome", source=source, tag=("outcome", outcome))
-    for source, outcome in (("prefetches", "begun"), ("prefetches_below_threshold", "below_threshold"), ("prefetches_rate_limited", "rate_limited"))
-)  # fmt: skip
-PREFETCHED_TOKENS: Final = _counter("hicache_controller_prefetched_tokens_total", "Tokens that prefetches have delivered to the cache.", source="tokens_prefetched")  # fmt: skip
-HIT_TOKENS: Final = _counter("hicache_controller_hit_tokens_total", "Tokens of the longest prefixes that all ranks could restore from storage.", source="tokens_hit")  # fmt: skip
-CUT_TOKENS: Final = _counter("hicache_controller_cut_tokens_total", "Of those, the ones left out for want of host memory.", source="tokens_without_room")  # fmt: skip
-BACKED_UP_PAGES: Final = _counter("hicache_controller_backed_up_pages_total", "Pages of all pools that are in storage: stored by this rank, found there, or another rank's to write.", source="pages_backed_up")  # fmt: skip
-DROPPED_PAGES: Final = _counter("hicache_controller_dropped_pages_total", "Pages of all pools whose backup was given up after the last attempt.", source="pages_dropped")  # fmt: skip
-BACKUP_RETRIES: Final = _counter("hicache_controller_backup_retries_total", "Backups tried once more.", source="backup_retries")
-STORAGE_ERRORS: Final = _counter("hicache_controller_storage_errors_total", "Calls of the storage that have raised; the contract forbids it.", source="storage_errors")  # fmt: skip
-INVALID_ANSWERS: Final = _counter("hicache_controller_invalid_answers_total", "Answers of the storage that are none.", source="invalid_answers")  # fmt: skip
-ABANDONED_CALLS: Final = _counter("hicache_controller_abandoned_calls_total", "Calls of the storage that were left behind.", source="abandoned_calls")  # fmt: skip
+    _counter(
+        "hicache_controller_prefetches_total",
+        "Prefetches by what became of them: begun, below_threshold (too short) or rate_limited.",
+        "outcome",
+        source=source,
+        tag=("outcome", outcome),
+    )
+    for source, outcome in (
+        ("prefetches", "begun"),
+        ("prefetches_below_threshold", "below_threshold"),
+        ("prefetches_rate_limited", "rate_limited"),
+    )
+)
+PREFETCHED_TOKENS: Final = _counter(
+    "hicache_controller_prefetched_tokens_total",
+    "Tokens that prefetches have delivered to the cache.",
+    source="tokens_prefetched",
+)
+HIT_TOKENS: Final = _counter(
+    "hicache_controller_hit_tokens_total",
+    "Tokens of the longest prefixes that all ranks could restore from storage.",
+    source="tokens_hit",
+)
+CUT_TOKENS: Final = _counter(
+    "hicache_controller_cut_tokens_total",
+    "Of those, the ones left out for want of host memory.",
+    source="tokens_without_room",
+)
+BACKED_UP_PAGES: Final = _counter(
+    "hicache_controller_backed_up_pages_total",
+    "Pages of all pools that are in storage: stored by this rank, found there, or another rank's "
+    "to write.",
+    source="pages_backed_up",
+)
+DROPPED_PAGES: Final = _counter(
+    "hicache_controller_dropped_pages_total",
+    "Pages of all pools whose backup was given up after the last attempt.",
+    source="pages_dropped",
+)
+BACKUP_RETRIES: Final = _counter(
+    "hicache_controller_backup_retries_total", "Backups tried once more.", source="backup_retries"
+)
+STORAGE_ERRORS: Final = _counter(
+    "hicache_controller_storage_errors_total",
+    "Calls of the storage that have raised; the contract forbids it.",
+    source="storage_errors",
+)
+INVALID_ANSWERS: Final = _counter(
+    "hicache_controller_invalid_answers_total",
+    "Answers of the storage that are none.",
+    source="invalid_answers",
+)
+ABANDONED_CALLS: Final = _counter(
+    "hicache_controller_abandoned_calls_total",
+    "Calls of the storage that were left behind.",
+    source="abandoned_calls",
+)
 STUCK_CALLS: Final = _gauge(
-    "hicache_controller_stuck_calls", "Of those, the ones that have not come back yet.", source="stuck_calls"
+    "hicache_controller_stuck_calls",
+    "Of those, the ones that have not come back yet.",
+    source="stuck_calls",
 )
 
 # Of each radix cache: `hicache_storage.observability.prometheus.CacheCollector`.
 
 
 def _held(name: str, text: str, *fields: tuple[str, str]) -> tuple[Metric, ...]:
-    return tuple(_gauge(name, text, "tier", source=source, tag=("tier", tier)) for tier, source in fields)
+    return tuple(
+        _gauge(name, text, "tier", source=source, tag=("tier", tier)) for tier, source in fields
+    )
 
 
-CACHE_TOKENS: Final = _held("hicache_cache_tokens", "Tokens whose KV a tier holds.", ("device", "device_tokens"), ("host", "host_tokens"))  # fmt: skip
-CACHE_STATES: Final = _held("hicache_cache_states", "Recurrent states that a tier holds.", ("device", "device_states"), ("host", "host_states"))  # fmt: skip
-EVICTABLE_TOKENS: Final = _gauge("hicache_cache_evictable_tokens", "Tokens on the device that no request holds.", source="evictable_tokens")  # fmt: skip
-EVICTABLE_STATES: Final = _gauge("hicache_cache_evictable_states", "Recurrent states on the device that no request holds.", source="evictable_states")  # fmt: skip
+CACHE_TOKENS: Final = _held(
+    "hicache_cache_tokens",
+    "Tokens whose KV a tier holds.",
+    ("device", "device_tokens"),
+    ("host", "host_tokens"),
+)
+CACHE_STATES: Final = _held(
+    "hicache_cache_states",
+    "Recurrent states that a tier holds.",
+    ("device", "device_states"),
+    ("host", "host_states"),
+)
+EVICTABLE_TOKENS: Final = _gauge(
+    "hicache_cache_evictable_tokens",
+    "Tokens on the device that no request holds.",
+    source="evictable_tokens",
+)
+EVICTABLE_STATES: Final = _gauge(
+    "hicache_cache_evictable_states",
+    "Recurrent states on the device that no request holds.",
+    source="evictable_states",
+)
 CACHE_LOCKS: Final = _gauge("hicache_cache_locks", "Prefixes that requests hold.", source="locks")
-DECLINED_WRITES: Final = _counter("hicache_cache_declined_writes_total", "Nodes not copied to the host for want of room there.", source="declined_writes")  # fmt: skip
-DROPPED_TOKENS: Final = _counter("hicache_cache_dropped_tokens_total", "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was no room.", source="dropped_tokens")  # fmt: skip
-TOKENS_STORED_AGAIN: Final = _counter("hicache_cache_tokens_stored_again_total", "Tokens handed to the storage a second time, as it had lost them while they were cached.", source="tokens_stored_again")  # fmt: skip
+DECLINED_WRITES: Final = _counter(
+    "hicache_cache_declined_writes_total",
+    "Nodes not copied to the host for want of room there.",
+    source="declined_writes",
+)
+DROPPED_TOKENS: Final = _counter(
+    "hicache_cache_dropped_tokens_total",
+    "Tokens fetched from storage in vain: what was before them was evicted meanwhile, or there was "
+    "no room.",
+    source="dropped_tokens",
+)
+TOKENS_STORED_AGAIN: Final = _counter(
+    "hicache_cache_tokens_stored_again_total",
+    "Tokens handed to the storage a second time, as it had lost them while they were cached.",
+    source="tokens_stored_again",
+)
 
 # Of the metadata server: `GET /metrics`.
 
-REQUESTS: Final = _counter("hicache_metadata_requests_total", "Requests answered.", "route", "status")
+REQUESTS: Final = _counter(
+    "hicache_metadata_requests_total", "Requests answered.", "route", "status"
+)
 REQUEST_SECONDS: Final = Metric(
-    "hicache_metadata_request_seconds", MetricKind.HISTOGRAM, "From the last byte of a request to its answer.", ("route",), "seconds", REQUEST_BOUNDS_SECONDS,
-)  # fmt: skip
-SLOW_REQUESTS: Final = _counter("hicache_metadata_slow_requests_total", "Requests that took longer than the setting slow_seconds; none where that is 0.", "route")  # fmt: skip
-SLOTS: Final = _gauge("hicache_metadata_slots", "Slots by state: free, leased, live or quarantined.", "scope", "state", of_store=True)  # fmt: skip
-SCOPE_EVICTED_PAGES: Final = _counter("hicache_metadata_evicted_pages_total", "Pages evicted to make room.", "scope", source="evicted", of_store=True)  # fmt: skip
-LOOKED_UP_KEYS: Final = _counter("hicache_metadata_lookup_keys_total", "Keys that clients have asked for, by whether they were live: hit or miss.", "scope", "result", of_store=True)  # fmt: skip
-EXPIRED_LEASES: Final = _counter("hicache_metadata_expired_leases_total", "Leases that were neither committed nor given back in time: their writers are dead or slow.", "scope", source="expired_leases", of_store=True)  # fmt: skip
-SCOPE_INFO: Final = _gauge("hicache_metadata_scope_info", "Always 1; the model whose pages a scope holds, where a client has named it.", "scope", "model", of_store=True)  # fmt: skip
-QUARANTINE_SECONDS: Final = _gauge("hicache_metadata_quarantine_seconds", "How long a slot stays in quarantine before it is used again.", unit="seconds")  # fmt: skip
+    "hicache_metadata_request_seconds",
+    MetricKind.HISTOGRAM,
+    "From the last byte of a request to its answer.",
+    ("route",),
+    "seconds",
+    REQUEST_BOUNDS_SECONDS,
+)
+SLOW_REQUESTS: Final = _counter(
+    "hicache_metadata_slow_requests_total",
+    "Requests that took longer than the setting slow_seconds; none where that is 0.",
+    "route",
+)
+SLOTS: Final = _gauge(
+    "hicache_metadata_slots",
+    "Slots by state: free, leased, live or quarantined.",
+    "scope",
+    "state",
+    of_store=True,
+)
+SCOPE_EVICTED_PAGES: Final = _counter(
+    "hicache_metadata_evicted_pages_total",
+    "Pages evicted to make room.",
+    "scope",
+    source="evicted",
+    of_store=True,
+)
+LOOKED_UP_KEYS: Final = _counter(
+    "hicache_metadata_lookup_keys_total",
+    "Keys that clients have asked for, by whether they were live: hit or miss.",
+    "scope",
+    "result",
+    of_store=True,
+)
+EXPIRED_LEASES: Final = _counter(
+    "hicache_metadata_expired_leases_total",
+    "Leases that were neither committed nor given back in time: their writers are dead or slow.",
+    "scope",
+    source="expired_leases",
+    of_store=True,
+)
+SCOPE_INFO: Final = _gauge(
+    "hicache_metadata_scope_info",
+    "Always 1; the model whose pages a scope holds, where a client has named it.",
+    "scope",
+    "model",
+    of_store=True,
+)
+QUARANTINE_SECONDS: Final = _gauge(
+    "hicache_metadata_quarantine_seconds",
+    "How long a slot stays in quarantine before it is used again.",
+    unit="seconds",
+)
 READY: Final = _gauge("hicache_metadata_ready", "1 while the server is ready, as /readyz says it.")
 DRAINING: Final = _gauge("hicache_metadata_draining", "1 while no new leases are given.")
-RECOVERY_PROBLEMS: Final = _gauge("hicache_metadata_recovery_problems", "Contradictions in the store that the last start has left out.")  # fmt: skip
-TRANSACTIONS: Final = _counter("hicache_metadata_transactions_total", "Groups of changes written to the store.")
+RECOVERY_PROBLEMS: Final = _gauge(
+    "hicache_metadata_recovery_problems",
+    "Contradictions in the store that the last start has left out.",
+)
+TRANSACTIONS: Final = _counter(
+    "hicache_metadata_transactions_total", "Groups of changes written to the store."
+)
 TRANSACTION_SECONDS: Final = Metric(
-    "hicache_metadata_transaction_seconds", MetricKind.HISTOGRAM, "How long a group took to write.", (), "seconds", LATENCY_BOUNDS_SECONDS,
-)  # fmt: skip
-STORE_FAILING: Final = _gauge("hicache_metadata_store_failing", "1 while the store cannot be written, or a shared one does not answer or takes no writes.")  # fmt: skip
-STORE_BYTES: Final = _gauge("hicache_metadata_store_bytes", "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log.", "part", unit="bytes")  # fmt: skip
-BUILD_INFO: Final = _gauge("hicache_metadata_build_info", "Always 1; the server's version, its protocol, and the version of Python.", "version", "protocol", "python")  # fmt: skip
-CERTIFICATE_EXPIRY: Final = _gauge("hicache_metadata_certificate_expiry_timestamp_seconds", "When a certificate of a file that is in use expires, the first of several, since unix epoch in seconds.", "file", unit="seconds")  # fmt: skip
-TOKENS: Final = _gauge("hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", "state")
-NEXT_TOKEN_EXPIRY: Final = _gauge("hicache_metadata_next_token_expiry_timestamp_seconds", "When the next token expires, since unix epoch in seconds.", unit="seconds")  # fmt: skip
-AUDIT_FAILURES: Final = _counter("hicache_metadata_audit_failures_total", "Audit lines that went to the log for want of a file.")
-RELOADS: Final = _counter("hicache_metadata_reloads_total", "Times a file of tokens, tenants or certificates was taken, the first included.", "what")  # fmt: skip
-RELOAD_FAILING: Final = _gauge("hicache_metadata_reload_failing", "1 while such a file is bad, and what it held before counts.", "what")  # fmt: skip
-TENANT_HOLDS: Final = _gauge("hicache_metadata_tenant_holds", "What the scopes of a tenant are together: scopes, slots or bytes.", "tenant", "what", of_store=True)  # fmt: skip
-TENANT_QUOTA: Final = _gauge("hicache_metadata_tenant_quota", "The most of it that the tenant may have.", "tenant", "what", of_store=True)  # fmt: skip
-THROTTLED: Final = _counter("hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant")
+    "hicache_metadata_transaction_seconds",
+    MetricKind.HISTOGRAM,
+    "How long a group took to write.",
+    (),
+    "seconds",
+    LATENCY_BOUNDS_SECONDS,
+)
+STORE_FAILING: Final = _gauge(
+    "hicache_metadata_store_failing",
+    "1 while the store cannot be written, or a shared one does not answer or takes no writes.",
+)
+STORE_BYTES: Final = _gauge(
+    "hicache_metadata_store_bytes",
+    "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log.",
+    "part",
+    unit="bytes",
+)
+BUILD_INFO: Final = _gauge(
+    "hicache_metadata_build_info",
+    "Always 1; the server's version, its protocol, and the version of Python.",
+    "version",
+    "protocol",
+    "python",
+)
+CERTIFICATE_EXPIRY: Final = _gauge(
+    "hicache_metadata_certificate_expiry_timestamp_seconds",
+    "When a certificate of a file that is in use expires, the first of several, since unix epoch "
+    "in seconds.",
+    "file",
+    unit="seconds",
+)
+TOKENS: Final = _gauge(
+    "hicache_metadata_tokens", "Tokens that are known, by whether they have expired.", "state"
+)
+NEXT_TOKEN_EXPIRY: Final = _gauge(
+    "hicache_metadata_next_token_expiry_timestamp_seconds",
+    "When the next token expires, since unix epoch in seconds.",
+    unit="seconds",
+)
+AUDIT_FAILURES: Final = _counter(
+    "hicache_metadata_audit_failures_total", "Audit lines that went to the log for want of a file."
+)
+RELOADS: Final = _counter(
+    "hicache_metadata_reloads_total",
+    "Times a file of tokens, tenants or certificates was taken, the first included.",
+    "what",
+)
+RELOAD_FAILING: Final = _gauge(
+    "hicache_metadata_reload_failing",
+    "1 while such a file is bad, and what it held before counts.",
+    "what",
+)
+TENANT_HOLDS: Final = _gauge(
+    "hicache_metadata_tenant_holds",
+    "What the scopes of a tenant are together: scopes, slots or bytes.",
+    "tenant",
+    "what",
+    of_store=True,
+)
+TENANT_QUOTA: Final = _gauge(
+    "hicache_metadata_tenant_quota",
+    "The most of it that the tenant may have.",
+    "tenant",
+    "what",
+    of_store=True,
+)
+THROTTLED: Final = _counter(
+    "hicache_metadata_throttled_requests_total", "Requests beyond a tenant's rate.", "tenant"
+)
 
-# Of the metadata server's process, in the words of prometheus_client, which exports them; Linux only.
+# Of the metadata server's process, in the words of prometheus_client, which exports them; Linux
+# only.
 
 PROCESS_CPU_SECONDS: Final = _counter(
     "process_cpu_seconds_total", "Total user and system CPU time spent in seconds.", unit="seconds"
 )
-PROCESS_RESIDENT_BYTES: Final = _gauge("process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes")
-PROCESS_VIRTUAL_BYTES: Final = _gauge("process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes")
-PROCESS_START_SECONDS: Final = _gauge("process_start_time_seconds", "Start time of the process since unix epoch in seconds.", unit="seconds")  # fmt: skip
+PROCESS_RESIDENT_BYTES: Final = _gauge(
+    "process_resident_memory_bytes", "Resident memory size in bytes.", unit="bytes"
+)
+PROCESS_VIRTUAL_BYTES: Final = _gauge(
+    "process_virtual_memory_bytes", "Virtual memory size in bytes.", unit="bytes"
+)
+PROCESS_START_SECONDS: Final = _gauge(
+    "process_start_time_seconds",
+    "Start time of the process since unix epoch in seconds.",
+    unit="seconds",
+)
 PROCESS_OPEN_FILES: Final = _gauge("process_open_fds", "Number of open file descriptors.")
 PROCESS_MAX_FILES: Final = _gauge("process_max_fds", "Maximum number of open file descriptors.")
 
 STORAGE: Final = (
-    READ_PAGES, READ_BYTES, WRITTEN_PAGES, WRITTEN_BYTES, HIT_PAGES, ABSENT_PAGES, MISSED_PAGES, DAMAGED_PAGES, REFUSED_PAGES,
-    EVICTED_PAGES, CALL_SECONDS, FAULTS, MISSED_DEADLINES, BREAKER_REFUSALS, FAILOVERS, BREAKER_OPEN, CHECKSUMS_OFF,
-)  # fmt: skip
+    READ_PAGES,
+    READ_BYTES,
+    WRITTEN_PAGES,
+    WRITTEN_BYTES,
+    HIT_PAGES,
+    ABSENT_PAGES,
+    MISSED_PAGES,
+    DAMAGED_PAGES,
+    REFUSED_PAGES,
+    EVICTED_PAGES,
+    CALL_SECONDS,
+    FAULTS,
+    MISSED_DEADLINES,
+    BREAKER_REFUSALS,
+    FAILOVERS,
+    BREAKER_OPEN,
+    CHECKSUMS_OFF,
+)
 CONTROLLER: Final = (
-    WRITTEN_BACK_TOKENS, LOADED_TOKENS, *WITHOUT_ROOM, *PREFETCHES, PREFETCHED_TOKENS, HIT_TOKENS, CUT_TOKENS, BACKED_UP_PAGES,
-    DROPPED_PAGES, BACKUP_RETRIES, STORAGE_ERRORS, INVALID_ANSWERS, ABANDONED_CALLS, STUCK_CALLS,
-)  # fmt: skip
+    WRITTEN_BACK_TOKENS,
+    LOADED_TOKENS,
+    *WITHOUT_ROOM,
+    *PREFETCHES,
+    PREFETCHED_TOKENS,
+    HIT_TOKENS,
+    CUT_TOKENS,
+    BACKED_UP_PAGES,
+    DROPPED_PAGES,
+    BACKUP_RETRIES,
+    STORAGE_ERRORS,
+    INVALID_ANSWERS,
+    ABANDONED_CALLS,
+    STUCK_CALLS,
+)
 CACHE: Final = (
-    *CACHE_TOKENS, *CACHE_STATES, EVICTABLE_TOKENS, EVICTABLE_STATES, CACHE_LOCKS, DECLINED_WRITES, DROPPED_TOKENS,
+    *CACHE_TOKENS,
+    *CACHE_STATES,
+    EVICTABLE_TOKENS,
+    EVICTABLE_STATES,
+    CACHE_LOCKS,
+    DECLINED_WRITES,
+    DROPPED_TOKENS,
     TOKENS_STORED_AGAIN,
-)  # fmt: skip
+)
 SERVER: Final = (
-    REQUESTS, REQUEST_SECONDS, SLOW_REQUESTS, SLOTS, SCOPE_EVICTED_PAGES, LOOKED_UP_KEYS, EXPIRED_LEASES, SCOPE_INFO,
-    QUARANTINE_SECONDS, READY, DRAINING, RECOVERY_PROBLEMS, TRANSACTIONS, TRANSACTION_SECONDS, STORE_FAILING, STORE_BYTES, BUILD_INFO, CERTIFICATE_EXPIRY, TOKENS, NEXT_TOKEN_EXPIRY, AUDIT_FAILURES, RELOADS,
-    RELOAD_FAILING, TENANT_HOLDS, TENANT_QUOTA, THROTTLED,
-)  # fmt: skip
+    REQUESTS,
+    REQUEST_SECONDS,
+    SLOW_REQUESTS,
+    SLOTS,
+    SCOPE_EVICTED_PAGES,
+    LOOKED_UP_KEYS,
+    EXPIRED_LEASES,
+    SCOPE_INFO,
+    QUARANTINE_SECONDS,
+    READY,
+    DRAINING,
+    RECOVERY_PROBLEMS,
+    TRANSACTIONS,
+    TRANSACTION_SECONDS,
+    STORE_FAILING,
+    STORE_BYTES,
+    BUILD_INFO,
+    CERTIFICATE_EXPIRY,
+    TOKENS,
+    NEXT_TOKEN_EXPIRY,
+    AUDIT_FAILURES,
+    RELOADS,
+    RELOAD_FAILING,
+    TENANT_HOLDS,
+    TENANT_QUOTA,
+    THROTTLED,
+)
 PROCESS: Final = (
-    PROCESS_CPU_SECONDS, PROCESS_RESIDENT_BYTES, PROCESS_VIRTUAL_BYTES, PROCESS_START_SECONDS, PROCESS_OPEN_FILES, PROCESS_MAX_FILES,
-)  # fmt: skip
+    PROCESS_CPU_SECONDS,
+    PROCESS_RESIDENT_BYTES,
+    PROCESS_VIRTUAL_BYTES,
+    PROCESS_START_SECONDS,
+    PROCESS_OPEN_FILES,
+    PROCESS_MAX_FILES,
+)
 COMPONENTS: Final[Mapping[str, tuple[Metric, ...]]] = {
-    "storage": STORAGE, "controller": CONTROLLER, "cache": CACHE, "server": SERVER, "process": PROCESS,
-}  # fmt: skip
+    "storage": STORAGE,
+    "controller": CONTROLLER,
+    "cache": CACHE,
+    "server": SERVER,
+    "process": PROCESS,
+}
 """Metrics by the component that exports them. Metrics of one name are adjacent."""
 
 

@@ -59,31 +59,52 @@ class Spans:
         self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
 
     def flush(self) -> None:
-        """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its owner."""
+        """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its
+        owner."""
         flush = getattr(self._provider, "force_flush", None)
         if flush is not None:
             flush(FLUSH_MILLISECONDS)
 
     @contextmanager
-    def call(self, operation: str, request_id: str, pools: Sequence[str], pages: int) -> Generator[Span]:
+    def call(
+        self, operation: str, request_id: str, pools: Sequence[str], pages: int
+    ) -> Generator[Span]:
         """Trace one call of a storage, as `hicache.batch_get` and the like."""
-        attributes: dict[str, AttributeValue] = {REQUEST_ID: request_id, "hicache.pools": list(pools), "hicache.pages": pages}
-        with self._tracer.start_as_current_span(f"hicache.{operation}", attributes=attributes) as span:
+        attributes: dict[str, AttributeValue] = {
+            REQUEST_ID: request_id,
+            "hicache.pools": list(pools),
+            "hicache.pages": pages,
+        }
+        with self._tracer.start_as_current_span(
+            f"hicache.{operation}", attributes=attributes
+        ) as span:
             yield span
 
     @contextmanager
     def request(self, route: str, request_id: str) -> Generator[None]:
-        """Trace one request to a metadata server, retries included; a failure becomes the span's status."""
+        """Trace one request to a metadata server, retries included; a failure becomes the span's
+        status."""
         attributes = {REQUEST_ID: request_id, ROUTE: route}
-        with self._tracer.start_as_current_span(f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes):
+        with self._tracer.start_as_current_span(
+            f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes
+        ):
             yield
 
-    def answer(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> ServerSpan:
-        """Start the server's span of a request, as a child of the span that its `traceparent` names."""
-        carried = {name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers}
+    def answer(
+        self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
+    ) -> ServerSpan:
+        """Start the server's span of a request, as a child of the span that its `traceparent`
+        names."""
+        carried = {
+            name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers
+        }
         attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
         context = propagate.extract(carried)
-        return ServerSpan(self._tracer.start_span(f"{method} {route}", context, SpanKind.SERVER, attributes=attributes))
+        return ServerSpan(
+            self._tracer.start_span(
+                f"{method} {route}", context, SpanKind.SERVER, attributes=attributes
+            )
+        )
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
@@ -94,8 +115,8 @@ def inject(headers: MutableMapping[str, str]) -> None:
 def provider_from_environment(service: str) -> SdkTracerProvider:
     """Make a provider that exports as OpenTelemetry's environment variables say.
 
-    These are `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default, `console`, or any installed one),
-    `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
+    These are `OTEL_TRACES_EXPORTER` (`otlp_proto_http` by default, `console`, or any installed
+    one), `OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and so on.
 
     Args:
         service: name of the service, unless `OTEL_SERVICE_NAME` says another.
@@ -111,7 +132,10 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp_proto_http"
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:
-        raise ConfigError(f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; pip install 'hicache-storage[otel]'")
+        raise ConfigError(
+            f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; pip install "
+            f"'hicache-storage[otel]'"
+        )
     try:
         exporter: Any = found[0].load()
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""Metrics of storages, controllers and caches for `prometheus_client` (rule OB-1). Needs `hicache-storage[metrics]`."""
+"""Metrics of storages, controllers and caches for `prometheus_client` (rule OB-1). Needs
+`hicache-storage[metrics]`."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from hicache_storage.spec.stats import Latency
 
 POOL_COUNTERS = tuple(metric for metric in v.STORAGE if metric.source and "pool" in metric.labels)
-STORAGE_SCALARS = tuple(metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels)
+STORAGE_SCALARS = tuple(
+    metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels
+)
 
 
 class StorageCollector(Collector):
-    """Collector of a storage's counters, under the same names for every driver; register it with a `CollectorRegistry`.
+    """Collector of a storage's counters, under the same names for every driver; register it with a
+    `CollectorRegistry`.
 
     Args:
         storage: the result of `create_storage`.
@@ -49,7 +53,9 @@ class StorageCollector(Collector):
         for metric in POOL_COUNTERS:
             family = scalars(metric, self._labels)
             for pool, pool_stats in stats.pools.items():
-                family.add_metric([stats.driver, pool, *self._labels.values()], getattr(pool_stats, metric.source))
+                family.add_metric(
+                    [stats.driver, pool, *self._labels.values()], getattr(pool_stats, metric.source)
+                )
             yield family
 
     def _scalars(self, stats: StorageStats) -> Iterable[Family]:
@@ -110,7 +116,8 @@ class ControllerCollector(Collector):
 class CacheCollector(Collector):
     """Collector of a radix cache's usage, as of the last `refresh`.
 
-    A cache belongs to its scheduler's thread, and Prometheus collects in another one: `refresh` takes the snapshot there.
+    A cache belongs to its scheduler's thread, and Prometheus collects in another one: `refresh`
+    takes the snapshot there.
 
     Args:
         cache: the cache of this rank.
@@ -123,7 +130,8 @@ class CacheCollector(Collector):
         self._usage = cache.usage()
 
     def refresh(self) -> None:
-        """Take a snapshot of the usage; to be called in the scheduler's thread, such as once in each of its reports."""
+        """Take a snapshot of the usage; to be called in the scheduler's thread, such as once in
+        each of its reports."""
         self._usage = self._cache.usage()
 
     def describe(self) -> list[Family]:
@@ -135,8 +143,11 @@ class CacheCollector(Collector):
         return of_fields(v.CACHE, self._usage, self._labels)
 
 
-def scalars(metric: Metric, constant: Mapping[str, str] | None = None) -> CounterMetricFamily | GaugeMetricFamily:
-    """Make an empty family of a counter or a gauge; `constant` are labels of all its samples, after its own."""
+def scalars(
+    metric: Metric, constant: Mapping[str, str] | None = None
+) -> CounterMetricFamily | GaugeMetricFamily:
+    """Make an empty family of a counter or a gauge; `constant` are labels of all its samples, after
+    its own."""
     make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.family, metric.help, labels=[*metric.labels, *(constant or {})])
 
@@ -150,10 +161,14 @@ def scalar(metric: Metric, value: float) -> CounterMetricFamily | GaugeMetricFam
 
 def histogram(metric: Metric, constant: Mapping[str, str] | None = None) -> HistogramMetricFamily:
     """Make an empty family of a histogram."""
-    return HistogramMetricFamily(metric.family, metric.help, labels=[*metric.labels, *(constant or {})])
+    return HistogramMetricFamily(
+        metric.family, metric.help, labels=[*metric.labels, *(constant or {})]
+    )
 
 
-def add_latency(family: HistogramMetricFamily, metric: Metric, labels: Sequence[str], latency: Latency) -> None:
+def add_latency(
+    family: HistogramMetricFamily, metric: Metric, labels: Sequence[str], latency: Latency
+) -> None:
     """Add the counts of a `Latency`, whose buckets are those of `metric`."""
     bounds = [*map(str, metric.buckets), "+Inf"]
     total, buckets = 0, list[tuple[str, float]]()
@@ -163,8 +178,11 @@ def add_latency(family: HistogramMetricFamily, metric: Metric, labels: Sequence[
     family.add_metric(labels, buckets, latency.seconds)
 
 
-def of_fields(metrics: Iterable[Metric], statistics: object, constant: Mapping[str, str] | None = None) -> Iterable[Family]:
-    """Make the families of metrics from the fields of `statistics` that they name; metrics of one name share a family."""
+def of_fields(
+    metrics: Iterable[Metric], statistics: object, constant: Mapping[str, str] | None = None
+) -> Iterable[Family]:
+    """Make the families of metrics from the fields of `statistics` that they name; metrics of one
+    name share a family."""
     found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
     for metric in metrics:
         family = found.get(metric.name)

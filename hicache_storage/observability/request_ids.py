@@ -1,4 +1,5 @@
-"""Request ids: one for each call of a storage, passed on to the metadata server and logged by both."""
+"""Request ids: one for each call of a storage, passed on to the metadata server and logged by
+both."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class _IdGenerator:
         self.restart()
 
     def restart(self) -> None:
-        """Draw a new prefix and count from 1: a forked child would otherwise repeat its parent's ids."""
+        """Draw a new prefix and count from 1: a forked child would otherwise repeat its parent's
+        ids."""
         self.prefix = secrets.token_hex(4)
         self.numbers = count(1)
 
@@ -46,7 +48,8 @@ def current_request_id() -> str:
 def cleaned(text: str) -> str:
     """Sanitize a caller's id for logs and headers.
 
-    It is cut to 64 characters; each that is neither a letter, a digit nor one of `._:@/+=-` becomes `_`.
+    It is cut to 64 characters; each that is neither a letter, a digit nor one of `._:@/+=-` becomes
+    `_`.
     """
     return text if _LEGAL.fullmatch(text) else _ILLEGAL.sub("_", text[:MAX_CHARACTERS])
 
@@ -57,7 +60,8 @@ def call_request_id(given: str | None) -> str:
 
 
 def adopt(given: bytes | None) -> str:
-    """Set the context's id to that of a received request, its header's or a new one, and return it."""
+    """Set the context's id to that of a received request, its header's or a new one, and return
+    it."""
     request_id = (cleaned(given.decode("latin-1")) if given else "") or new_request_id()
     _current.set(request_id)
     return request_id

@@ -32,7 +32,9 @@ def enable(provider: TracerProvider | None = None) -> Spans:
     try:
         from hicache_storage.observability.otel import Spans
     except ImportError as error:
-        raise ConfigError(f"traces need more packages: pip install 'hicache-storage[otel]' ({error})") from error
+        raise ConfigError(
+            f"traces need more packages: pip install 'hicache-storage[otel]' ({error})"
+        ) from error
     _spans[:] = [Spans(provider)]
     return _spans[0]
 

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 class PageAccess(ABC):
     """A registered pool, seen by a storage.
 
-    Pages are given by their first slot; the caller has checked that slots are aligned and in range. A page is its
-    components as byte views, in the order and with the lengths of `geometry.component_bytes`.
+    Pages are given by their first slot; the caller has checked that slots are aligned and in range.
+    A page is its components as byte views, in the order and with the lengths of
+    `geometry.component_bytes`.
     """
 
     geometry: PageGeometry
 
     stages: ClassVar[bool] = False
-    """`targets` makes a buffer for each page, to be asked for page by page, once a page is known to be there (rule GET-6)."""
+    """`targets` makes a buffer for each page, to be asked for page by page, once a page is known to
+    be there (rule GET-6)."""
 
     @abstractmethod
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
@@ -29,9 +31,13 @@ class PageAccess(ABC):
 
     @abstractmethod
     def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """Writable buffers to read the pages into: the pool's own memory, or staging for `deliver`."""
+        """Writable buffers to read the pages into: the pool's own memory, or staging for
+        `deliver`."""
 
     def deliver(  # noqa: B027 - pools that lend their own memory have nothing left to do
-        self, first_slots: Sequence[int], targets: Sequence[list[memoryview]], delivered: Sequence[bool]
+        self,
+        first_slots: Sequence[int],
+        targets: Sequence[list[memoryview]],
+        delivered: Sequence[bool],
     ) -> None:
         """Bring verified pages from `targets` into the pool. Only of a pool that `stages`."""

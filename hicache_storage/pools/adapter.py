@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from hicache_storage.pools.access import PageAccess
-from hicache_storage.pools.engine import FLAT_METHODS, EnginePool, check_components, check_sizes, describe, end_pages
+from hicache_storage.pools.engine import (
+    FLAT_METHODS,
+    EnginePool,
+    check_components,
+    check_sizes,
+    describe,
+    end_pages,
+)
 from hicache_storage.spec import HostPool, InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
@@ -17,21 +24,24 @@ def page_access(host_pool: object) -> PageAccess:
 
     - A `HostPool` lends its own memory.
     - So does an engine's pool that tells addresses in host memory (`get_page_buffer_meta`).
-    - Any other that copies flat pages (`get_data_page`, `get_dummy_flat_data_page`, `set_from_flat_data_page`) is
-      served through buffers in between, pools in device memory included.
+    - Any other that copies flat pages (`get_data_page`, `get_dummy_flat_data_page`,
+      `set_from_flat_data_page`) is served through buffers in between, pools in device memory
+      included.
 
-    Nothing is written to the pool. Pools of one layout but of different components never share pages: the components
-    are part of the geometry.
+    Nothing is written to the pool. Pools of one layout but of different components never share
+    pages: the components are part of the geometry.
 
     Raises:
-        InvalidPoolError: the pool offers none of these, has no memory of its own, or contradicts itself.
+        InvalidPoolError: the pool offers none of these, has no memory of its own, or contradicts
+        itself.
     """
     where = type(host_pool).__name__
     if isinstance(host_pool, HostPool):
         return LentPages(host_pool, where)
     if getattr(host_pool, "kv_buffer", False) is None:
         raise InvalidPoolError(
-            f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for other pools. "
+            f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for "
+            f"other pools. "
             "Register those, not this one"
         )
     return _engine_pages(host_pool, where)
@@ -44,14 +54,17 @@ class LentPages(PageAccess):
         self._pool = pool
         self.geometry = pool.geometry
         if not isinstance(cast("object", self.geometry), PageGeometry):
-            raise InvalidPoolError(f"{where}.geometry must be a PageGeometry, got {self.geometry!r}")
+            raise InvalidPoolError(
+                f"{where}.geometry must be a PageGeometry, got {self.geometry!r}"
+            )
         check_sizes(self.geometry.page_size, self.geometry.size, where)
         check_components(self.geometry.component_bytes, where)
         for page in pool.page_buffers(end_pages(self.geometry)):
             lengths = tuple(len(buffer) for buffer in page if _is_writable_run(buffer))
             if len(lengths) != len(page) or lengths != self.geometry.component_bytes:
                 raise InvalidPoolError(
-                    f"{where}.page_buffers must give writable, contiguous byte views as long as geometry.component_bytes "
+                    f"{where}.page_buffers must give writable, contiguous byte views as long as "
+                    f"geometry.component_bytes "
                     f"{self.geometry.component_bytes}, got {page}"
                 )
 
@@ -71,11 +84,13 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
     has_addresses = hasattr(host_pool, "get_page_buffer_meta")
     if missing and not has_addresses:
         raise InvalidPoolError(
-            f"{where} cannot be served: it needs geometry and page_buffers, or get_page_buffer_meta, or the flat pages "
+            f"{where} cannot be served: it needs geometry and page_buffers, or "
+            f"get_page_buffer_meta, or the flat pages "
             f"of which it lacks {', '.join(missing)}"
         )
     geometry = describe(host_pool, where)
-    # These need torch, which an engine's pool has long loaded; a program without one stays free of it.
+    # These need torch, which an engine's pool has long loaded; a program without one stays free of
+    # it.
     from hicache_storage.pools.addressed import AddressedPages, NoAddressesError
     from hicache_storage.pools.staged import StagedPages
 
@@ -86,6 +101,7 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
         except NoAddressesError as error:
             if missing:
                 raise InvalidPoolError(
-                    f"{where} cannot be served: {error}, and it lacks the flat pages ({', '.join(missing)})"
+                    f"{where} cannot be served: {error}, and it lacks the flat pages "
+                    f"({', '.join(missing)})"
                 ) from error
     return StagedPages(pool, geometry, where)

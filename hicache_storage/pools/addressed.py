@@ -24,9 +24,11 @@ class NoAddressesError(Exception):
 
 
 class AddressedPages(PageAccess):
-    """Lends an engine's memory by the addresses that its `get_page_buffer_meta` tells, asked once for each batch.
+    """Lends an engine's memory by the addresses that its `get_page_buffer_meta` tells, asked once
+    for each batch.
 
-    The pool is kept alive; that its memory stays where it says is the engine's promise for the length of a call.
+    The pool is kept alive; that its memory stays where it says is the engine's promise for the
+    length of a call.
 
     Raises:
         NoAddressesError: the pool has none to tell, or they are in device memory.
@@ -44,12 +46,16 @@ class AddressedPages(PageAccess):
         check_components(self.geometry.component_bytes, where)
         if len(addresses) != len(lengths) or lengths != components * len(slots):
             raise InvalidPoolError(
-                f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the same lengths for each page; "
-                f"for {len(slots)} pages it returned {len(addresses)} addresses and the lengths {lengths}"
+                f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the "
+                f"same lengths for each page; "
+                f"for {len(slots)} pages it returned {len(addresses)} addresses and the lengths "
+                f"{lengths}"
             )
         ranges = sorted(zip(addresses, lengths, strict=True))
         if any(start + length > after for (start, length), (after, _) in pairwise(ranges)):
-            raise InvalidPoolError(f"{where}.get_page_buffer_meta tells overlapping components for different pages")
+            raise InvalidPoolError(
+                f"{where}.get_page_buffer_meta tells overlapping components for different pages"
+            )
         if is_on_device(pool) or not in_host_memory(ranges):
             raise NoAddressesError("the addresses of its pages are not host memory")
         self._span = _Span.over(addresses, max(components))
@@ -68,14 +74,18 @@ class AddressedPages(PageAccess):
         addresses, lengths = self._pool.get_page_buffer_meta(self._indices(first_slots)) or ((), ())
         if len(addresses) != len(expected) or tuple(lengths) != expected:
             raise InvalidPoolError(
-                f"{self._where}.get_page_buffer_meta returned {components} bytes for a page when it was registered, "
+                f"{self._where}.get_page_buffer_meta returned {components} bytes for a page when "
+                f"it was registered, "
                 f"and now {len(addresses)} components for {len(first_slots)} pages"
             )
         span = self._span
         if not span.covers(addresses):
             self._span = span = _Span.over(addresses, max(components))
         start, view = span.start, span.view
-        views = [view[at - start : at - start + length] for at, length in zip(addresses, lengths, strict=True)]
+        views = [
+            view[at - start : at - start + length]
+            for at, length in zip(addresses, lengths, strict=True)
+        ]
         return [views[at : at + len(components)] for at in range(0, len(views), len(components))]
 
     def _indices(self, first_slots: Sequence[int]) -> torch.Tensor:
@@ -87,19 +97,25 @@ class AddressedPages(PageAccess):
             addresses, lengths = (list(part or ()) for part in answer or ((), ()))
         except (AssertionError, NotImplementedError, ValueError) as error:
             # SGLang's pools answer so where a layout, or a kind of state, has no addresses to tell.
-            raise NoAddressesError(f"get_page_buffer_meta says {str(error) or repr(error)!r}") from error
+            raise NoAddressesError(
+                f"get_page_buffer_meta says {str(error) or repr(error)!r}"
+            ) from error
         except Exception as error:
-            raise InvalidPoolError(f"{self._where}.get_page_buffer_meta failed: {error!r}") from error
+            raise InvalidPoolError(
+                f"{self._where}.get_page_buffer_meta failed: {error!r}"
+            ) from error
         if not addresses and not lengths:
             raise InvalidPoolError(
-                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): its pages are bookkeeping "
+                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): its "
+                f"pages are bookkeeping "
                 "for other pools. Register those, not this one"
             )
         return addresses, lengths
 
 
 class _Span:
-    """One view from the lowest to the highest address in use: slicing it is twice as fast as a view for each address."""
+    """One view from the lowest to the highest address in use: slicing it is twice as fast as a view
+    for each address."""
 
     __slots__ = ("_last", "start", "view")
 

@@ -27,7 +27,9 @@ def check_size(size: int, page_size: int) -> None:
     check_counts(page_size=page_size, size=size)
     if size % page_size:
         fitting = -(-size // page_size) * page_size
-        raise InvalidPoolError(f"size must be a multiple of page_size ({page_size}), got {size}; pass {fitting}")
+        raise InvalidPoolError(
+            f"size must be a multiple of page_size ({page_size}), got {size}; pass {fitting}"
+        )
 
 
 def check_layout(layout: str, layouts: Sequence[str]) -> None:
@@ -37,28 +39,40 @@ def check_layout(layout: str, layouts: Sequence[str]) -> None:
 
 
 def dtype_name(dtype: object, argument: str = "dtype") -> str:
-    """Name of an element type without the `torch.` prefix; `argument` is what a refusal calls it."""
+    """Name of an element type without the `torch.` prefix; `argument` is what a refusal calls
+    it."""
     if not isinstance(dtype, torch.dtype):
-        raise InvalidPoolError(f"{argument} must be a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        raise InvalidPoolError(
+            f"{argument} must be a torch.dtype such as torch.bfloat16, got {dtype!r}"
+        )
     return str(dtype).removeprefix("torch.")
 
 
 def check_state_shapes(temporal_shape: Sequence[int], conv_shapes: Sequence[Sequence[int]]) -> None:
-    """Refuse the shapes of a recurrent state that would have no bytes, or that hold what is no length."""
+    """Refuse the shapes of a recurrent state that would have no bytes, or that hold what is no
+    length."""
     if not conv_shapes and 0 in temporal_shape:
-        raise InvalidPoolError("conv_shapes is empty and temporal_shape holds a 0: a page would have no bytes")
+        raise InvalidPoolError(
+            "conv_shapes is empty and temporal_shape holds a 0: a page would have no bytes"
+        )
     if any(count < 0 for count in temporal_shape):
-        raise InvalidPoolError(f"temporal_shape must not hold negative numbers, got {tuple(temporal_shape)}")
+        raise InvalidPoolError(
+            f"temporal_shape must not hold negative numbers, got {tuple(temporal_shape)}"
+        )
     for number, shape in enumerate(conv_shapes):
         if any(count < 1 for count in shape):
-            raise InvalidPoolError(f"conv_shapes[{number}] must hold positive numbers, got {tuple(shape)}")
+            raise InvalidPoolError(
+                f"conv_shapes[{number}] must hold positive numbers, got {tuple(shape)}"
+            )
 
 
 def check_quantization(index_head_dim: int, quant_block_size: int) -> None:
     """Refuse an index key that is not a whole number of quantized blocks."""
     check_counts(index_head_dim=index_head_dim, quant_block_size=quant_block_size)
     if index_head_dim % quant_block_size:
-        raise InvalidPoolError(f"quant_block_size ({quant_block_size}) must divide index_head_dim ({index_head_dim})")
+        raise InvalidPoolError(
+            f"quant_block_size ({quant_block_size}) must divide index_head_dim ({index_head_dim})"
+        )
 
 
 def index_page_bytes(page_size: int, index_head_dim: int, quant_block_size: int) -> int:

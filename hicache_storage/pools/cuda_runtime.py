@@ -25,7 +25,8 @@ def cuda_runtime() -> ctypes.CDLL:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libcudart" in line}
     if not paths:
         raise ConfigError(
-            f"torch {torch.__version__} has not loaded libcudart as a shared library; install a wheel of torch for CUDA"
+            f"torch {torch.__version__} has not loaded libcudart as a shared library; install a "
+            f"wheel of torch for CUDA"
         )
     return ctypes.CDLL(min(paths))
 
@@ -33,6 +34,7 @@ def cuda_runtime() -> ctypes.CDLL:
 def forget_error() -> None:
     """Take back the error of a call that CUDA has just refused.
 
-    The runtime keeps it for this thread, and torch would raise it after the next kernel it launches.
+    The runtime keeps it for this thread, and torch would raise it after the next kernel it
+    launches.
     """
     cuda_runtime().cudaGetLastError()

@@ -18,8 +18,11 @@ FLAT_METHODS = ("get_data_page", "get_dummy_flat_data_page", "set_from_flat_data
 class EnginePool(Protocol):
     """Methods of an engine's host pool; one that has not all of them can be served too."""
 
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after page."""
+    def get_page_buffer_meta(
+        self, indices: torch.Tensor
+    ) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
+        page."""
         ...
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
@@ -43,7 +46,9 @@ def describe(pool: object, where: str) -> PageGeometry:
     """
     missing = [name for name in ATTRIBUTES if not hasattr(pool, name)]
     if missing:
-        raise InvalidPoolError(f"{where} cannot be served: it lacks the attributes {', '.join(missing)}")
+        raise InvalidPoolError(
+            f"{where} cannot be served: it lacks the attributes {', '.join(missing)}"
+        )
     layout = getattr(pool, "layout", None)
     # Where context parallelism spreads a page over ranks, keys and slots count the whole page.
     page_size = getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", None)
@@ -51,25 +56,33 @@ def describe(pool: object, where: str) -> PageGeometry:
     if not isinstance(layout, str) or not layout:
         raise InvalidPoolError(f"{where}.layout must be a text, got {layout!r}")
     if not isinstance(page_size, int) or not isinstance(size, int):
-        raise InvalidPoolError(f"{where}.page_size and .size must be integers, got {page_size!r} and {size!r}")
+        raise InvalidPoolError(
+            f"{where}.page_size and .size must be integers, got {page_size!r} and {size!r}"
+        )
     check_sizes(page_size, size, where)
     # A pool whose bytes follow a format of their own says so in a tag beside the layout.
     tag = getattr(pool, "storage_format_tag", None)
     # str.__str__: an enum member that is a str prints as its class.
     text = str.__str__(layout)
-    return PageGeometry(f"{text}+{tag}" if tag else text, _element_type(pool, where), page_size, size, ())
+    return PageGeometry(
+        f"{text}+{tag}" if tag else text, _element_type(pool, where), page_size, size, ()
+    )
 
 
 def check_sizes(page_size: int, size: int, where: str) -> None:
     """Refuse a pool that is not a whole number of pages."""
     if page_size < 1 or size < page_size or size % page_size:
-        raise InvalidPoolError(f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}")
+        raise InvalidPoolError(
+            f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}"
+        )
 
 
 def check_components(component_bytes: Sequence[int], where: str) -> None:
     """Refuse a page without bytes, or with a component without."""
     if not component_bytes or min(component_bytes) < 1:
-        raise InvalidPoolError(f"{where}: a page's components must have at least 1 byte each, got {component_bytes}")
+        raise InvalidPoolError(
+            f"{where}: a page's components must have at least 1 byte each, got {component_bytes}"
+        )
 
 
 def end_pages(geometry: PageGeometry) -> list[int]:
@@ -85,7 +98,8 @@ def is_on_device(pool: object) -> bool:
 
 
 def _element_type(pool: object, where: str) -> str:
-    """The element types that the pool's bytes are made of; SGLang's Mamba and indexer pools have more than `dtype`."""
+    """The element types that the pool's bytes are made of; SGLang's Mamba and indexer pools have
+    more than `dtype`."""
     temporal, conv = getattr(pool, "temporal_dtype", None), getattr(pool, "conv_dtype", None)
     if temporal is not None and conv is not None:
         return f"{_dtype_name(temporal, where)}+{_dtype_name(conv, where)}"

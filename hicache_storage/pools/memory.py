@@ -1,4 +1,5 @@
-"""Host memory of pools: page-aligned, page-locked where CUDA is there, and seen as bytes without a copy."""
+"""Host memory of pools: page-aligned, page-locked where CUDA is there, and seen as bytes without a
+copy."""
 
 from __future__ import annotations
 
@@ -19,17 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False) -> torch.Tensor:
-    """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its last view does.
+def host_tensor(
+    shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
+) -> torch.Tensor:
+    """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its
+    last view does.
 
-    The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it. Nothing is written:
+    The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it.
+    Nothing is written:
     the kernel hands out zeroed pages when they are first touched.
 
     Args:
         shape: may hold zeros; such a tensor has no mapping.
         dtype: any element type.
-        pin_memory: lock the memory for CUDA copies, in the context of the current device; all devices can use it then, and
-            a forked child has no part in it. Has no effect where CUDA is not available.
+        pin_memory: lock the memory for CUDA copies, in the context of the current device; all
+            devices can use it then, and a forked child has no part in it. Has no effect where CUDA
+            is not available.
         populate: touch all memory now, so that no transfer pays for it (0.6 to 1.6 s/GiB).
 
     Raises:
@@ -39,26 +45,29 @@ def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = 
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     mapping = _map(size, populate=populate)
-    # The array, not the mapping, is what the tensor keeps: at its end it calls finalizers before it lets go of the
-    # mapping, whereas an mmap object unmaps first.
+    # The array, not the mapping, is what the tensor keeps: at its end it calls finalizers before it
+    # lets go of the mapping, whereas an mmap object unmaps first.
     owner = _array_type(size).from_buffer(mapping)
     tensor = torch.frombuffer(owner, dtype=torch.uint8)
     if pin_memory and torch.cuda.is_available():
-        # After a fork the first to write gets another page, and the device would go on with the old one.
+        # After a fork the first to write gets another page, and the device would go on with the old
+        # one.
         mapping.madvise(mmap.MADV_DONTFORK)
         _lock_pages(owner, tensor.data_ptr(), size)
     return tensor.view(dtype).view(tuple(shape))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy. The view keeps the tensor alive.
+    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy. The view keeps
+    the tensor alive.
 
     Raises:
         InvalidPoolError: the tensor is not contiguous or not in host memory.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise InvalidPoolError(
-            f"a tensor on {tensor.device} of shape {tuple(tensor.shape)} and stride {tensor.stride()} has no flat host bytes"
+            f"a tensor on {tensor.device} of shape {tuple(tensor.shape)} and stride "
+            f"{tensor.stride()} has no flat host bytes"
         )
     size = tensor.numel() * tensor.element_size()
     if not size:
@@ -69,7 +78,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def span_view(address: int, size: int) -> memoryview:
-    """Return `size` bytes from `address` on, writable, as one view to slice; the caller keeps that memory alive.
+    """Return `size` bytes from `address` on, writable, as one view to slice; the caller keeps that
+    memory alive.
 
     Memory between the slices that are used need not exist.
     """
@@ -82,7 +92,10 @@ def in_host_memory(ranges: Sequence[tuple[int, int]]) -> bool:
     Device memory is not: CUDA reserves its addresses without giving the CPU access.
     """
     mapped = _writable_mappings()
-    return all(any(start <= address and address + size <= end for start, end in mapped) for address, size in ranges)
+    return all(
+        any(start <= address and address + size <= end for start, end in mapped)
+        for address, size in ranges
+    )
 
 
 # The same few sizes come again and again, and making a type costs 7 us.
@@ -96,8 +109,11 @@ def _map(size: int, *, populate: bool) -> mmap.mmap:
     try:
         mapping = mmap.mmap(-1, size, flags=flags)
     except (OSError, OverflowError) as error:
-        raise InvalidPoolError(f"cannot map {size} bytes of host memory ({error}); pass a smaller size") from error
-    # First touch of a GiB: 0.6 s in huge pages, 1.6 s in small ones. A kernel without them says EINVAL.
+        raise InvalidPoolError(
+            f"cannot map {size} bytes of host memory ({error}); pass a smaller size"
+        ) from error
+    # First touch of a GiB: 0.6 s in huge pages, 1.6 s in small ones. A kernel without them says
+    # EINVAL.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     if populate:
@@ -111,7 +127,8 @@ def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) ->
     if int(error):
         forget_error()
         raise InvalidPoolError(
-            f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or pin_memory=False"
+            f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or "
+            f"pin_memory=False"
         )
     # At exit the CUDA context may go first, and the kernel releases the memory anyway.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

@@ -28,7 +28,8 @@ class StagedPages(PageAccess):
     A page has one component: the bytes of its flat tensor.
 
     Raises:
-        InvalidPoolError: the pool cannot make flat pages either, or their lengths contradict each other.
+        InvalidPoolError: the pool cannot make flat pages either, or their lengths contradict each
+        other.
     """
 
     stages: ClassVar[bool] = True
@@ -40,13 +41,17 @@ class StagedPages(PageAccess):
             model = pool.get_dummy_flat_data_page()
             self._dtype = model.dtype
             self._device = model.device
-            self.geometry = replace(geometry, component_bytes=(model.numel() * model.element_size(),))
+            self.geometry = replace(
+                geometry, component_bytes=(model.numel() * model.element_size(),)
+            )
             check_components(self.geometry.component_bytes, where)
             self._read_first_page()
         except InvalidPoolError:
             raise
         except Exception as error:
-            raise InvalidPoolError(f"{where} can neither lend its pages nor copy them: {error!r}") from error
+            raise InvalidPoolError(
+                f"{where} can neither lend its pages nor copy them: {error!r}"
+            ) from error
         # Shared by all threads; appending to a deque and popping from it are atomic.
         self._spare = deque[memoryview](maxlen=max(1, SPARE_BYTES // self.geometry.page_bytes))
 
@@ -56,9 +61,15 @@ class StagedPages(PageAccess):
     def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [[self._buffer()] for _ in first_slots]
 
-    def deliver(self, first_slots: Sequence[int], targets: Sequence[list[memoryview]], delivered: Sequence[bool]) -> None:
+    def deliver(
+        self,
+        first_slots: Sequence[int],
+        targets: Sequence[list[memoryview]],
+        delivered: Sequence[bool],
+    ) -> None:
         for slot, (buffer,), complete in zip(first_slots, targets, delivered, strict=True):
-            # The buffer of a page that was not delivered is not reused: a hung read may still write into it.
+            # The buffer of a page that was not delivered is not reused: a hung read may still write
+            # into it.
             if complete:
                 page = torch.frombuffer(buffer, dtype=torch.uint8).view(self._dtype)
                 self._pool.set_from_flat_data_page(slot, page.to(self._device))
@@ -71,13 +82,16 @@ class StagedPages(PageAccess):
         try:
             return self._spare.pop()
         except IndexError:
-            return byte_view(host_tensor((self.geometry.page_bytes,), torch.uint8, pin_memory=False))
+            return byte_view(
+                host_tensor((self.geometry.page_bytes,), torch.uint8, pin_memory=False)
+            )
 
     def _page_bytes(self, slot: int) -> memoryview:
         view = byte_view(self._pool.get_data_page(slot, flat=True).detach().to("cpu").contiguous())
         if len(view) != self.geometry.page_bytes:
             raise InvalidPoolError(
-                f"{self._where}.get_data_page gives {len(view)} bytes where get_dummy_flat_data_page gives "
+                f"{self._where}.get_data_page gives {len(view)} bytes where "
+                f"get_dummy_flat_data_page gives "
                 f"{self.geometry.page_bytes}"
             )
         return view

@@ -30,8 +30,20 @@ from hicache_storage.spec.errors import (
 )
 from hicache_storage.spec.host_pool import HostPool, PageGeometry
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
-from hicache_storage.spec.policies import PoolPresence, common_hit, covered_pages, leading_pages, legal_endpoints
-from hicache_storage.spec.scopes import CallInfoScope, FaultScope, current_call_info, note_answer_from_memory, note_fault
+from hicache_storage.spec.policies import (
+    PoolPresence,
+    common_hit,
+    covered_pages,
+    leading_pages,
+    legal_endpoints,
+)
+from hicache_storage.spec.scopes import (
+    CallInfoScope,
+    FaultScope,
+    current_call_info,
+    note_answer_from_memory,
+    note_fault,
+)
 from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (

@@ -15,14 +15,16 @@ MAX_SECONDS: Final = threading.TIMEOUT_MAX
 
 
 def as_deadline(seconds: object) -> float:
-    """A call's `deadline_seconds`. 0 and less have passed already; what is too long is cut down by the storage.
+    """A call's `deadline_seconds`. 0 and less have passed already; what is too long is cut down by
+    the storage.
 
     Raises:
         InvalidTransferError: it is no number, or NaN.
     """
     if not _is_number(seconds) or seconds != seconds:  # noqa: PLR0124 - NaN, of whichever type of number
         raise InvalidTransferError(
-            f"deadline_seconds must be a number of seconds from now, or None for the storage's own deadline, got {seconds!r:.80}"
+            f"deadline_seconds must be a number of seconds from now, or None for the storage's own "
+            f"deadline, got {seconds!r:.80}"
         )
     try:
         return float(seconds)
@@ -35,19 +37,25 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
     """Check an option that is a time to wait.
 
     Raises:
-        ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a thread can wait.
+        ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a
+        thread can wait.
     """
     least = 0.0 if or_zero else math.ulp(0.0)
     if not (_is_number(seconds) and least <= seconds <= MAX_SECONDS):
         bound = "0 at least" if or_zero else "positive"
-        raise ConfigError(f"{name} must be a number of seconds, {bound} and {MAX_SECONDS:.0f} at most, got {seconds!r:.80}")
+        raise ConfigError(
+            f"{name} must be a number of seconds, {bound} and {MAX_SECONDS:.0f} at most, got "
+            f"{seconds!r:.80}"
+        )
 
 
 def check_list(value: object, where: str, what: str = "page keys") -> None:
-    """Check that an argument can be counted and gone through more than once, as a list or a tuple can, and is no text.
+    """Check that an argument can be counted and gone through more than once, as a list or a tuple
+    can, and is no text.
 
     Raises:
-        InvalidTransferError: it is None, one text, or something else that is no sequence, such as an iterator or an array.
+        InvalidTransferError: it is None, one text, or something else that is no sequence, such as
+        an iterator or an array.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -57,7 +65,9 @@ def check_list(value: object, where: str, what: str = "page keys") -> None:
     if isinstance(value, (str, bytes, bytearray, memoryview)):
         raise InvalidTransferError(f"{where} is one text; pass a list of {what}")
     if not isinstance(value, Sequence):
-        raise InvalidTransferError(f"{where} must be a list of {what}, got {kind.__name__}; pass list(...) of it")
+        raise InvalidTransferError(
+            f"{where} must be a list of {what}, got {kind.__name__}; pass list(...) of it"
+        )
 
 
 def _is_number(value: object) -> TypeGuard[float]:

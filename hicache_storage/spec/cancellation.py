@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class CancellationToken:
     """A cancellation token of one call, cancelled when the deadline has passed without an answer.
 
-    Thread-safe. After `cancel()` has returned, the caller's memory is the caller's again: the storage neither writes to
-    it nor publishes bytes read from it.
+    Thread-safe. After `cancel()` has returned, the caller's memory is the caller's again: the
+    storage neither writes to it nor publishes bytes read from it.
     """
 
     __slots__ = ("_cancelled", "_changed", "_shields")
@@ -38,11 +38,11 @@ class CancellationToken:
     def shield(self) -> AbstractContextManager[bool]:
         """Make `cancel()` wait for a block that writes to the caller's memory.
 
-        The block's value is False if the call is cancelled already; the block then leaves the memory alone. It must not
-        do anything that may hang, or `cancel()` would hang with it.
+        The block's value is False if the call is cancelled already; the block then leaves the
+        memory alone. It must not do anything that may hang, or `cancel()` would hang with it.
         """
-        # The token is its own context manager: reads enter a shield for each page, and an object for each would cost more
-        # than the lock.
+        # The token is its own context manager: reads enter a shield for each page, and an object
+        # for each would cost more than the lock.
         return self
 
     def __enter__(self) -> bool:
@@ -50,7 +50,12 @@ class CancellationToken:
             self._shields += 1
             return not self._cancelled
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         with self._changed:
             self._shields -= 1
             if not self._shields:

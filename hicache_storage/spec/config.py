@@ -22,8 +22,8 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 class DriverConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every driver's config model.
 
-    A subclass declares its options as typed fields; `Annotated[..., msgspec.Meta(description=...)]` documents them.
-    Text is converted, so that `-c capacity=10GiB` works on a command line.
+    A subclass declares its options as typed fields; `Annotated[..., msgspec.Meta(description=...)]`
+    documents them. Text is converted, so that `-c capacity=10GiB` works on a command line.
     """
 
 
@@ -40,7 +40,11 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known options: {', '.join(known) or 'none'}"
+            hint = (
+                f"; did you mean {near[0]!r}?"
+                if near
+                else f"; known options: {', '.join(known) or 'none'}"
+            )
             raise ConfigError(f"unknown option {name!r}{hint}")
     try:
         config = msgspec.convert(dict(options), type=model, strict=False)
@@ -52,11 +56,17 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
 
 
 def _check_number(name: str, value: object) -> None:
-    """Bounds that a model cannot state: NaN passes every comparison, and no lock waits as long as infinity."""
+    """Bounds that a model cannot state: NaN passes every comparison, and no lock waits as long as
+    infinity."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"bad configuration: option {name!r}: must be a finite number, got {value!r}")
+        raise ConfigError(
+            f"bad configuration: option {name!r}: must be a finite number, got {value!r}"
+        )
     if name.endswith("_seconds") and isinstance(value, (int, float)) and value > MAX_SECONDS:
-        raise ConfigError(f"bad configuration: option {name!r}: must be {MAX_SECONDS:.0f} seconds at most, got {value!r}")
+        raise ConfigError(
+            f"bad configuration: option {name!r}: must be {MAX_SECONDS:.0f} seconds at most, got "
+            f"{value!r}"
+        )
 
 
 def _said(error: str) -> str:
@@ -67,7 +77,8 @@ def _said(error: str) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096; `i` means powers of 1024, without it powers of 1000.
+    """Number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096; `i` means powers of 1024, without
+    it powers of 1000.
 
     Raises:
         ValueError: the text is not a size.
@@ -78,6 +89,8 @@ def parse_bytes(size: int | str) -> int:
         return size
     match = _SIZE.fullmatch(size)
     if match is None:
-        raise ValueError(f"{size!r} is not a size; write for example '10GiB', '500MB' or a number of bytes")
+        raise ValueError(
+            f"{size!r} is not a size; write for example '10GiB', '500MB' or a number of bytes"
+        )
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])

@@ -21,7 +21,8 @@ HiCacheError
     +-- StorageTimeoutError          it did not answer in time (TimeoutError)
 ```
 
-Absent pages, pages that did not fit, and pages that turned out damaged are values (`False`), not errors.
+Absent pages, pages that did not fit, and pages that turned out damaged are values (`False`), not
+errors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from typing import ClassVar
 
 
 class HiCacheError(Exception):
-    """Base of what storages raise, and what finds and makes them; `code` is stable and append-only."""
+    """Base of what storages raise, and what finds and makes them; `code` is stable and
+    append-only."""
 
     code: ClassVar[str] = "hicache"
 
@@ -54,7 +56,8 @@ class DriverConflictError(DriverError):
 
 
 class DriverUnavailableError(DriverError, ImportError):
-    """A driver's module or one of its dependencies cannot be imported; `__cause__` has the reason."""
+    """A driver's module or one of its dependencies cannot be imported; `__cause__` has the
+    reason."""
 
     code = "driver-unavailable"
 
@@ -102,7 +105,8 @@ class UnknownPoolError(InvalidTransferError):
 
 
 class SlotError(HiCacheError, ValueError):
-    """Slots of a host pool were asked for or given back wrongly, for instance twice; the message names them."""
+    """Slots of a host pool were asked for or given back wrongly, for instance twice; the message
+    names them."""
 
     code = "slot"
 
@@ -122,7 +126,8 @@ class StorageForkedError(HiCacheError, RuntimeError):
 class StorageUnavailableError(HiCacheError):
     """The outside world failed: I/O error, server down, malformed answer.
 
-    Drivers raise it freely. The data path of the SDK turns it into misses; only `open()` and `clear()` let it through.
+    Drivers raise it freely. The data path of the SDK turns it into misses; only `open()` and
+    `clear()` let it through.
     """
 
     code = "unavailable"
@@ -131,8 +136,8 @@ class StorageUnavailableError(HiCacheError):
 class StorageRefusedError(StorageUnavailableError):
     """The store works and refuses this caller: a quota is used up, or requests come too fast.
 
-    A driver raises it instead of a plain `StorageUnavailableError`: the pages are missed or refused all the same, but it is
-    no fault, and opens no circuit breaker.
+    A driver raises it instead of a plain `StorageUnavailableError`: the pages are missed or refused
+    all the same, but it is no fault, and opens no circuit breaker.
     """
 
     code = "refused"

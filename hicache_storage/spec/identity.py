@@ -15,8 +15,8 @@ FINGERPRINT_BYTES = 16
 class StorageIdentity:
     """Everything that must agree for two processes' bytes to be interchangeable.
 
-    Two storages share a pool's pages if and only if `fingerprint(pool)` is equal. A field decides about sharing
-    unless its documentation says otherwise.
+    Two storages share a pool's pages if and only if `fingerprint(pool)` is equal. A field decides
+    about sharing unless its documentation says otherwise.
 
     Raises:
         InvalidIdentityError: a field is out of range or contradicts another.
@@ -55,7 +55,8 @@ class StorageIdentity:
     kv_replicated: bool = False
     """Every TP rank holds the same KV bytes (MLA, MQA)."""
     tp_sharded_pools: frozenset[str] = field(default_factory=lambda: frozenset({"mamba"}))
-    """Pools that stay sharded over TP even where `kv_replicated`; decides about sharing only through the pool asked."""
+    """Pools that stay sharded over TP even where `kv_replicated`; decides about sharing only
+    through the pool asked."""
     dp_replicated: bool = True
     """DP ranks serve other requests with the same weights, so that equal keys mean equal bytes."""
     tenant: str = ""
@@ -67,13 +68,17 @@ class StorageIdentity:
         for name in ("tp", "pp", "cp", "dp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
             if not 0 <= rank < size:
-                raise InvalidIdentityError(f"{name}_rank must be in [0, {name}_size): got {rank} of {size}")
+                raise InvalidIdentityError(
+                    f"{name}_rank must be in [0, {name}_size): got {rank} of {size}"
+                )
         if self.page_size < 1:
             raise InvalidIdentityError(f"page_size must be at least 1, got {self.page_size}")
         for name in ("layer", "head"):
             start, end = getattr(self, f"{name}_start"), getattr(self, f"{name}_end")
             if start < 0 or (end and end <= start):
-                raise InvalidIdentityError(f"{name}_start and {name}_end must satisfy 0 <= start < end: got {start}, {end}")
+                raise InvalidIdentityError(
+                    f"{name}_start and {name}_end must satisfy 0 <= start < end: got {start}, {end}"
+                )
         for name in ("model", "kv_dtype", "layout"):
             if not getattr(self, name):
                 raise InvalidIdentityError(f"{name} must not be empty")
@@ -84,7 +89,8 @@ class StorageIdentity:
         return self.kv_replicated and pool not in self.tp_sharded_pools
 
     def is_writer(self, pool: str) -> bool:
-        """Return True if this rank writes the pool: every rank of a sharded pool, one rank of a replicated one."""
+        """Return True if this rank writes the pool: every rank of a sharded pool, one rank of a
+        replicated one."""
         return self.tp_rank == 0 or not self.is_replicated(pool)
 
     def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:
@@ -97,11 +103,16 @@ class StorageIdentity:
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:
-        """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable across releases."""
+        """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable
+        across releases."""
         import msgspec
 
-        text = msgspec.json.encode({"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted")
-        return hashlib.blake2b(text, digest_size=FINGERPRINT_BYTES, person=b"hicache-ident-v2").digest()
+        text = msgspec.json.encode(
+            {"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted"
+        )
+        return hashlib.blake2b(
+            text, digest_size=FINGERPRINT_BYTES, person=b"hicache-ident-v2"
+        ).digest()
 
 
 IDENTITY_FIELDS = tuple(f.name for f in fields(StorageIdentity))

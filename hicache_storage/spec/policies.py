@@ -31,13 +31,18 @@ class PoolPresence:
         """Presence of the pool that `transfer` asks about.
 
         Raises:
-            InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`, or keys that are no list.
+            InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`, or
+            keys that are no list.
         """
         if transfer.keys is not None:
             check_list(transfer.keys, f"pool {transfer.name!r}: keys")
-        if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS and not 0 <= transfer.group_pages <= transfer.block_pages != 0:
+        if (
+            transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS
+            and not 0 <= transfer.group_pages <= transfer.block_pages != 0
+        ):
             raise InvalidTransferError(
-                f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and block_pages > 0, "
+                f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and "
+                f"block_pages > 0, "
                 f"got group_pages={transfer.group_pages}, block_pages={transfer.block_pages}"
             )
         return cls(
@@ -76,13 +81,16 @@ def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
 
 
 def covered_pages(pool: PoolPresence) -> int:
-    """Pages of the chain covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule EX-4).
+    """Pages of the chain covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule
+    EX-4).
 
     Block i spans chain pages [i * b, (i + 1) * b); its group is the last g of them.
     """
     block, group = pool.block_pages, pool.group_pages or pool.block_pages
     covered = 0
-    while covered + block <= len(pool.present) and all(pool.present[covered + block - group : covered + block]):
+    while covered + block <= len(pool.present) and all(
+        pool.present[covered + block - group : covered + block]
+    ):
         covered += block
     return covered
 
@@ -90,8 +98,8 @@ def covered_pages(pool: PoolPresence) -> int:
 def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTransferResult:
     """Fold the presence of the KV pages and of the side pools into one answer.
 
-    The hit is the greatest member of the *intersection* of all pools' legal endpoints, never the minimum of their
-    maxima (rule EX-1). A pool asked about twice keeps its lower verdict.
+    The hit is the greatest member of the *intersection* of all pools' legal endpoints, never the
+    minimum of their maxima (rule EX-1). A pool asked about twice keeps its lower verdict.
     """
     kv_hit = leading_pages(kv)
     if not pools:
@@ -110,5 +118,7 @@ def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTr
             verdict = legal[-1] if legal else 0
             common = set(legal) if common is None else common.intersection(legal)
         verdicts[pool.name] = min(verdict, verdicts.get(pool.name, verdict))
-    restorable = list(range(1, bound + 1)) if common is None else sorted(p for p in common if p <= bound)
+    restorable = (
+        list(range(1, bound + 1)) if common is None else sorted(p for p in common if p <= bound)
+    )
     return PoolTransferResult(restorable[-1] if restorable else 0, verdicts, restorable)

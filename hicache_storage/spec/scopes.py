@@ -1,6 +1,8 @@
-"""Context of one call beside its arguments: `extra_info` of methods without that parameter, and faults of the call.
+"""Context of one call beside its arguments: `extra_info` of methods without that parameter, and
+faults of the call.
 
-Both are context variables. A thread that works for a call runs in a copy of the caller's context, as the deadline layer's do.
+Both are context variables. A thread that works for a call runs in a copy of the caller's context,
+as the deadline layer's do.
 """
 
 from __future__ import annotations
@@ -12,16 +14,20 @@ if TYPE_CHECKING:
     from hicache_storage.spec.transfers import HiCacheStorageExtraInfo
 
 _faults: Final[ContextVar[FaultScope | None]] = ContextVar("hicache_call_faults", default=None)
-_info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar("hicache_call_info", default=None)
+_info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
+    "hicache_call_info", default=None
+)
 
 
 def current_call_info() -> HiCacheStorageExtraInfo | None:
-    """Return deadline and cancellation of the `delete()` or `clear()` that runs in this context; None without."""
+    """Return deadline and cancellation of the `delete()` or `clear()` that runs in this context;
+    None without."""
     return _info.get()
 
 
 class CallInfoScope:
-    """Context manager that passes deadline and cancellation to `delete()` and `clear()`, which take no `extra_info`."""
+    """Context manager that passes deadline and cancellation to `delete()` and `clear()`, which take
+    no `extra_info`."""
 
     __slots__ = ("_info", "_token")
 
@@ -36,7 +42,8 @@ class CallInfoScope:
 
 
 class FaultScope:
-    """Context manager that counts the faults of the calls within, and not those of other threads."""
+    """Context manager that counts the faults of the calls within, and not those of other
+    threads."""
 
     __slots__ = ("_token", "count", "store_asked")
 
@@ -54,14 +61,16 @@ class FaultScope:
 
 
 def note_fault() -> None:
-    """Report a fault of the store to the call in this context; consecutive ones open a circuit breaker."""
+    """Report a fault of the store to the call in this context; consecutive ones open a circuit
+    breaker."""
     scope = _faults.get()
     if scope is not None:
         scope.count += 1
 
 
 def note_answer_from_memory() -> None:
-    """Record that the call in this context was answered without the store: no evidence for a circuit breaker."""
+    """Record that the call in this context was answered without the store: no evidence for a
+    circuit breaker."""
     scope = _faults.get()
     if scope is not None:
         scope.store_asked = False

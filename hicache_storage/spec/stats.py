@@ -10,8 +10,23 @@ if TYPE_CHECKING:
     from hicache_storage.spec.transfers import PoolName
 
 LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
-)  # fmt: skip
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
 """Upper bounds of the latency buckets; one more bucket takes what is slower."""
 
 OPERATIONS = ("exists", "get", "set")
@@ -53,7 +68,9 @@ class PoolStats:
     pages_refused: int = 0
     """Given to a set and not stored: no room, too large, deadline, fault."""
     pages_evicted: int = 0
-    latency: dict[str, Latency] = field(default_factory=lambda: {name: Latency() for name in OPERATIONS})
+    latency: dict[str, Latency] = field(
+        default_factory=lambda: {name: Latency() for name in OPERATIONS}
+    )
     """By operation: `exists`, `get`, `set`; a call over several pools counts in each."""
 
 
@@ -72,4 +89,5 @@ class StorageStats:
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
     failovers: int = 0
-    """Failovers to other servers of the same store; a call that another server has answered is no fault."""
+    """Failovers to other servers of the same store; a call that another server has answered is no
+    fault."""

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from hicache_storage.spec.capabilities import Capabilities
     from hicache_storage.spec.identity import StorageIdentity
     from hicache_storage.spec.stats import StorageStats
-    from hicache_storage.spec.transfers import HiCacheStorageExtraInfo, PoolTransfer, PoolTransferResult
+    from hicache_storage.spec.transfers import (
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,9 @@ class Health:
 class HiCacheStorage(ABC):
     """The third tier: pages of host pools, stored and found by key.
 
-    All calls block, may come from any thread, and may overlap. The data path (`batch_*_v2`) never raises for a fault of
-    the outside world: a fault is a miss, counted in `get_stats()`. It raises a `HiCacheError` for misuse, before any
-    I/O, and `StorageClosedError` after `close()`.
+    All calls block, may come from any thread, and may overlap. The data path (`batch_*_v2`) never
+    raises for a fault of the outside world: a fault is a miss, counted in `get_stats()`. It raises
+    a `HiCacheError` for misuse, before any I/O, and `StorageClosedError` after `close()`.
 
     Constructing a storage connects to nothing; `open()` does, or the first call.
     """
@@ -51,8 +55,8 @@ class HiCacheStorage(ABC):
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         """Register a host pool under a name, before any transfer that names it.
 
-        Registering the same name again replaces the pool. The storage keeps a reference, so that the memory stays
-        valid until `close()`.
+        Registering the same name again replaces the pool. The storage keeps a reference, so that
+        the memory stays valid until `close()`.
 
         Raises:
             InvalidPoolError: the pool cannot be served (rule GET-8).
@@ -71,9 +75,9 @@ class HiCacheStorage(ABC):
     ) -> PoolTransferResult:
         """Find the longest prefix of the chain `keys` that all pools together can restore.
 
-        The KV pool is asked for all of `keys`; each transfer adds a side pool with its policy, asked for the same
-        chain. Of `transfer.keys` only the number counts. Pages may be evicted between this answer and a get, which
-        then answers `False`. An unknown pool makes the hit 0.
+        The KV pool is asked for all of `keys`; each transfer adds a side pool with its policy,
+        asked for the same chain. Of `transfer.keys` only the number counts. Pages may be evicted
+        between this answer and a get, which then answers `False`. An unknown pool makes the hit 0.
 
         Raises:
             InvalidTransferError: a key or a policy's geometry is illegal.
@@ -100,9 +104,9 @@ class HiCacheStorage(ABC):
     ) -> dict[PoolName, list[bool]]:
         """Read pages into the host pools; one answer for each key, in the order of the keys.
 
-        `True`: the page holds exactly the bytes that a completed set stored. `False`: not delivered, and the
-        destination page may hold anything; no other page is touched. Two transfers of one pool answer in one list,
-        one after the other.
+        `True`: the page holds exactly the bytes that a completed set stored. `False`: not
+        delivered, and the destination page may hold anything; no other page is touched. Two
+        transfers of one pool answer in one list, one after the other.
 
         Raises:
             InvalidTransferError: indices do not fit the keys or the pool; nothing has been read.
@@ -114,8 +118,8 @@ class HiCacheStorage(ABC):
     ) -> dict[PoolName, list[bool]] | None:
         """Answer `batch_get_v2` without anything that may hang; None where that is not possible.
 
-        After None the destination pages may hold anything. The deadline layer asks this first, in the caller's own
-        thread. It need not be implemented.
+        After None the destination pages may hold anything. The deadline layer asks this first, in
+        the caller's own thread. It need not be implemented.
 
         Raises:
             InvalidTransferError: indices do not fit the keys or the pool; nothing has been read.
@@ -129,9 +133,10 @@ class HiCacheStorage(ABC):
     ) -> dict[PoolName, list[bool]]:
         """Store pages of the host pools; one answer for each key, in the order of the keys.
 
-        `True`: every storage of equal identity finds the page until it is evicted, deleted or cleared; also for a
-        page that was there already, which is not written again. A rank that is not the writer of a replicated pool
-        writes nothing and answers what exists. The host pages may be reused when the call returns.
+        `True`: every storage of equal identity finds the page until it is evicted, deleted or
+        cleared; also for a page that was there already, which is not written again. A rank that is
+        not the writer of a replicated pool writes nothing and answers what exists. The host pages
+        may be reused when the call returns.
 
         Raises:
             InvalidTransferError: indices do not fit the keys or the pool; nothing has been written.
@@ -141,38 +146,45 @@ class HiCacheStorage(ABC):
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
         """Remove pages; `True` where one was removed.
 
-        `False`: no page was removed, as far as is known. It was not there, or the store failed or was late, and the page
-        may still exist or may still be removed; such a failure is counted as those of the data path are.
+        `False`: no page was removed, as far as is known. It was not there, or the store failed or
+        was late, and the page may still exist or may still be removed; such a failure is counted as
+        those of the data path are.
 
         Raises:
             UnsupportedOperationError: `capabilities.deletes` is not declared.
         """
-        raise UnsupportedOperationError(f"{type(self).__name__} does not declare the capability 'deletes'")
+        raise UnsupportedOperationError(
+            f"{type(self).__name__} does not declare the capability 'deletes'"
+        )
 
     def clear(self) -> None:
         """Remove all pages of this identity's registered pools, and nothing else (rule LC-4).
 
-        Returns once none of them exists for any storage. After an error all, some or none of them may still exist, and
-        the caller repeats the call before relying on it (rule LC-7).
+        Returns once none of them exists for any storage. After an error all, some or none of them
+        may still exist, and the caller repeats the call before relying on it (rule LC-7).
 
         Raises:
             StorageUnavailableError: it did not happen, or only in part.
-            StorageTimeoutError: it was not over at the deadline; it may have happened, and may still happen.
-            UnsupportedOperationError: `capabilities.clears` is not declared.
+            StorageTimeoutError: it was not over at the deadline; it may have happened, and may
+            still happen. UnsupportedOperationError: `capabilities.clears` is not declared.
         """
-        raise UnsupportedOperationError(f"{type(self).__name__} does not declare the capability 'clears'")
+        raise UnsupportedOperationError(
+            f"{type(self).__name__} does not declare the capability 'clears'"
+        )
 
     @abstractmethod
     def get_stats(self) -> StorageStats:
         """A snapshot of the counters; also after `close()`."""
 
     def fault_count(self) -> int:
-        """Return the number of calls that have failed so far; cheap enough to be read around each call."""
+        """Return the number of calls that have failed so far; cheap enough to be read around each
+        call."""
         return self.get_stats().faults
 
     @property
     def notes_faults(self) -> bool:
-        """True if faults are reported to the call that meets them (`note_fault`); otherwise only by `fault_count`."""
+        """True if faults are reported to the call that meets them (`note_fault`); otherwise only by
+        `fault_count`."""
         return False
 
     @abstractmethod
@@ -184,17 +196,23 @@ class HiCacheStorage(ABC):
         """Connect. Idempotent.
 
         Raises:
-            StorageUnavailableError: the outside world did not answer within the deadline; may be tried again.
-            StorageClosedError: `close()` has been called.
+            StorageUnavailableError: the outside world did not answer within the deadline; may be
+            tried again. StorageClosedError: `close()` has been called.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the calls that run, and leave no thread, descriptor, socket or registration behind. Idempotent."""
+        """Finish the calls that run, and leave no thread, descriptor, socket or registration
+        behind. Idempotent."""
 
     def __enter__(self) -> Self:
         self.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()

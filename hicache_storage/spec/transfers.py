@@ -46,7 +46,8 @@ class PoolName(str):
         given: object = name  # callers are untyped engines
         if not isinstance(given, str):
             raise InvalidTransferError(f"a pool's name is a text such as 'kv', got {given!r:.80}")
-        # An enum member that is a str (SGLang's PoolName) prints as its class; its text is what str.__str__ sees.
+        # An enum member that is a str (SGLang's PoolName) prints as its class; its text is what
+        # str.__str__ sees.
         text = str.__str__(name)
         if not _POOL_NAME.fullmatch(text):
             raise InvalidTransferError(f"pool name {text!r} is not of the form [a-z0-9_]{{1,64}}")
@@ -66,9 +67,11 @@ class PoolHitPolicy(StrEnum):
     ALL_PAGES = "all_pages"
     """Pages [0, p) (rule EX-2)."""
     TRAILING_PAGES = "trailing_pages"
-    """Pages [max(0, p - n), p), n being the number of keys in the transfer, at least 1 (rule EX-3)."""
+    """Pages [max(0, p - n), p), n being the number of keys in the transfer, at least 1 (rule
+    EX-3)."""
     BLOCK_GROUPS = "block_groups"
-    """Never decides about p; the pool only reports what its leading complete groups cover (rule EX-4)."""
+    """Never decides about p; the pool only reports what its leading complete groups cover (rule
+    EX-4)."""
 
 
 @dataclass(slots=True)
@@ -84,11 +87,13 @@ class PoolTransfer:
     name: PoolName
     """The pool; a plain string is accepted and converted."""
     host_indices: torch.Tensor | None = None
-    """int64 on the CPU, `len(keys) * page_size` slots of the pool's host buffer, pages of consecutive slots."""
+    """int64 on the CPU, `len(keys) * page_size` slots of the pool's host buffer, pages of
+    consecutive slots."""
     device_indices: torch.Tensor | None = None
     """Slots of the device pool; storage ignores them."""
     keys: Sequence[str] | None = None
-    """Page keys, each at most 512 bytes of UTF-8. For `batch_exists_v2` only their number counts (the window)."""
+    """Page keys, each at most 512 bytes of UTF-8. For `batch_exists_v2` only their number counts
+    (the window)."""
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[object] | None = None
     """The cache nodes this transfer covers; storage ignores them."""
@@ -105,11 +110,18 @@ class PoolTransfer:
             self.hit_policy = PoolHitPolicy(self.hit_policy)
         except ValueError:
             known = ", ".join(PoolHitPolicy)
-            raise InvalidTransferError(f"pool {self.name!r}: hit_policy {self.hit_policy!r:.80} is none of {known}") from None
-        for field_name, pages in (("block_pages", self.block_pages), ("group_pages", self.group_pages)):
+            raise InvalidTransferError(
+                f"pool {self.name!r}: hit_policy {self.hit_policy!r:.80} is none of {known}"
+            ) from None
+        for field_name, pages in (
+            ("block_pages", self.block_pages),
+            ("group_pages", self.group_pages),
+        ):
             given: object = pages  # callers are untyped engines
             if not isinstance(given, int):
-                raise InvalidTransferError(f"pool {self.name!r}: {field_name} must be a number of pages, got {given!r:.80}")
+                raise InvalidTransferError(
+                    f"pool {self.name!r}: {field_name} must be a number of pages, got {given!r:.80}"
+                )
         if self.indices_from_pool is not None:
             self.indices_from_pool = PoolName(self.indices_from_pool)
 
@@ -131,20 +143,25 @@ class HiCacheStorageExtraInfo:
     """Optional information of a call: prefix keys, deadline, request id, cancellation.
 
     Raises:
-        InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by the call.
+        InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by
+        the call.
     """
 
     prefix_keys: Sequence[str] | None = None
     """Keys that precede the call's keys in the chain, from the start of the sequence."""
     deadline_seconds: float | None = None
-    """Time the call may take from now: None, or more than the storage's own deadline, leaves it to that.
+    """Time the call may take from now: None, or more than the storage's own deadline, leaves it to
+    that.
 
-    At 0 and below the deadline has passed already: the call is a miss at once, and nothing is written or published.
+    At 0 and below the deadline has passed already: the call is a miss at once, and nothing is
+    written or published.
     """
     request_id: str | None = None
-    """For logs and traces; at most 64 characters of it. None takes that of the context (`RequestScope`), or draws one."""
+    """For logs and traces; at most 64 characters of it. None takes that of the context
+    (`RequestScope`), or draws one."""
     cancellation: CancellationToken | None = None
-    """Token that the deadline layer, or another caller, cancels before the call has ended; None where no caller does."""
+    """Token that the deadline layer, or another caller, cancels before the call has ended; None
+    where no caller does."""
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:

@@ -1,12 +1,21 @@
-"""Test support for engines and drivers: a storage in memory, fault injection, a host pool of bytes, simulated streams.
+"""Test support for engines and drivers: a storage in memory, fault injection, a host pool of bytes,
+simulated streams.
 
-`StreamSimulator` and its types are those of `hicache_storage.transfer.simulator`. No test runner is needed.
+`StreamSimulator` and its types are those of `hicache_storage.transfer.simulator`. No test runner is
+needed.
 """
 
 from hicache_storage.testing.faults import FaultLayer, FaultOptions
 from hicache_storage.testing.host_pool import BytePool
 from hicache_storage.testing.storage import MemoryStorage
-from hicache_storage.transfer.simulator import Access, Hold, Race, SimulatedEvent, SimulatedStream, StreamSimulator
+from hicache_storage.transfer.simulator import (
+    Access,
+    Hold,
+    Race,
+    SimulatedEvent,
+    SimulatedStream,
+    StreamSimulator,
+)
 
 __all__ = [
     "Access",

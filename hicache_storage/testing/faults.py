@@ -4,10 +4,10 @@
 faults = FaultLayer(create_storage("file", identity, config), FaultOptions(seed=7, failure=0.1, hang=0.01))
 ```
 
-A real store may do everything that is injected, under the contract: a page is missing, a call is a miss, an answer is
-late. No wrong page is delivered, and only a clear raises, as one that has failed does. Around a storage of
-`create_storage` a hang reaches the engine; in `wrap(FaultLayer(driver, ...), StorageOptions(...))` it ends at the
-deadline, as in production.
+A real store may do everything that is injected, under the contract: a page is missing, a call is a
+miss, an answer is late. No wrong page is delivered, and only a clear raises, as one that has failed
+does. Around a storage of `create_storage` a hang reaches the engine; in `wrap(FaultLayer(driver,
+...), StorageOptions(...))` it ends at the deadline, as in production.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
-from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, note_fault
+from hicache_storage.spec import (
+    ConfigError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+    note_fault,
+)
 from hicache_storage.spec.arguments import check_list, check_seconds
 from hicache_storage.spec.forks import begin_in_children
 
@@ -42,7 +47,8 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Probabilities of faults in each call of exists, get, set and clear; each independent of the others.
+    """Probabilities of faults in each call of exists, get, set and clear; each independent of the
+    others.
 
     Raises:
         ConfigError: a value is out of range.
@@ -55,7 +61,8 @@ class FaultOptions:
     """Maximum of the delays, which are uniform from 0 on."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """Time after which a hang ends with a miss, unless `disable` or `close` ends it earlier; a clear then raises."""
+    """Time after which a hang ends with a miss, unless `disable` or `close` ends it earlier; a
+    clear then raises."""
     failure: float = 0.0
     """The call is a miss, and counts as a fault; a clear raises.
 
@@ -73,7 +80,8 @@ class FaultOptions:
 
 
 class FaultLayer(MissAnsweringLayer):
-    """A fault injector: calls are late, hang, fail, or move only some of their pages. Thread-safe."""
+    """A fault injector: calls are late, hang, fail, or move only some of their pages.
+    Thread-safe."""
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:
         super().__init__(inner)
@@ -94,7 +102,10 @@ class FaultLayer(MissAnsweringLayer):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self.inner.capabilities, may_hang=self.inner.capabilities.may_hang or self._options.hang > 0)
+        return replace(
+            self.inner.capabilities,
+            may_hang=self.inner.capabilities.may_hang or self._options.hang > 0,
+        )
 
     def disable(self) -> None:
         """Inject no more faults, and end those that hang or delay a call."""
@@ -109,7 +120,8 @@ class FaultLayer(MissAnsweringLayer):
     ) -> PoolTransferResult:
         check_list(keys, "keys")
         faults = self._draw()
-        # A lookup of the head of the chain alone has the answer of a store that has lost the later pages.
+        # A lookup of the head of the chain alone has the answer of a store that has lost the later
+        # pages.
         asked = keys[: faults.random.randrange(len(keys))] if faults.partial and keys else keys
         return self._inject(
             faults,
@@ -169,9 +181,14 @@ class FaultLayer(MissAnsweringLayer):
     def _draw(self) -> _CallFaults:
         options = self._options
         with self._lock:
-            # Always the same number of draws, so that one probability does not change the faults of the others.
+            # Always the same number of draws, so that one probability does not change the faults of
+            # the others.
             late, hangs, fails, holes = (self._random.random() for _ in range(4))
-            seconds, lost, seed = self._random.random(), self._random.random() < 0.5, self._random.getrandbits(32)
+            seconds, lost, seed = (
+                self._random.random(),
+                self._random.random() < 0.5,
+                self._random.getrandbits(32),
+            )
             if self._disabling.is_set():
                 return _CallFaults(Random(seed))
             faults = _CallFaults(
@@ -182,8 +199,16 @@ class FaultLayer(MissAnsweringLayer):
                 reaches_storage=lost,
                 partial=holes < options.partial,
             )
-            names = {"delay": faults.delay_seconds > 0, "hang": faults.hangs, "failure": faults.fails and not faults.hangs}
-            self.injected.update(name for name, is_injected in {**names, "partial": faults.partial}.items() if is_injected)
+            names = {
+                "delay": faults.delay_seconds > 0,
+                "hang": faults.hangs,
+                "failure": faults.fails and not faults.hangs,
+            }
+            self.injected.update(
+                name
+                for name, is_injected in {**names, "partial": faults.partial}.items()
+                if is_injected
+            )
         return faults
 
     def _inject(
@@ -226,7 +251,9 @@ class _CallFaults:
     partial: bool = False
 
 
-def _with_missing_pages(answer: dict[PoolName, list[bool]], faults: _CallFaults) -> dict[PoolName, list[bool]]:
+def _with_missing_pages(
+    answer: dict[PoolName, list[bool]], faults: _CallFaults
+) -> dict[PoolName, list[bool]]:
     """Replace answers of some pages by `False`, at least of one."""
     total = sum(map(len, answer.values()))
     if not faults.partial or not total:
@@ -234,5 +261,6 @@ def _with_missing_pages(answer: dict[PoolName, list[bool]], faults: _CallFaults)
     missing = set(faults.random.sample(range(total), faults.random.randint(1, total)))
     places = iter(range(total))
     return {
-        pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)] for pool, pages in answer.items()
+        pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)]
+        for pool, pages in answer.items()
     }

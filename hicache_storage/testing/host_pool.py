@@ -28,7 +28,9 @@ class BytePool:
         components: Sequence[int] = (24, 40),
         layout: str = "page_first",
     ) -> None:
-        self.geometry = PageGeometry(layout, "uint8", page_size, pages * page_size, tuple(components))
+        self.geometry = PageGeometry(
+            layout, "uint8", page_size, pages * page_size, tuple(components)
+        )
         self.memory = bytearray(pages * self.geometry.page_bytes)
         """The pages, one after the other."""
 
@@ -51,16 +53,21 @@ class BytePool:
         return bytes(self.memory[index * size : (index + 1) * size])
 
     def fill(self, index: int, seed: int) -> bytes:
-        """Fill a page with a pattern of a seed, and return it; equal seeds modulo 256 have equal patterns."""
+        """Fill a page with a pattern of a seed, and return it; equal seeds modulo 256 have equal
+        patterns."""
         size = self.geometry.page_bytes
         page = bytes((seed * 31 + offset) % 256 for offset in range(size))
         self.memory[index * size : (index + 1) * size] = page
         return page
 
-    def transfer(self, name: str, keys: Sequence[str], pages: Sequence[int], **fields: Any) -> PoolTransfer:
+    def transfer(
+        self, name: str, keys: Sequence[str], pages: Sequence[int], **fields: Any
+    ) -> PoolTransfer:
         """Make a transfer between keys and pages; `fields` are further ones of `PoolTransfer`."""
         import torch
 
         size = self.geometry.page_size
         slots = [page * size + offset for page in pages for offset in range(size)]
-        return PoolTransfer(PoolName(name), torch.tensor(slots, dtype=torch.int64), keys=list(keys), **fields)
+        return PoolTransfer(
+            PoolName(name), torch.tensor(slots, dtype=torch.int64), keys=list(keys), **fields
+        )

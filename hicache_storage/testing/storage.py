@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
-CAPABILITIES = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+CAPABILITIES = Capabilities(
+    sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
+)
 
 
 class MemoryStorage(ObjectStorage):
@@ -23,7 +25,8 @@ class MemoryStorage(ObjectStorage):
 
     Args:
         identity: identity of the pages.
-        objects: dictionary of the objects by name; storages that are given the same one share their pages.
+        objects: dictionary of the objects by name; storages that are given the same one share their
+            pages.
         driver_name: name in metrics and messages.
         capabilities: capabilities to declare, such as those of a driver that may hang.
         verifies_checksums: compare the checksum of each page that is read.
@@ -50,27 +53,46 @@ class MemoryStorage(ObjectStorage):
         self.objects: dict[str, bytes] = {} if objects is None else objects
         """Stored objects by name, envelopes included; a test may damage or remove them."""
         self.operations: list[str] = []
-        """Operations so far: `connect`, `exist`, `read`, `write`, `delete`, `clear`, `disconnect`."""
+        """Operations so far: `connect`, `exist`, `read`, `write`, `delete`, `clear`,
+        `disconnect`."""
         self.before: Callable[[str], None] = lambda operation: None
-        """Called with the name of each operation before it runs; may block or raise, to simulate a failing store."""
+        """Called with the name of each operation before it runs; may block or raise, to simulate a
+        failing store."""
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._record("exist")
-        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
+        return [
+            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
+            for batch in batches
+        ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         self._record("read")
-        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
+        return [
+            [
+                read.fill(self.objects.get(read.namespace.object_name(read.key)))
+                for read in batch.reads
+            ]
+            for batch in batches
+        ]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         self._record("write")
         for batch in batches:
-            self.objects.update({write.namespace.object_name(write.key): write.tobytes() for write in batch.writes})
+            self.objects.update(
+                {write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}
+            )
         return [[True] * len(batch.writes) for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._record("delete")
-        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
+        return [
+            [
+                self.objects.pop(batch.namespace.object_name(key), None) is not None
+                for key in batch.keys
+            ]
+            for batch in batches
+        ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         self._record("clear")

@@ -1,1 +1,2 @@
-"""Tools for authors and operators: scaffold, diagnosis, benchmark, dashboards. Without terminal output."""
+"""Tools for authors and operators: scaffold, diagnosis, benchmark, dashboards. Without terminal
+output."""

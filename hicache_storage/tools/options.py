@@ -1,4 +1,5 @@
-"""Options of a driver as `key=value` texts, and the secrets, directories and servers that they contain."""
+"""Options of a driver as `key=value` texts, and the secrets, directories and servers that they
+contain."""
 
 from __future__ import annotations
 
@@ -16,11 +17,16 @@ TMP: Final = "{tmp}"
 """Placeholder of an empty directory in `DriverSpec.trial_config`."""
 HIDDEN: Final = "***"
 
-_SECRET: Final = re.compile(r"pass(word|wd|phrase)?|secret|token|credential|auth|api_?key|access_?key|private", re.IGNORECASE)
+_SECRET: Final = re.compile(
+    r"pass(word|wd|phrase)?|secret|token|credential|auth|api_?key|access_?key|private",
+    re.IGNORECASE,
+)
 _USERINFO: Final = re.compile(r"(?<=//)[^/@\s]+@")
 _PLACE: Final = re.compile(r"(?:^|_)(?:path|dir|directory|folder|root)$")
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_HOST_PORT: Final = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[a-z0-9][a-z0-9.-]*):(?P<port>\d{1,5})", re.IGNORECASE)
+_HOST_PORT: Final = re.compile(
+    r"(?P<host>\[[0-9a-f:.]+\]|[a-z0-9][a-z0-9.-]*):(?P<port>\d{1,5})", re.IGNORECASE
+)
 _PORTS: Final = {"http": 80, "https": 443, "redis": 6379, "rediss": 6379}
 
 
@@ -41,7 +47,10 @@ def parse_pairs(texts: Iterable[str]) -> dict[str, str]:
 
 def redacted(options: Mapping[str, object]) -> dict[str, str]:
     """Format options as text, sorted by name; secrets, and users in addresses, are redacted."""
-    return {name: HIDDEN if _SECRET.search(name) else without_user(str(options[name])) for name in sorted(options)}
+    return {
+        name: HIDDEN if _SECRET.search(name) else without_user(str(options[name]))
+        for name in sorted(options)
+    }
 
 
 def without_user(text: str) -> str:
@@ -50,7 +59,8 @@ def without_user(text: str) -> str:
 
 
 def directories(options: Mapping[str, object]) -> dict[str, Path]:
-    """Find the directories in options: by a name such as `path` or `cache_dir`, or an absolute path that is no file."""
+    """Find the directories in options: by a name such as `path` or `cache_dir`, or an absolute path
+    that is no file."""
     found = dict[str, Path]()
     for name, value in options.items():
         if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
@@ -67,7 +77,8 @@ def nearest_directory(path: Path) -> Path:
 
 
 def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
-    """Find host and port of the servers in options, as URL or `host:port`; several are a list, or separated by commas."""
+    """Find host and port of the servers in options, as URL or `host:port`; several are a list, or
+    separated by commas."""
     found = dict[str, list[tuple[str, int]]]()
     for name, value in options.items():
         several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
@@ -79,7 +90,8 @@ def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
 
 
 def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:
-    """Return options of a throwaway store in an empty directory; None if the driver needs servers for one."""
+    """Return options of a throwaway store in an empty directory; None if the driver needs servers
+    for one."""
     if any("{port:" in value for value in spec.trial_config.values()):
         return None
     return {name: value.replace(TMP, str(directory)) for name, value in spec.trial_config.items()}

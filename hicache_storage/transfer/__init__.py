@@ -1,4 +1,5 @@
-"""Copies between device and host memory on streams: the protocol, CUDA, and a simulator for machines without a GPU.
+"""Copies between device and host memory on streams: the protocol, CUDA, and a simulator for
+machines without a GPU.
 
 Only what touches CUDA imports torch, and only when it is first used.
 """
@@ -14,7 +15,14 @@ from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.hybrid import HybridTransfers, Indices, PoolPair
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
 from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
-from hicache_storage.transfer.streams import Device, Event, Rows, Stream, StreamFailedError, recorded
+from hicache_storage.transfer.streams import (
+    Device,
+    Event,
+    Rows,
+    Stream,
+    StreamFailedError,
+    recorded,
+)
 
 if TYPE_CHECKING:
     from hicache_storage.transfer.cuda.device import CudaDevice, CudaEvent, CudaStream
@@ -47,7 +55,12 @@ __all__ = [
     "recorded",
 ]
 
-_HOMES = {"CudaDevice": "cuda.device", "CudaEvent": "cuda.device", "CudaStream": "cuda.device", "StreamSimulator": "simulator"}
+_HOMES = {
+    "CudaDevice": "cuda.device",
+    "CudaEvent": "cuda.device",
+    "CudaStream": "cuda.device",
+    "StreamSimulator": "simulator",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,5 @@
-"""Copies of pages between device and host, ordered by events against the compute stream and each other."""
+"""Copies of pages between device and host, ordered by events against the compute stream and each
+other."""
 
 from __future__ import annotations
 
@@ -35,16 +36,20 @@ OUT, IN = "write-back", "load"
 
 
 class TransferEngine(Protocol):
-    """Copies of pages between L1 and L2. Called by one thread at a time; no call waits for a copy."""
+    """Copies of pages between L1 and L2. Called by one thread at a time; no call waits for a
+    copy."""
 
     host_slots: HostSlots
     """Allocator of host pages."""
 
-    def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
-        """Copy device pages to host pages, behind every kernel launched so far on the compute stream.
+    def write_back(
+        self, device_indices: torch.Tensor, host_indices: torch.Tensor
+    ) -> Acknowledgement:
+        """Copy device pages to host pages, behind every kernel launched so far on the compute
+        stream.
 
-        The host pages may be read once it is acknowledged. They may be freed at any time, and the device pages
-        overwritten after `before_overwrite`.
+        The host pages may be read once it is acknowledged. They may be freed at any time, and the
+        device pages overwritten after `before_overwrite`.
 
         Args:
             device_indices, host_indices: int64, as many whole pages of slots each.
@@ -52,14 +57,16 @@ class TransferEngine(Protocol):
         ...
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        """Copy host pages to device pages layer by layer, behind every kernel launched so far on the compute stream.
+        """Copy host pages to device pages layer by layer, behind every kernel launched so far on
+        the compute stream.
 
         The caller has written the host pages, and may free them at any time.
         """
         ...
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that overwrites them."""
+        """Let the compute stream wait for the copies that use device pages, before a kernel that
+        overwrites them."""
         ...
 
 
@@ -71,27 +78,31 @@ class PageTransfer(NamedTuple):
 
 
 class PageTransfers:
-    """The transfer engine of the SDK, for one pool: one stream for each direction, and what its backend adds.
+    """The transfer engine of the SDK, for one pool: one stream for each direction, and what its
+    backend adds.
 
-    To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools until its copies are over,
-    also when it is garbage collected without being closed, which then waits for them.
+    To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools
+    until its copies are over, also when it is garbage collected without being closed, which then
+    waits for them.
 
     Args:
         device: makes the streams.
         compute: the stream whose kernels read and write the device pages.
         device_pages, host_pages: the two pools, of the same layers, page size and rows.
         host_pool: hands out the slots of `host_pages`.
-        backend: how copies are made. `direct`: the copy engine moves runs of pages that are adjacent on both sides.
-            `kernel`: pages are gathered and scattered on the device and cross the bus through staging buffers; only the
-            order of host pages counts. `mapped`: kernels read and write page-locked host memory themselves; no order
+        backend: how copies are made. `direct`: the copy engine moves runs of pages that are
+            adjacent on both sides. `kernel`: pages are gathered and scattered on the device and
+            cross the bus through staging buffers; only the order of host pages counts. `mapped`:
+            kernels read and write page-locked host memory themselves; no order
             counts. Which is fastest depends on machine, layout, page size and fragmentation:
             `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer: for each direction `kernel` has two, `mapped` one. None is longer than
-            its pool needs.
+        staging_bytes: length of each staging buffer: for each direction `kernel` has two, `mapped`
+            one. None is longer than its pool needs.
         streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
-        InvalidPoolError: the pools do not fit each other, and the message names the field; or the device has no memory for
+        InvalidPoolError: the pools do not fit each other, and the message names the field; or the
+        device has no memory for
             the staging buffers, or `backend` is `mapped` and the host memory is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
@@ -115,7 +126,9 @@ class PageTransfers:
         self._device_pages = device_pages
         self._host_pages = host_pages
         self._out, self._in = streams = streams or (device.stream(OUT), device.stream(IN))
-        self._copies = page_copies(backend, device, device_pages, host_pages, staging_bytes, streams)
+        self._copies = page_copies(
+            backend, device, device_pages, host_pages, staging_bytes, streams
+        )
         self._device_fences = PageFences(device_pages.page_num)
         self._host_fences = PageFences(host_pages.page_num)
         self._in_flight = CopiesInFlight(device_pages, host_pages, self._copies)
@@ -124,7 +137,8 @@ class PageTransfers:
         self._is_closed = False
         if not all(map(device.is_locked, host_pages.layer(0))):
             logger.warning(
-                "the memory of %s is not page-locked: every copy makes the thread that calls write_back or load wait for it; "
+                "the memory of %s is not page-locked: every copy makes the thread that calls "
+                "write_back or load wait for it; "
                 "make the pool with pin_memory=True",
                 type(host_pool).__name__,
             )
@@ -132,7 +146,12 @@ class PageTransfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -159,15 +178,24 @@ class PageTransfers:
         """The engine of two of the SDK's pools.
 
         Raises:
-            InvalidPoolError: the pools do not fit each other; the message names the argument that differs.
+            InvalidPoolError: the pools do not fit each other; the message names the argument that
+            differs.
         """
         device_pool.check_host_pool(host_pool)
         return cls(
-            device, compute, device_pool, HostPages(host_pool), host_pool,
-            backend=backend, staging_bytes=staging_bytes, streams=streams,
-        )  # fmt: skip
+            device,
+            compute,
+            device_pool,
+            HostPages(host_pool),
+            host_pool,
+            backend=backend,
+            staging_bytes=staging_bytes,
+            streams=streams,
+        )
 
-    def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
+    def write_back(
+        self, device_indices: torch.Tensor, host_indices: torch.Tensor
+    ) -> Acknowledgement:
         transfer = self.checked_write_back(device_indices, host_indices)
         try:
             self.begin_write_back(transfer)
@@ -189,15 +217,21 @@ class PageTransfers:
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        self._device_fences.before_write(self._compute, _pages_in(self._device_pages, device_indices, "device"))
+        self._device_fences.before_write(
+            self._compute, _pages_in(self._device_pages, device_indices, "device")
+        )
 
-    # Steps, for transfers of several pools at once -----------------------------------------------------------
+    # Steps, for transfers of several pools at once
+    # -----------------------------------------------------------
 
-    def checked_write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
+    def checked_write_back(
+        self, device_indices: torch.Tensor, host_indices: torch.Tensor
+    ) -> PageTransfer:
         """A write-back that can be begun; nothing is enqueued yet.
 
         Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, no host page twice.
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, no
+            host page twice.
         """
         transfer = self._checked(device_indices, host_indices)
         _refuse_repeated("host_indices", transfer.moves.host)
@@ -217,11 +251,14 @@ class PageTransfers:
         self._in_flight.note(OUT, finished)
         self._hold(transfer.host_indices, finished, OUT)
 
-    def checked_load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> PageTransfer:
+    def checked_load(
+        self, host_indices: torch.Tensor, device_indices: torch.Tensor
+    ) -> PageTransfer:
         """A load that can be begun; nothing is enqueued yet.
 
         Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, no device page twice.
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, no
+            device page twice.
         """
         transfer = self._checked(device_indices, host_indices)
         _refuse_repeated("device_indices", transfer.moves.device)
@@ -242,7 +279,8 @@ class PageTransfers:
         self._hold(transfer.host_indices, arrived, IN)
 
     def give_up(self, direction: str, transfer: PageTransfer, end: Event | Unknown | None) -> None:
-        """Fence the pages of a transfer that failed after some of its copies may have been enqueued.
+        """Fence the pages of a transfer that failed after some of its copies may have been
+        enqueued.
 
         Args:
             direction: `OUT` or `IN`.
@@ -260,9 +298,12 @@ class PageTransfers:
             raise InvalidTransferError("the transfer engine is closed; make a new one")
         counts = device_indices.numel(), host_indices.numel()
         if counts[0] != counts[1] or not counts[0]:
-            raise InvalidTransferError(f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}")
+            raise InvalidTransferError(
+                f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
+            )
         moves = PageMoves(
-            _pages_in(self._device_pages, device_indices, "device"), _pages_in(self._host_pages, host_indices, "host")
+            _pages_in(self._device_pages, device_indices, "device"),
+            _pages_in(self._host_pages, host_indices, "host"),
         )
         return PageTransfer(moves, host_indices)
 
@@ -288,10 +329,14 @@ def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Te
     numbers = page_numbers(indices, pool.page_size)
     if bool(((numbers < 0) | (numbers >= pool.page_num)).any()):
         size = pool.page_num * pool.page_size
-        raise InvalidTransferError(f"{where}_indices must be slots in [0, {size}), got pages that are not there")
+        raise InvalidTransferError(
+            f"{where}_indices must be slots in [0, {size}), got pages that are not there"
+        )
     return numbers
 
 
 def _refuse_repeated(argument: str, pages: torch.Tensor) -> None:
     if bool((pages.sort().values.diff() == 0).any()):
-        raise InvalidTransferError(f"{argument} hold a page twice; what it would hold then is undefined")
+        raise InvalidTransferError(
+            f"{argument} hold a page twice; what it would hold then is undefined"
+        )

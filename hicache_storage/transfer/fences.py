@@ -15,10 +15,12 @@ SWEEP_EVENTS: Final = 256
 
 
 class PageFences:
-    """For each page of a pool the last copy that reads it and the last that writes it. Not thread-safe.
+    """For each page of a pool the last copy that reads it and the last that writes it. Not
+    thread-safe.
 
-    All copies that read a page are on one stream, and all that write it on one, so that the last stands for all. Pages
-    are given by their numbers, int64 on the CPU; what a call costs hardly depends on how many they are.
+    All copies that read a page are on one stream, and all that write it on one, so that the last
+    stands for all. Pages are given by their numbers, int64 on the CPU; what a call costs hardly
+    depends on how many they are.
 
     Args:
         pages: how many the pool has.
@@ -64,7 +66,8 @@ class PageFences:
     def _sweep(self) -> None:
         used = {*_distinct(self._reads), *_distinct(self._writes)}
         self._events = {number: self._events[number] for number in used}
-        # Where every page was copied alone, all are in use, and a sweep for each copy would find nothing.
+        # Where every page was copied alone, all are in use, and a sweep for each copy would find
+        # nothing.
         self._sweep_at = max(SWEEP_EVENTS, 2 * len(used))
 
 

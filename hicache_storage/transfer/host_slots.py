@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 ASK_AT: Final = 64
-"""Number of recorded uses from which on finished ones are dropped, also without a shortage of slots."""
+"""Number of recorded uses from which on finished ones are dropped, also without a shortage of
+slots."""
 
 
 class Completion(Protocol):
@@ -52,7 +53,8 @@ class _Use(NamedTuple):
 class HostSlots:
     """Allocator in front of a host pool's `alloc` and `free`, to be used where copies use the pool.
 
-    A page that is freed while a copy reads or writes it goes back to the pool when that copy is done. Thread-safe.
+    A page that is freed while a copy reads or writes it goes back to the pool when that copy is
+    done. Thread-safe.
     """
 
     def __init__(self, pool: SlotPool) -> None:
@@ -62,7 +64,8 @@ class HostSlots:
         self._page_size = pool.page_size
         self._lock = threading.Lock()
         self._uses: dict[str | None, deque[_Use]] = {None: deque()}
-        """In the order in which they began, by what they end in that order behind; None where they end in any order."""
+        """In the order in which they began, by what they end in that order behind; None where they
+        end in any order."""
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
@@ -91,7 +94,10 @@ class HostSlots:
         with self._lock:
             twice = pages[self._parked[pages]]
             if twice.numel():
-                raise SlotError(f"slots given back twice: {cast('list[int]', (twice * self._page_size).tolist())}")
+                raise SlotError(
+                    f"slots given back twice: "
+                    f"{cast('list[int]', (twice * self._page_size).tolist())}"
+                )
             busy = self._users[pages] > 0
             if not bool(busy.all()):
                 self._pool.free(slots[~busy].reshape(-1))
@@ -99,13 +105,15 @@ class HostSlots:
         return indices.numel()
 
     def hold(self, indices: torch.Tensor, until: Completion, *, behind: str | None = None) -> None:
-        """Keep pages from being handed out until something has ended; several copies may hold a page.
+        """Keep pages from being handed out until something has ended; several copies may hold a
+        page.
 
         Args:
             indices: whole pages.
             until: what it is that ends.
-            behind: name of a stream or whatever else lets things end in the order in which they are told here: of those
-                only the first one that has not ended is asked. None where there is no such order.
+            behind: name of a stream or whatever else lets things end in the order in which they are
+                told here: of those only the first one that has not ended is asked. None where there
+                is no such order.
         """
         pages = self._pages(indices)
         with self._lock:
@@ -127,7 +135,9 @@ class HostSlots:
         pages = page_numbers(indices, self._page_size)
         outside = pages[(pages < 0) | (pages >= len(self._users))]
         if outside.numel():
-            raise SlotError(f"slots out of range: {cast('list[int]', (outside * self._page_size).tolist())}")
+            raise SlotError(
+                f"slots out of range: {cast('list[int]', (outside * self._page_size).tolist())}"
+            )
         return pages
 
     def _release(self) -> None:
@@ -155,4 +165,6 @@ class HostSlots:
         once = pages.sort().values
         once = once[once.diff(prepend=once.new_full((1,), -1)) != 0]
         self._parked[once] = False
-        self._pool.free((once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))).view(-1))
+        self._pool.free(
+            (once.unsqueeze(1) * self._page_size + once.new_tensor(range(self._page_size))).view(-1)
+        )

@@ -1,4 +1,5 @@
-"""Copies of several pools at once: a hybrid model's attention pages and states, or latent rows and their index."""
+"""Copies of several pools at once: a hybrid model's attention pages and states, or latent rows and
+their index."""
 
 from __future__ import annotations
 
@@ -40,10 +41,12 @@ class Indices(NamedTuple):
 
 
 class HybridTransfers:
-    """Moves the pages of all pools of a model on the same two streams, one layer of the model after the other.
+    """Moves the pages of all pools of a model on the same two streams, one layer of the model after
+    the other.
 
-    Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are left out of it. To be
-    closed, or used in a `with` statement, before the pools' memory goes, as `PageTransfers` is.
+    Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are
+    left out of it. To be closed, or used in a `with` statement, before the pools' memory goes, as
+    `PageTransfers` is.
 
     Args:
         device: makes the streams.
@@ -52,7 +55,8 @@ class HybridTransfers:
         backend, staging_bytes: as `PageTransfers` has them, for each pool.
 
     Raises:
-        InvalidPoolError: a pool does not fit its host pool, or its layers are not as many as its `LayerMap` has.
+        InvalidPoolError: a pool does not fit its host pool, or its layers are not as many as its
+        `LayerMap` has.
     """
 
     def __init__(
@@ -69,30 +73,41 @@ class HybridTransfers:
         for name, pair in pools.items():
             if pair.device_pool.layer_num != len(pair.layers.layers):
                 raise InvalidPoolError(
-                    f"pool {name!r} has {pair.device_pool.layer_num} layers, its LayerMap {len(pair.layers.layers)}; make them equal"
+                    f"pool {name!r} has {pair.device_pool.layer_num} layers, its LayerMap "
+                    f"{len(pair.layers.layers)}; make them equal"
                 )
         self._device = device
         self._out, self._in = streams = device.stream(OUT), device.stream(IN)
         self._layers = {name: pair.layers for name, pair in pools.items()}
-        self.layer_num = 1 + max(layer for layers in self._layers.values() for layer in layers.layers)
+        self.layer_num = 1 + max(
+            layer for layers in self._layers.values() for layer in layers.layers
+        )
         """Layers of the model, as far as a pool has a share in them."""
         self.engines = {
             name: PageTransfers.between(
-                device, compute, pair.device_pool, pair.host_pool,
-                backend=backend, staging_bytes=staging_bytes, streams=streams,
+                device,
+                compute,
+                pair.device_pool,
+                pair.host_pool,
+                backend=backend,
+                staging_bytes=staging_bytes,
+                streams=streams,
             )
             for name, pair in pools.items()
-        }  # fmt: skip
+        }
         """By pool; host pages are allocated and freed through their `host_slots`."""
 
     def write_back(self, pages: Mapping[str, Indices]) -> Acknowledgement:
         """Copy device pages of several pools to host pages; acknowledged when all are there.
 
         Raises:
-            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool; nothing was enqueued.
+            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
+            nothing was enqueued.
         """
         self._refuse_unknown(pages)
-        transfers = {name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()}
+        transfers = {
+            name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()
+        }
         try:
             for name, transfer in transfers.items():
                 self.engines[name].begin_write_back(transfer)
@@ -105,13 +120,18 @@ class HybridTransfers:
         return Acknowledgement(finished)
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
-        """Copy host pages of several pools to device pages; the counter counts the model's layers, not a pool's.
+        """Copy host pages of several pools to device pages; the counter counts the model's layers,
+        not a pool's.
 
         Raises:
-            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool; nothing was enqueued.
+            InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
+            nothing was enqueued.
         """
         self._refuse_unknown(pages)
-        transfers = {name: self.engines[name].checked_load(host, device) for name, (device, host) in pages.items()}
+        transfers = {
+            name: self.engines[name].checked_load(host, device)
+            for name, (device, host) in pages.items()
+        }
         try:
             arrivals = self._copy_layers(transfers)
         except BaseException:
@@ -122,7 +142,8 @@ class HybridTransfers:
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that overwrites them."""
+        """Let the compute stream wait for the copies that use device pages, before a kernel that
+        overwrites them."""
         self._refuse_unknown(device_indices)
         for name, indices in device_indices.items():
             self.engines[name].before_overwrite(indices)
@@ -151,7 +172,12 @@ class HybridTransfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _give_up(self, direction: str, transfers: Mapping[str, PageTransfer]) -> None:
@@ -160,8 +186,12 @@ class HybridTransfers:
             self.engines[name].give_up(direction, transfer, end)
 
     def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
-        """Copy all layers of the model; for each an event that comes when it has arrived in every pool."""
-        copies = [(self._layers[name], self.engines[name].begin_load(transfer)) for name, transfer in transfers.items()]
+        """Copy all layers of the model; for each an event that comes when it has arrived in every
+        pool."""
+        copies = [
+            (self._layers[name], self.engines[name].begin_load(transfer))
+            for name, transfer in transfers.items()
+        ]
         arrivals: list[Event] = []
         for layer in range(self.layer_num):
             for layers, copy_layer in copies:
@@ -174,4 +204,6 @@ class HybridTransfers:
     def _refuse_unknown(self, names: Iterable[str]) -> None:
         unknown = [name for name in names if name not in self.engines]
         if unknown:
-            raise InvalidTransferError(f"no such pools: {', '.join(unknown)}; there are {', '.join(self.engines)}")
+            raise InvalidTransferError(
+                f"no such pools: {', '.join(unknown)}; there are {', '.join(self.engines)}"
+            )

@@ -1,4 +1,5 @@
-"""Layers: what a model waits for while its pages are loaded, and which of its layers a pool holds."""
+"""Layers: what a model waits for while its pages are loaded, and which of its layers a pool
+holds."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
 
 
 class LayerMap:
-    """Layers of a model that a pool holds: in a hybrid model, attention and Mamba pools have some each.
+    """Layers of a model that a pool holds: in a hybrid model, attention and Mamba pools have some
+    each.
 
     Args:
-        layers: for each layer of the pool its number in the model, counted from the rank's first layer on, ascending.
+        layers: for each layer of the pool its number in the model, counted from the rank's first
+            layer on, ascending.
 
     Raises:
         InvalidPoolError: they are not ascending numbers from 0 on.
@@ -36,8 +39,9 @@ class LayerMap:
 class LayerCounter:
     """The layers of one load as they arrive, one event for each (rule ST-2).
 
-    A kernel in a CUDA graph cannot wait for one: the graph would have to know the events of every later load. Let the stream
-    wait for the graph's last layer before each replay; layers arrive in order.
+    A kernel in a CUDA graph cannot wait for one: the graph would have to know the events of every
+    later load. Let the stream wait for the graph's last layer before each replay; layers arrive in
+    order.
 
     Args:
         events: of the layers, recorded on one stream in this order.
@@ -48,7 +52,8 @@ class LayerCounter:
         self._arrived = 0
 
     def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer has arrived; call it before the layer's kernels are launched.
+        """Let a stream wait until a layer has arrived; call it before the layer's kernels are
+        launched.
 
         Raises:
             InvalidTransferError: a CUDA graph is being captured on the stream.

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["DevicePages", "HostPages", "LaidOutPages", "LayeredPages", "check_pages", "first_slots", "page_numbers"]
+__all__ = [
+    "DevicePages",
+    "HostPages",
+    "LaidOutPages",
+    "LayeredPages",
+    "check_pages",
+    "first_slots",
+    "page_numbers",
+]
 
 NAMED_SLOTS: Final = 8
 """How many slots an error message names."""
@@ -36,7 +44,8 @@ class LayeredPages(Protocol):
     def layer_num(self) -> int: ...
 
     def layer(self, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of all pages: one view (pages, rows per page, ...) for each part, K before V."""
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part, K
+        before V."""
         ...
 
     def page_layer(self, first_slot: int, layer: int) -> Sequence[torch.Tensor]:
@@ -44,8 +53,8 @@ class LayeredPages(Protocol):
         ...
 
 
-# For each layout: the axes of slots, which are split into pages and rows where pages are not an axis already, and of
-# layers; then the axes, split, in the order layer, page, row.
+# For each layout: the axes of slots, which are split into pages and rows where pages are not an
+# axis already, and of layers; then the axes, split, in the order layer, page, row.
 _AXES = {
     "layer_first": (1, 0, (0, 1, 2)),
     "page_first": (0, 1, (2, 0, 1)),
@@ -56,16 +65,20 @@ _SPLIT = ("layer_first", "page_first")
 
 
 class LaidOutPages:
-    """Pages that lie in a few buffers, one for each part, in the layout of a host pool; on any device.
+    """Pages that lie in a few buffers, one for each part, in the layout of a host pool; on any
+    device.
 
     Args:
         buffers: each part's memory, contiguous.
-        layout: one of `layer_first`, `page_first`, `page_first_direct`, `page_head`, as `MHAHostPool` describes them.
+        layout: one of `layer_first`, `page_first`, `page_first_direct`, `page_head`, as
+            `MHAHostPool` describes them.
         page_size: slots per page.
         rows_per_page: rows of a page in one layer, where they are not its slots.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor], layout: str, page_size: int, rows_per_page: int) -> None:
+    def __init__(
+        self, buffers: Sequence[torch.Tensor], layout: str, page_size: int, rows_per_page: int
+    ) -> None:
         self.page_size = page_size
         self._buffers = tuple(buffers)
         self._layout = layout
@@ -88,9 +101,14 @@ class LaidOutPages:
 
     def whole(self, first_page: int, pages: int) -> list[torch.Tensor]:
         """Adjacent pages with all their layers, one view of the memory for each part."""
-        return [buffer.narrow(self._page_axis, first_page * self._steps, pages * self._steps) for buffer in self._buffers]
+        return [
+            buffer.narrow(self._page_axis, first_page * self._steps, pages * self._steps)
+            for buffer in self._buffers
+        ]
 
-    def alike(self, pages: int, layers: int, allocate: Callable[[int], torch.Tensor]) -> LaidOutPages:
+    def alike(
+        self, pages: int, layers: int, allocate: Callable[[int], torch.Tensor]
+    ) -> LaidOutPages:
         """Other memory in the same layout, for fewer pages or layers.
 
         Args:
@@ -100,17 +118,23 @@ class LaidOutPages:
         for buffer in self._buffers:
             shape = list(buffer.shape)
             shape[self._page_axis], shape[self._layer_axis] = pages * self._steps, layers
-            buffers.append(allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape))
+            buffers.append(
+                allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape)
+            )
         return LaidOutPages(buffers, self._layout, self.page_size, self._rows)
 
     def seen_by(self, mapped: Callable[[torch.Tensor], torch.Tensor]) -> LaidOutPages:
         """The same pages in other views of their memory: `mapped` makes one of each buffer."""
-        return LaidOutPages([mapped(buffer) for buffer in self._buffers], self._layout, self.page_size, self._rows)
+        return LaidOutPages(
+            [mapped(buffer) for buffer in self._buffers], self._layout, self.page_size, self._rows
+        )
 
     def _split(self, buffer: torch.Tensor) -> torch.Tensor:
         if self._layout not in _SPLIT:
             return buffer
-        return buffer.view(*buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :])
+        return buffer.view(
+            *buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :]
+        )
 
 
 class HostPages(LaidOutPages):
@@ -138,7 +162,9 @@ class HostPages(LaidOutPages):
             buffers, rows = tuple(buffer for buffer in pool.buffers if buffer.numel()), 1
         else:
             known = "MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"
-            raise InvalidPoolError(f"copies know the layers of {known}, not of {type(pool).__name__}")
+            raise InvalidPoolError(
+                f"copies know the layers of {known}, not of {type(pool).__name__}"
+            )
         if layout not in _AXES:
             raise InvalidPoolError(f"copies do not know the layout {layout!r}")
         super().__init__(buffers, layout, pool.page_size, rows)
@@ -163,7 +189,9 @@ def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
         if bool(((pages[:, 0] % page_size) == 0).all()) and bool((pages.diff(dim=1) == 1).all()):
             return numbers
     named = ", ".join(str(slot) for slot in cast("list[object]", slots[:NAMED_SLOTS].tolist()))
-    raise InvalidTransferError(f"indices must be whole pages of {page_size} consecutive slots, got {named}, ...")
+    raise InvalidTransferError(
+        f"indices must be whole pages of {page_size} consecutive slots, got {named}, ..."
+    )
 
 
 def first_slots(indices: torch.Tensor, page_size: int) -> list[int]:
@@ -184,10 +212,15 @@ def check_pages(device: LayeredPages, host: LayeredPages) -> None:
     for field in ("page_size", "layer_num"):
         _check_equal(field, getattr(device, field), getattr(host, field))
     for layer in range(device.layer_num):
-        rows = [[(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)] for pages in (device, host)]
+        rows = [
+            [(str(part.dtype), tuple(part.shape[1:])) for part in pages.layer(layer)]
+            for pages in (device, host)
+        ]
         _check_equal(f"element type and shape of the rows of layer {layer}", *rows)
 
 
 def _check_equal(field: str, device: object, host: object) -> None:
     if device != host:
-        raise InvalidPoolError(f"device and host pages differ in {field}: {device} and {host}; make them equal")
+        raise InvalidPoolError(
+            f"device and host pages differ in {field}: {device} and {host}; make them equal"
+        )

@@ -1,4 +1,5 @@
-"""Page-locked memory that row numbers are uploaded from, used again instead of being locked for each transfer."""
+"""Page-locked memory that row numbers are uploaded from, used again instead of being locked for
+each transfer."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ if TYPE_CHECKING:
 MIN_ROWS: Final = 4096
 """Length of the shortest buffer."""
 PREPARED_UPLOADS: Final = 4
-"""Buffers that a stream has from the beginning on: for two transfers in flight with two uploads each."""
+"""Buffers that a stream has from the beginning on: for two transfers in flight with two uploads
+each."""
 MAX_PREPARED_ROWS: Final = 1 << 16
 """Length of the longest of those."""
 
 
 class UploadBuffers:
-    """Buffers of one stream in the order of their use. Locking memory may wait for the device, so there are no new ones
-    as long as the oldest is free.
+    """Buffers of one stream in the order of their use. Locking memory may wait for the device, so
+    there are no new ones as long as the oldest is free.
 
     Args:
         allocate: makes page-locked int64 memory of so many rows.
@@ -52,5 +54,9 @@ def prepare_uploads(stream: Stream, rows: int) -> None:
     """Let a stream take the memory for uploads now, when nothing waits for it yet."""
     import torch
 
-    # All of them are kept until the last is enqueued, so that none gets the device memory of another.
-    _ = [stream.upload(torch.zeros(min(rows, MAX_PREPARED_ROWS), dtype=torch.int64)) for _ in range(PREPARED_UPLOADS)]
+    # All of them are kept until the last is enqueued, so that none gets the device memory of
+    # another.
+    _ = [
+        stream.upload(torch.zeros(min(rows, MAX_PREPARED_ROWS), dtype=torch.int64))
+        for _ in range(PREPARED_UPLOADS)
+    ]

@@ -24,8 +24,11 @@ def configure_logs(level: str, form: str) -> None:
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    # Not structlog's own way to show an exception, which shows variables, and tokens are among them.
-    console = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+    # Not structlog's own way to show an exception, which shows variables, and tokens are among
+    # them.
+    console = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
     renderer: Any = structlog.processors.JSONRenderer() if form == "json" else console
     last = [structlog.processors.format_exc_info] if form == "json" else []
     structlog.configure(
@@ -38,7 +41,11 @@ def configure_logs(level: str, form: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(allow=FIELDS)],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last, renderer],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *last,
+                renderer,
+            ],
         )
     )
     root = logging.getLogger()

@@ -13,8 +13,9 @@ LARGE_BYTES: Final = 1 << 20
 def keep_large_blocks_apart() -> None:
     """Let each large block have its own mapping, however many of them come and go.
 
-    The columns of a scope grow for as long as the server runs. glibc lets blocks that often grow move into the common heap, where
-    each move leaves a hole: a seventh of all memory with a million pages. Of another C library nothing is asked.
+    The columns of a scope grow for as long as the server runs. glibc lets blocks that often grow
+    move into the common heap, where each move leaves a hole: a seventh of all memory with a million
+    pages. Of another C library nothing is asked.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

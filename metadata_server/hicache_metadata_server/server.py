@@ -51,14 +51,18 @@ def restored_service(store: Store, settings: ServerSettings, now: float) -> Meta
         StoreError: it cannot be read.
     """
     service = MetadataService(
-        settings.limits, durability=store.durability, name=f"hicache-storage {_version()}", most_scopes=settings.most_scopes
+        settings.limits,
+        durability=store.durability,
+        name=f"hicache-storage {_version()}",
+        most_scopes=settings.most_scopes,
     )
     service.restore(store.recover(now), store.rows, now)
     return service
 
 
 def check(settings: ServerSettings) -> None:
-    """See that a server would start: the settings, the files that they name, and the store. The log tells what it would warn of.
+    """See that a server would start: the settings, the files that they name, and the store. The log
+    tells what it would warn of.
 
     Raises:
         StoreError: the store could not be opened.
@@ -87,7 +91,8 @@ def serve(settings: ServerSettings) -> None:
         _trace()
     keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
-    # Pages live for long and hold no circles: going through a million of them again and again finds nothing.
+    # Pages live for long and hold no circles: going through a million of them again and again finds
+    # nothing.
     gc.collect()
     give_back()
     gc.freeze()
@@ -124,10 +129,19 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
     for problem in service.recovery_problems:
         _log.warning("left_out", problem=problem)
     _log.info(
-        "started", store=settings.store, durability=str(store.durability), scopes=len(service.scopes), pages=pages, instance=service.about.instance,
-        tokens=bool(security.tokens), tls=security.tls is not None, recovery_seconds=round(time.perf_counter() - begin, 3),
-    )  # fmt: skip
-    return create_app(service, store, security=security, clock=clock, slow_seconds=settings.slow_seconds), security
+        "started",
+        store=settings.store,
+        durability=str(store.durability),
+        scopes=len(service.scopes),
+        pages=pages,
+        instance=service.about.instance,
+        tokens=bool(security.tokens),
+        tls=security.tls is not None,
+        recovery_seconds=round(time.perf_counter() - begin, 3),
+    )
+    return create_app(
+        service, store, security=security, clock=clock, slow_seconds=settings.slow_seconds
+    ), security
 
 
 def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
@@ -145,19 +159,32 @@ def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
     )
     security = Security.of(settings, service)
     _log.info(
-        "started", store=shown(settings.store), durability=str(settings.durability), replicas=settings.store_replicas,
+        "started",
+        store=shown(settings.store),
+        durability=str(settings.durability),
+        replicas=settings.store_replicas,
         instance=service.about.instance,
-        tokens=bool(security.tokens), tls=security.tls is not None,
-    )  # fmt: skip
+        tokens=bool(security.tokens),
+        tls=security.tls is not None,
+    )
     return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security
 
 
 def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
     config = uvicorn.Config(
-        app, host=settings.host, port=settings.port, log_config=None, access_log=False,
-        timeout_graceful_shutdown=settings.shutdown_seconds, server_header=False, date_header=False, lifespan="on",
-        http=DirectProtocol, ws="none", proxy_headers=False,
-    )  # fmt: skip
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+        server_header=False,
+        date_header=False,
+        lifespan="on",
+        http=DirectProtocol,
+        ws="none",
+        proxy_headers=False,
+    )
     config.load()
     config.ssl = tls
     server = uvicorn.Server(config)
@@ -172,7 +199,9 @@ def _trace() -> None:
     try:
         from hicache_storage.observability.otel import provider_from_environment
     except ImportError as error:
-        raise ValueError(f"traces need more packages: pip install 'hicache-storage[otel]' ({error})") from error
+        raise ValueError(
+            f"traces need more packages: pip install 'hicache-storage[otel]' ({error})"
+        ) from error
     tracing.enable(provider_from_environment("hicache-metadata"))
 
 

@@ -1,4 +1,5 @@
-"""What an operator can set: options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the environment."""
+"""What an operator can set: options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the
+environment."""
 
 from __future__ import annotations
 
@@ -24,22 +25,29 @@ OF_CLIENTS: Final = ("URL", "TOKEN", "CA", "CERTIFICATE")
 
 
 class ServerSettings(BaseSettings):
-    """A server. Tokens come from a file or from the environment, never from the command line, which everybody on the machine sees."""
+    """A server. Tokens come from a file or from the environment, never from the command line, which
+    everybody on the machine sees."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
     host: str = "127.0.0.1"
     """Address to listen at; `0.0.0.0` for all."""
     port: Annotated[int, Field(ge=0, le=65535)] = 18000
     """0 takes a free one, which the log names."""
     store: str = "memory:"
-    """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as `redis://HOST:PORT/DB`."""
+    """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as
+    `redis://HOST:PORT/DB`."""
     durability: p.Durability = p.Durability.PROCESS
-    """What acknowledged changes survive: the death of the process, or of the machine; `none` with a Redis that keeps less."""
+    """What acknowledged changes survive: the death of the process, or of the machine; `none` with a
+    Redis that keeps less."""
     store_replicas: Annotated[int, Field(ge=0)] = 0
-    """Replicas of a Redis that have to have what is answered before it is answered, so that one of them can take over."""
+    """Replicas of a Redis that have to have what is answered before it is answered, so that one of
+    them can take over."""
     token_file: Path | None = None
-    """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do everything."""
+    """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do
+    everything."""
     read_token: SecretStr | None = None
     """A token that may look, beside those of the file."""
     write_token: SecretStr | None = None
@@ -47,8 +55,8 @@ class ServerSettings(BaseSettings):
     admin_token: SecretStr | None = None
     """A token that may do everything."""
     allowed_hosts: str = ""
-    """Names by which clients call a server without tokens, separated by commas: beside addresses, names without a dot and the machine's own
-    name. Pages of these hosts may send requests."""
+    """Names by which clients call a server without tokens, separated by commas: beside addresses,
+    names without a dot and the machine's own name. Pages of these hosts may send requests."""
     body_bytes: Annotated[int, Field(ge=65_536)] = DEFAULTS.body_bytes
     """Of one request, told to clients by `GET /v2`, as the next three are."""
     keys: Annotated[int, Field(ge=384)] = DEFAULTS.keys
@@ -68,7 +76,8 @@ class ServerSettings(BaseSettings):
     most_pin_seconds: Positive = DEFAULTS.most_pin_seconds
     """The longest time that a reader can pin pages for."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
-    """How long a freed slot stays in quarantine before it is given out again; longer than a reader takes from lookup to the last byte."""
+    """How long a freed slot stays in quarantine before it is given out again; longer than a reader
+    takes from lookup to the last byte."""
     idempotency_seconds: Positive = DEFAULTS.idempotency_seconds
     """How long a repeated request gets its first answer."""
     tls_certificate: Path | None = None
@@ -80,7 +89,8 @@ class ServerSettings(BaseSettings):
     tenants_file: Path | None = None
     """TOML file of the tenants' quotas, read again when it changes."""
     audit_file: Path | None = None
-    """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by default the log."""
+    """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by
+    default the log."""
     shutdown_seconds: Annotated[int, Field(ge=1)] = 20
     """How long requests that were accepted may take after a SIGTERM."""
     log_level: Annotated[str, Field(pattern="(?i)^(debug|info|warning|error)$")] = "info"
@@ -95,11 +105,18 @@ class ServerSettings(BaseSettings):
     @model_validator(mode="after")
     def _see_order(self) -> Self:
         if not self.least_lease_seconds <= self.lease_seconds <= self.most_lease_seconds:
-            raise ValueError("lease_seconds must lie between least_lease_seconds and most_lease_seconds")
+            raise ValueError(
+                "lease_seconds must lie between least_lease_seconds and most_lease_seconds"
+            )
         if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError("tls_certificate and tls_key belong together: a certificate and a key, or neither")
+            raise ValueError(
+                "tls_certificate and tls_key belong together: a certificate and a key, or neither"
+            )
         if self.tls_client_ca is not None and self.tls_certificate is None:
-            raise ValueError("tls_client_ca needs tls_certificate and tls_key, which the server shows to its clients")
+            raise ValueError(
+                "tls_client_ca needs tls_certificate and tls_key, which the server shows to its "
+                "clients"
+            )
         if self.store_replicas and not is_shared(self.store):
             raise ValueError("store_replicas is about a store in Redis")
         return self
@@ -108,11 +125,17 @@ class ServerSettings(BaseSettings):
     def limits(self) -> p.Limits:
         """As clients are told them."""
         return p.Limits(
-            body_bytes=self.body_bytes, keys=self.keys, scopes=self.scopes_in_request, key_bytes=self.key_bytes,
-            lease_seconds=self.lease_seconds, least_lease_seconds=self.least_lease_seconds, most_lease_seconds=self.most_lease_seconds,
-            most_pin_seconds=self.most_pin_seconds, quarantine_seconds=self.quarantine_seconds,
+            body_bytes=self.body_bytes,
+            keys=self.keys,
+            scopes=self.scopes_in_request,
+            key_bytes=self.key_bytes,
+            lease_seconds=self.lease_seconds,
+            least_lease_seconds=self.least_lease_seconds,
+            most_lease_seconds=self.most_lease_seconds,
+            most_pin_seconds=self.most_pin_seconds,
+            quarantine_seconds=self.quarantine_seconds,
             idempotency_seconds=self.idempotency_seconds,
-        )  # fmt: skip
+        )
 
     def tokens(self) -> dict[str, p.Token]:
         """Those from the environment, by their text.
@@ -129,15 +152,21 @@ class ServerSettings(BaseSettings):
             if secret is not None:
                 text = secret.get_secret_value()
                 if not text or text in found:
-                    raise ValueError(f"{PREFIX}{kind.upper()}_TOKEN is empty, or the same as another token")
+                    raise ValueError(
+                        f"{PREFIX}{kind.upper()}_TOKEN is empty, or the same as another token"
+                    )
                 found[text] = kind
         return found
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Variables that look like settings and are none, each with the setting that is nearest, or ""."""
+    """Variables that look like settings and are none, each with the setting that is nearest, or
+    ""."""
     known = [name.upper() for name in (*ServerSettings.model_fields, *OF_CLIENTS)]
     for variable in sorted(variables):
         name = variable.removeprefix(PREFIX)
         if name != variable and name not in known:
-            yield variable, next((PREFIX + near for near in difflib.get_close_matches(name, known, n=1)), "")
+            yield (
+                variable,
+                next((PREFIX + near for near in difflib.get_close_matches(name, known, n=1)), ""),
+            )

@@ -18,7 +18,8 @@ INTRODUCTION: Final = """# Command line
 tells.
 """
 _DEFAULT: Final = re.compile(
-    r"\s*\[(?:env var: (?P<variable>\w+))?(?:; )?(?:default: (?P<default>.*?))?(?:; )?(?P<more>required|x[<>]=?\S*|\S+<=?x\S*)?\]$"
+    r"\s*\[(?:env var: (?P<variable>\w+))?(?:; )?(?:default: (?P<default>.*?))?(?:; "
+    r")?(?P<more>required|x[<>]=?\S*|\S+<=?x\S*)?\]$"
 )
 
 # Types in the words of a shell; of arguments the name says enough.
@@ -79,7 +80,10 @@ def _row(parameter: object, context: typer.Context) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text in a cell: what Markdown would take for its own is escaped, but in code, where it takes nothing."""
+    """A text in a cell: what Markdown would take for its own is escaped, but in code, where it
+    takes nothing."""
     parts = text.strip().split("`")
-    parts[::2] = [part.replace("|", "\\|").replace("{", "&#123;").replace("<", "&lt;") for part in parts[::2]]
+    parts[::2] = [
+        part.replace("|", "\\|").replace("{", "&#123;").replace("<", "&lt;") for part in parts[::2]
+    ]
     return "`".join(parts)

@@ -1,4 +1,5 @@
-"""The drawings of the concept pages. `python scripts/docs/diagrams.py` writes them to docs/images."""
+"""The drawings of the concept pages. `python scripts/docs/diagrams.py` writes them to
+docs/images."""
 
 from __future__ import annotations
 
@@ -17,7 +18,16 @@ def tiers() -> Drawing:
     """Three tiers, who moves pages between them, and what stands before a driver."""
     d = Drawing(860, 300, "Device, host and store, and what lies between them")
     d.box(10, 20, 180, 120, "L1: device", "pages in GPU memory", "one process, one rank", "some GB")
-    d.box(270, 20, 180, 120, "L2: host", "pages in pinned memory", "one process, one rank", "tens to hundreds of GB")
+    d.box(
+        270,
+        20,
+        180,
+        120,
+        "L2: host",
+        "pages in pinned memory",
+        "one process, one rank",
+        "tens to hundreds of GB",
+    )
     d.box(
         530,
         20,
@@ -47,7 +57,11 @@ def tiers() -> Drawing:
 
 def hits() -> Drawing:
     """A chain of eight pages in three pools, and where a request may go on."""
-    d = Drawing(860, 270, "Presence of eight pages in three pools, each pool's legal endpoints and the common hit")
+    d = Drawing(
+        860,
+        270,
+        "Presence of eight pages in three pools, each pool's legal endpoints and the common hit",
+    )
     d.text(250, 26, "page of the chain", "s")
     for page in range(8):
         d.text(270 + 45 * page, 48, str(page + 1), "s c")
@@ -73,7 +87,9 @@ def hits() -> Drawing:
 
 def identity() -> Drawing:
     """What is hashed into the name of an object, and what an object is."""
-    d = Drawing(860, 300, "From identity, pool, geometry and key to the name and the bytes of an object")
+    d = Drawing(
+        860, 300, "From identity, pool, geometry and key to the name and the bytes of an object"
+    )
     d.box(
         10,
         20,
@@ -87,7 +103,16 @@ def identity() -> Drawing:
     d.box(10, 150, 120, 70, "pool", "kv, mamba, ...")
     d.box(140, 150, 120, 70, "geometry", "page's lengths")
     d.box(10, 234, 250, 56, "key", "chained over the tokens before")
-    d.box(330, 70, 210, 84, "namespace", "a fingerprint of 16 bytes", "equal: bytes mean the same", kind="k")
+    d.box(
+        330,
+        70,
+        210,
+        84,
+        "namespace",
+        "a fingerprint of 16 bytes",
+        "equal: bytes mean the same",
+        kind="k",
+    )
     d.arrow((260, 90), (330, 100))
     d.arrow((260, 176), (330, 136))
     d.box(330, 220, 210, 70, "object name", "namespace and digest of the key")
@@ -129,7 +154,12 @@ def page_in_3fs() -> Drawing:
     """A set and a get of the 3FS driver, as requests between writer, server, file and reader."""
     d = Drawing(860, 400, "The calls of a set and of a get in 3FS")
     places = {"writer": 80, "server": 330, "file": 560, "reader": 790}
-    titles = {"writer": "writer", "server": "metadata server", "file": "slots on the mount", "reader": "reader"}
+    titles = {
+        "writer": "writer",
+        "server": "metadata server",
+        "file": "slots on the mount",
+        "reader": "reader",
+    }
     for name, x in places.items():
         d.cell(x - 68, 14, 136, 32, titles[name], kind="k" if name == "server" else "b")
         d.arrow((x, 46), (x, 390))
@@ -185,14 +215,24 @@ def hybrid() -> Drawing:
 
 def architecture() -> Drawing:
     """Packages from the engine down to the stores, and where the conformance suite stands."""
-    d = Drawing(860, 474, "Packages from the engine to the stores, and the conformance suite beside them")
+    d = Drawing(
+        860, 474, "Packages from the engine to the stores, and the conformance suite beside them"
+    )
     d.text(10, 26, "engine", "s")
     d.box(110, 8, 160, 58, "SGLang", "unpatched")
     d.box(300, 8, 330, 58, "hicache_storage.hybrid", "radix cache, controller, stack builders")
     d.text(10, 110, "SDK", "s")
     d.box(110, 96, 160, 58, "engines", "bridge for SGLang")
     d.box(300, 96, 330, 58, "layers", "tracing, circuit breaker, deadline", kind="k")
-    d.box(110, 186, 520, 58, "objects: ObjectStorage", "contract, namespaces, envelopes, hit policies", kind="k")
+    d.box(
+        110,
+        186,
+        520,
+        58,
+        "objects: ObjectStorage",
+        "contract, namespaces, envelopes, hit policies",
+        kind="k",
+    )
     d.text(10, 290, "drivers", "s")
     for x, name, line in (
         (110, "file", "bundles in a directory"),
@@ -214,7 +254,17 @@ def architecture() -> Drawing:
     d.arrow((332, 334), (332, 380))
     d.arrow((420, 334), (450, 380))
     d.arrow((580, 334), (600, 380))
-    d.box(690, 96, 160, 238, "conformance suite", "plays the engine:", "processes, threads,", "host pools", kind="o")
+    d.box(
+        690,
+        96,
+        160,
+        238,
+        "conformance suite",
+        "plays the engine:",
+        "processes, threads,",
+        "host pools",
+        kind="o",
+    )
     d.text(702, 222, "injects faults below", "s")
     d.text(702, 239, "the driver: FUSE disk,", "s")
     d.text(702, 256, "TCP proxy, servers,", "s")

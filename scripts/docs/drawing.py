@@ -1,4 +1,5 @@
-"""Line drawings as SVG: boxes, cells, arrows and text, in colours that the page around them may set."""
+"""Line drawings as SVG: boxes, cells, arrows and text, in colours that the page around them may
+set."""
 
 from __future__ import annotations
 
@@ -9,10 +10,14 @@ STYLE: Final = (
     ".d{--ink:#1b1f24;--soft:#5b6570;--paper:#fff;--fill:#eef6f5;--accent:#0f766e;"
     "font:13px ui-sans-serif,system-ui,'Segoe UI','DejaVu Sans',sans-serif}"
     "@media(prefers-color-scheme:dark){.d{--ink:#e7eaed;--soft:#a3adb8;--paper:#15191d;--fill:#1a2a2c;--accent:#5eead4}}"
-    ".d text{fill:var(--ink)}.d .s{fill:var(--soft);font-size:11.5px}.d .h{font-weight:600}.d .m{font-family:ui-monospace,"
-    "Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px}.d .b{fill:var(--paper);stroke:var(--soft)}"
-    ".d .k{fill:var(--fill);stroke:var(--accent)}.d .o{fill:none;stroke:var(--soft);stroke-dasharray:4 3}"
-    ".d .a{fill:none;stroke:var(--ink);stroke-width:1.3}.d .p{fill:var(--ink)}.d .on{fill:var(--accent);stroke:var(--accent)}"
+    ".d text{fill:var(--ink)}.d .s{fill:var(--soft);font-size:11.5px}.d .h{font-weight:600}.d "
+    ".m{font-family:ui-monospace,"
+    "Menlo,Consolas,'DejaVu Sans Mono',monospace;font-size:12px}.d "
+    ".b{fill:var(--paper);stroke:var(--soft)}"
+    ".d .k{fill:var(--fill);stroke:var(--accent)}.d "
+    ".o{fill:none;stroke:var(--soft);stroke-dasharray:4 3}"
+    ".d .a{fill:none;stroke:var(--ink);stroke-width:1.3}.d .p{fill:var(--ink)}.d "
+    ".on{fill:var(--accent);stroke:var(--accent)}"
     ".d .off{fill:none;stroke:var(--soft)}.d .r{text-anchor:end}.d .c{text-anchor:middle}"
 )
 
@@ -24,16 +29,23 @@ class Drawing:
         opening = f'<svg class="d" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         self._parts = [f"{opening}<title>{escape(title)}</title><style>{STYLE}</style>"]
 
-    def box(self, x: int, y: int, width: int, height: int, title: str, *lines: str, kind: str = "b") -> None:
-        """A box with a heading and lines below it. Kinds: `b` plain, `k` what the drawing is about, `o` an outline around others."""
-        self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>')
+    def box(
+        self, x: int, y: int, width: int, height: int, title: str, *lines: str, kind: str = "b"
+    ) -> None:
+        """A box with a heading and lines below it. Kinds: `b` plain, `k` what the drawing is about,
+        `o` an outline around others."""
+        self._parts.append(
+            f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>'
+        )
         self.text(x + 12, y + 22, title, "h")
         for number, line in enumerate(lines):
             self.text(x + 12, y + 42 + 17 * number, line, "s")
 
     def cell(self, x: int, y: int, width: int, height: int, label: str, *, kind: str = "b") -> None:
         """A box with one label in its middle."""
-        self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="3"/>')
+        self._parts.append(
+            f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="3"/>'
+        )
         self.text(x + width // 2, y + height // 2 + 4, label, "s c")
 
     def dot(self, x: int, y: int, *, on: bool) -> None:
@@ -44,8 +56,15 @@ class Drawing:
         """One line. Kinds: `h` heading, `s` small, `m` code; `c` centred at x, `r` ending at x."""
         self._parts.append(f'<text class="{kind}" x="{x}" y="{y}">{escape(text)}</text>')
 
-    def arrow(self, *points: tuple[int, int], label: str = "", at: tuple[int, int] | None = None, both: bool = False) -> None:
-        """A line through some points with a head at its end, or at both, and a label, in the middle if nothing else is said."""
+    def arrow(
+        self,
+        *points: tuple[int, int],
+        label: str = "",
+        at: tuple[int, int] | None = None,
+        both: bool = False,
+    ) -> None:
+        """A line through some points with a head at its end, or at both, and a label, in the middle
+        if nothing else is said."""
         path = " ".join(f"{x},{y}" for x, y in points)
         self._parts.append(f'<polyline class="a" points="{path}"/>')
         self._head(points[-2], points[-1])

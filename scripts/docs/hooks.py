@@ -1,4 +1,5 @@
-"""MkDocs hooks: pages made from the code, sources that pages link to, and diagrams that follow the reader's colours."""
+"""MkDocs hooks: pages made from the code, sources that pages link to, and diagrams that follow the
+reader's colours."""
 
 from __future__ import annotations
 
@@ -24,10 +25,13 @@ CHANGELOG: Final = "changelog.md"
 # MkDocs counts what loggers below its own name warn of, and `--strict` fails on it.
 _log: Final = logging.getLogger("mkdocs.hooks.docs")
 _LINK: Final = re.compile(r"(?<=\]\()(?P<path>\.\./[\w./-]+)(?=\))")
-# A link whose text is the file's name, as it is read outside of the site; on it the page's title stands there.
+# A link whose text is the file's name, as it is read outside of the site; on it the page's title
+# stands there.
 _NAMED: Final = re.compile(r"\[[\w-]+\.md\]\((?P<path>[\w./-]+\.md)")
 _TITLE: Final = re.compile(r"^# (.+)$", re.MULTILINE)
-_DRAWING: Final = re.compile(r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\w-]+\.svg)\)$", re.MULTILINE)
+_DRAWING: Final = re.compile(
+    r"^!\[(?P<alt>[^\]]*)\]\((?P<path>[\w./-]*images/[\w-]+\.svg)\)$", re.MULTILINE
+)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -46,7 +50,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in {COMMAND_LINE: command_line(), CHANGELOG: changelog, **api_pages()}.items():
         files.append(File.generated(config, name, content=text))
     pages = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
-    linked = {_source(page, match["path"]) for page, text in pages for match in _LINK.finditer(text)}
+    linked = {
+        _source(page, match["path"]) for page, text in pages for match in _LINK.finditer(text)
+    }
     for path in sorted(filter(None, linked)):
         if (ROOT / path).exists():
             files.append(File.generated(config, source_path(path), content=source_page(ROOT, path)))
@@ -66,7 +72,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f'<figure class="drawing" markdown="0">{svg.strip()}<figcaption>{match["alt"]}</figcaption></figure>'
 
     def titled(match: re.Match[str]) -> str:
-        target = files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match["path"])))
+        target = files.get_file_from_path(
+            posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match["path"]))
+        )
         title = _TITLE.search(target.content_string) if target else None
         return f"[{title[1]}]({match['path']}" if title else match[0]
 
@@ -84,7 +92,9 @@ def _existing(nav: Any, folder: Path, made: set[str], missing: list[str]) -> Any
         kept = (_existing(entry, folder, made, missing) for entry in nav)
         return [entry for entry in kept if entry]
     if isinstance(nav, dict):
-        kept_entries = {title: _existing(entry, folder, made, missing) for title, entry in nav.items()}
+        kept_entries = {
+            title: _existing(entry, folder, made, missing) for title, entry in nav.items()
+        }
         return {title: entry for title, entry in kept_entries.items() if entry}
     if nav in made or (folder / nav).exists():
         return nav

@@ -1,6 +1,8 @@
-"""Checks a built site: every link leads somewhere, every anchor exists, and nothing is loaded from another server.
+"""Checks a built site: every link leads somewhere, every anchor exists, and nothing is loaded from
+another server.
 
-usage: python scripts/docs/links.py DIRECTORY. Exits with 1 if it finds something. Addresses of other servers are only read, never asked.
+usage: python scripts/docs/links.py DIRECTORY. Exits with 1 if it finds something. Addresses of
+other servers are only read, never asked.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from urllib.parse import unquote, urlsplit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LOADED: Final = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href", "use": "href"}
+LOADED: Final = {
+    "img": "src",
+    "script": "src",
+    "iframe": "src",
+    "source": "src",
+    "link": "href",
+    "use": "href",
+}
 """What a browser fetches by itself, and where it says so."""
 NAMED: Final = frozenset({"canonical", "next", "prev", "alternate"})
 """Relations of a `link` that are no resources."""
@@ -66,12 +75,20 @@ def read(page: Path) -> Document:
 def _wrong(site: Path, page: Path, address: str) -> str:
     parts = urlsplit(address)
     if parts.scheme or parts.netloc:
-        known = (parts.scheme in ("http", "https") and "." in parts.netloc) or parts.scheme in ("mailto", "data", "javascript")
+        known = (parts.scheme in ("http", "https") and "." in parts.netloc) or parts.scheme in (
+            "mailto",
+            "data",
+            "javascript",
+        )
         return "" if known else "no address"
     place = page if not parts.path else _place(site, page, unquote(parts.path))
     if not place.is_file():
         return "leads nowhere"
-    if parts.fragment and place.suffix == ".html" and unquote(parts.fragment) not in read(place).anchors:
+    if (
+        parts.fragment
+        and place.suffix == ".html"
+        and unquote(parts.fragment) not in read(place).anchors
+    ):
         return "" if parts.fragment.startswith("__") else "has no such anchor"
     return ""
 

@@ -1,4 +1,5 @@
-"""Tables of options, made from the models that read them, between two comments of the pages that show them.
+"""Tables of options, made from the models that read them, between two comments of the pages that
+show them.
 
 `python scripts/docs/options.py` writes them anew; a test says so where a page is behind its model.
 """
@@ -19,11 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
-_REGION: Final = re.compile(r"(<!-- options of (?P<model>[\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL)
+_REGION: Final = re.compile(
+    r"(<!-- options of (?P<model>[\w-]+) -->\n).*?(<!-- end of options -->)", re.DOTALL
+)
 # A range of the annotation, in words.
 _BOUNDS: Final = (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
 _UNITS: Final = (("_seconds", "seconds"), ("_bytes", "bytes"))
-_SIZES: Final = frozenset({"capacity", "file_size", "usrbio_buffer", "global_segment_size", "local_buffer_size", "buffer_size"})
+_SIZES: Final = frozenset(
+    {
+        "capacity",
+        "file_size",
+        "usrbio_buffer",
+        "global_segment_size",
+        "local_buffer_size",
+        "buffer_size",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,9 @@ def filled(page: str) -> str:
     Raises:
         KeyError: a comment names a model that is none of `MODELS`.
     """
-    return _REGION.sub(lambda match: match[1] + "\n" + _table(MODELS[match["model"]]()) + "\n" + match[3], page)
+    return _REGION.sub(
+        lambda match: match[1] + "\n" + _table(MODELS[match["model"]]()) + "\n" + match[3], page
+    )
 
 
 def driver_options(name: str) -> list[Option]:
@@ -53,8 +67,12 @@ def driver_options(name: str) -> list[Option]:
         return found
     from hicache_backends.mooncake.config import DEFAULTS
 
-    # Mooncake's variables and file are asked before these, so that the model has no defaults of its own.
-    return [replace(option, default=option.default or _default(DEFAULTS.get(option.name))) for option in found]
+    # Mooncake's variables and file are asked before these, so that the model has no defaults of its
+    # own.
+    return [
+        replace(option, default=option.default or _default(DEFAULTS.get(option.name)))
+        for option in found
+    ]
 
 
 def bridge_options() -> list[Option]:
@@ -71,9 +89,15 @@ def server_settings() -> list[Option]:
     prefix = str(ServerSettings.model_config.get("env_prefix", ""))
     schema: dict[str, Any] = ServerSettings.model_json_schema()
     return [
-        Option(name, _setting_type(name, schema["properties"][name], schema), _default(_plain(field.default)), (f"{prefix}{name}".upper(),), field.description or "")
+        Option(
+            name,
+            _setting_type(name, schema["properties"][name], schema),
+            _default(_plain(field.default)),
+            (f"{prefix}{name}".upper(),),
+            field.description or "",
+        )
         for name, field in ServerSettings.model_fields.items()
-    ]  # fmt: skip
+    ]
 
 
 MODELS: Final[dict[str, Callable[[], list[Option]]]] = {
@@ -101,13 +125,20 @@ def _field(field: inspect.Field, variables: tuple[str, ...]) -> Option:
     else:
         default = _default(field.default)
     return Option(
-        field.encode_name, _struct_type(field.encode_name, field.type), default, variables, str(schema.get("description", ""))
+        field.encode_name,
+        _struct_type(field.encode_name, field.type),
+        default,
+        variables,
+        str(schema.get("description", "")),
     )
 
 
 def _struct_type(name: str, kind: inspect.Type) -> str:
     kind = kind.type if isinstance(kind, inspect.Metadata) else kind
-    members = [kind.type if isinstance(kind, inspect.Metadata) else kind for kind in getattr(kind, "types", (kind,))]
+    members = [
+        kind.type if isinstance(kind, inspect.Metadata) else kind
+        for kind in getattr(kind, "types", (kind,))
+    ]
     members = [member for member in members if not isinstance(member, inspect.NoneType)]
     if name in _SIZES:
         return "size"
@@ -120,7 +151,11 @@ def _struct_type(name: str, kind: inspect.Type) -> str:
         inspect.ListType: "list",
     }
     if any(isinstance(member, inspect.CollectionType) for member in members):
-        return "text or list" if any(isinstance(member, inspect.StrType) for member in members) else "list"
+        return (
+            "text or list"
+            if any(isinstance(member, inspect.StrType) for member in members)
+            else "list"
+        )
     if type(members[0]) in words:
         return words[type(members[0])]
     return _number(name, {key: getattr(members[0], key, None) for key, _ in _BOUNDS})
@@ -136,7 +171,12 @@ def _setting_type(name: str, schema: Mapping[str, Any], whole: Mapping[str, Any]
     if first.get("format") in ("path", "file-path"):
         return "file"
     if first.get("type") in ("integer", "number"):
-        keys = {"minimum": "ge", "exclusiveMinimum": "gt", "maximum": "le", "exclusiveMaximum": "lt"}
+        keys = {
+            "minimum": "ge",
+            "exclusiveMinimum": "gt",
+            "maximum": "le",
+            "exclusiveMaximum": "lt",
+        }
         return _number(name, {keys[key]: value for key, value in first.items() if key in keys})
     return {"boolean": "`true` or `false`", "array": "list"}.get(str(first.get("type")), "text")
 
@@ -177,7 +217,10 @@ def _default(value: object) -> str:
 def _table(options: Iterable[Option]) -> str:
     rows = [["option", "value", "default", "meaning"], ["---"] * 4]
     for option in options:
-        names = "<br>".join(f"`{name}`" for name in (option.name, *(f"${variable}" for variable in option.variables)))
+        names = "<br>".join(
+            f"`{name}`"
+            for name in (option.name, *(f"${variable}" for variable in option.variables))
+        )
         rows.append([names, option.type, option.default, option.meaning.replace("|", "\\|")])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 

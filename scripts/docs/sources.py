@@ -28,15 +28,26 @@ def source_path(path: str) -> str:
 def source_page(root: Path, path: str) -> str:
     """The page of a file, or of all files of a folder one after the other."""
     place = root / path
-    files = [place] if place.is_file() else sorted(each for each in place.rglob("*") if _is_shown(root, each))
+    files = (
+        [place]
+        if place.is_file()
+        else sorted(each for each in place.rglob("*") if _is_shown(root, each))
+    )
     title = f"---\nsearch:\n  exclude: true\nhide: [navigation]\n---\n\n# `{path.strip('/')}`\n"
     return title + "\n".join(_shown(file, root, alone=file == place) for file in files)
 
 
 def _is_shown(root: Path, file: Path) -> bool:
     """Neither made nor hidden, and text."""
-    made = any(part.startswith(".") or part.endswith(SKIPPED) for part in file.relative_to(root).parts)
-    return file.is_file() and not made and file.stat().st_size > 0 and (not file.suffix or file.suffix in TEXTS)
+    made = any(
+        part.startswith(".") or part.endswith(SKIPPED) for part in file.relative_to(root).parts
+    )
+    return (
+        file.is_file()
+        and not made
+        and file.stat().st_size > 0
+        and (not file.suffix or file.suffix in TEXTS)
+    )
 
 
 def _shown(file: Path, root: Path, *, alone: bool) -> str:

@@ -1,7 +1,9 @@
-"""The edge cases in which SGLang's own drivers disagree with each other, or answer wrongly, put to the file driver.
+"""The edge cases in which SGLang's own drivers disagree with each other, or answer wrongly, put to
+the file driver.
 
-Measured on SGLang 0.5.23: its file driver, and those for 3FS and Mooncake, answer the calls below with an AttributeError, a
-KeyError, an IndexError after pages were reserved, a wrong endpoint, or each with something else. One answer is right.
+Measured on SGLang 0.5.23: its file driver, and those for 3FS and Mooncake, answer the calls below
+with an AttributeError, a KeyError, an IndexError after pages were reserved, a wrong endpoint, or
+each with something else. One answer is right.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def opened(kit, tmp_path):
     storages = []
 
     def make(pools=("kv",), **identity):
-        storage = create_storage("file", kit.identity(**identity), {"path": str(tmp_path / "store")})
+        storage = create_storage(
+            "file", kit.identity(**identity), {"path": str(tmp_path / "store")}
+        )
         storages.append(storage)
         registered = {name: kit.pool(pages=16) for name in pools}
         for name, pool in registered.items():
@@ -34,7 +38,9 @@ def opened(kit, tmp_path):
 
 
 def store(storage, pool, name, keys):
-    assert storage.batch_set_v2([pool.transfer(name, keys, range(len(keys)))]) == {name: [True] * len(keys)}
+    assert storage.batch_set_v2([pool.transfer(name, keys, range(len(keys)))]) == {
+        name: [True] * len(keys)
+    }
 
 
 class TestCallsOnTheEdge:
@@ -59,14 +65,19 @@ class TestCallsOnTheEdge:
     @pytest.mark.parametrize("operation", ["batch_get_v2", "batch_set_v2"])
     def test_no_keys(self, opened, operation):
         storage, _ = opened()
-        assert getattr(storage, operation)([PoolTransfer("kv", torch.empty(0, dtype=torch.int64), keys=[])]) == {"kv": []}
+        assert getattr(storage, operation)(
+            [PoolTransfer("kv", torch.empty(0, dtype=torch.int64), keys=[])]
+        ) == {"kv": []}
         assert storage.batch_exists_v2([]).restorable_prefix_pages == []
 
     @pytest.mark.parametrize("operation", ["batch_get_v2", "batch_set_v2"])
     @pytest.mark.parametrize(
-        ("keys", "slots", "message"), [(None, 2, "keys is None"), (["a", "b"], 2, "4 entries"), (["a"], 4, "2 entries")]
+        ("keys", "slots", "message"),
+        [(None, 2, "keys is None"), (["a", "b"], 2, "4 entries"), (["a"], 4, "2 entries")],
     )
-    def test_keys_and_indices_that_do_not_fit_move_nothing(self, opened, operation, keys, slots, message):
+    def test_keys_and_indices_that_do_not_fit_move_nothing(
+        self, opened, operation, keys, slots, message
+    ):
         storage, pools = opened()
         before = bytes(pools["kv"].memory)
         with pytest.raises(InvalidTransferError, match=message):
@@ -87,14 +98,18 @@ class TestCallsOnTheEdge:
         storage, pools = opened()
         pools["kv"].fill(0, 1)
         pools["kv"].fill(1, 1)
-        assert storage.batch_set_v2([pools["kv"].transfer("kv", ["a", "a"], [0, 1])]) == {"kv": [True, True]}
+        assert storage.batch_set_v2([pools["kv"].transfer("kv", ["a", "a"], [0, 1])]) == {
+            "kv": [True, True]
+        }
         assert storage.get_stats().pools["kv"].pages_written == 1
 
     def test_two_transfers_of_one_pool_are_both_answered(self, opened):
         storage, pools = opened()
         store(storage, pools["kv"], "kv", ["a"])
         pool = pools["kv"]
-        answer = storage.batch_get_v2([pool.transfer("kv", ["a"], [4]), pool.transfer("kv", ["x"], [5])])
+        answer = storage.batch_get_v2(
+            [pool.transfer("kv", ["a"], [4]), pool.transfer("kv", ["x"], [5])]
+        )
         assert answer == {"kv": [True, False]}
 
     def test_restorable_endpoints_are_always_listed(self, opened):
@@ -111,7 +126,8 @@ class TestCallsOnTheEdge:
 
 
 class TestCommonEndpoints:
-    """D19: folding pools, or ranks, by the minimum of their maxima answers a length that one of them cannot restore."""
+    """D19: folding pools, or ranks, by the minimum of their maxima answers a length that one of
+    them cannot restore."""
 
     def test_an_indexer_to_five_and_checkpoints_at_two_and_eight(self, opened):
         storage, pools = opened(("kv", "indexer", "mamba"))

@@ -16,7 +16,11 @@ def hicache(*arguments, **environment):
     import os
 
     return subprocess.run(
-        [HICACHE, *arguments], capture_output=True, text=True, env={**os.environ, "COLUMNS": "200", **environment}, check=False
+        [HICACHE, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "COLUMNS": "200", **environment},
+        check=False,
     )
 
 
@@ -60,7 +64,11 @@ def test_help_names_the_commands(arguments):
 
 
 def test_without_the_cli_extra_the_fix_is_named():
-    source = "import sys; sys.modules['typer'] = None\nfrom hicache_storage.cli.main import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    source = (
+        "import sys; sys.modules['typer'] = None\nfrom hicache_storage.cli.main import main\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "pip install 'hicache-storage[cli]'" in done.stderr

@@ -22,7 +22,9 @@ from author import Author
 
 
 def hicache(*arguments, cwd):
-    return subprocess.run([SCRIPTS / "hicache", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [SCRIPTS / "hicache", *arguments], cwd=cwd, capture_output=True, text=True, check=False
+    )
 
 
 def test_the_package_conforms_as_it_is_made(tmp_path):
@@ -44,7 +46,13 @@ def test_the_example_is_such_a_package():
 def test_the_package_is_well_formed(tmp_path, name):
     make_package(check_name(name), tmp_path / "made")
     for check in (["check"], ["format", "--check", "--diff"]):
-        done = subprocess.run([SCRIPTS / "ruff", *check, "."], cwd=tmp_path / "made", capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [SCRIPTS / "ruff", *check, "."],
+            cwd=tmp_path / "made",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout
 
 
@@ -52,7 +60,9 @@ def test_the_package_is_typed(tmp_path):
     make_package(check_name("acme-kv"), tmp_path / "made")
     # The cache is worth 10 s: torch is looked into otherwise.
     command = [SCRIPTS / "mypy", "--cache-dir", ROOT / ".mypy_cache" / "generated"]
-    done = subprocess.run(command, cwd=tmp_path / "made", capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path / "made", capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no issues found in 4 source files" in done.stdout
 
@@ -61,7 +71,10 @@ def test_the_badge_points_to_the_repository():
     named = package_files(check_name("acme", "Someone/kv.store"))["README.md"]
     assert "https://someone.github.io/kv.store/badge.json" in named
     assert "OWNER" not in named
-    assert "https://OWNER.github.io/hicache-acme-driver/badge.json" in package_files(check_name("acme"))["README.md"]
+    assert (
+        "https://OWNER.github.io/hicache-acme-driver/badge.json"
+        in package_files(check_name("acme"))["README.md"]
+    )
 
 
 def test_the_driver_is_short():
@@ -83,7 +96,10 @@ def test_prints_what_it_made_and_what_to_do_next(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere"}
 
 
-@pytest.mark.parametrize("name", ["", "Demo", "../demo", "demo/", "1demo", "demo--kv", "-demo", "de mo", "dämo", "d" * 33])
+@pytest.mark.parametrize(
+    "name",
+    ["", "Demo", "../demo", "demo/", "1demo", "demo--kv", "-demo", "de mo", "dämo", "d" * 33],
+)
 def test_an_unusable_name_is_refused(tmp_path, name):
     done = hicache("new", "--", name, cwd=tmp_path)
     assert done.returncode == 2

@@ -1,4 +1,5 @@
-"""Somebody who writes a driver: a directory, and a virtual environment that what is installed goes into."""
+"""Somebody who writes a driver: a directory, and a virtual environment that what is installed goes
+into."""
 
 from __future__ import annotations
 
@@ -12,17 +13,25 @@ ROOT = Path(__file__).parents[2]
 
 
 class Author:
-    """Installs this project's own distribution, as pip does it for everybody; its dependencies are those of our environment."""
+    """Installs this project's own distribution, as pip does it for everybody; its dependencies are
+    those of our environment."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         venv.create(home / "venv", with_pip=False, symlinks=True)
         self.scripts = home / "venv" / "bin"
         self.python = self.scripts / "python"
-        packages = Path(sysconfig.get_path("purelib", vars={"base": str(home / "venv"), "platbase": str(home / "venv")}))
-        # What our environment has, torch above all, does not have to be installed again; what is installed here comes first.
+        packages = Path(
+            sysconfig.get_path(
+                "purelib", vars={"base": str(home / "venv"), "platbase": str(home / "venv")}
+            )
+        )
+        # What our environment has, torch above all, does not have to be installed again; what is
+        # installed here comes first.
         current = sysconfig.get_path("purelib")
-        (packages / "zz_current_environment.pth").write_text(f"import site; site.addsitedir({current!r})\n")
+        (packages / "zz_current_environment.pth").write_text(
+            f"import site; site.addsitedir({current!r})\n"
+        )
         for name in ("pip", "pytest"):
             self._command(name)
         self.environment = {
@@ -45,9 +54,15 @@ class Author:
     def shell(self, command: str, *, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run a line as a shell does; standard error goes where standard output goes."""
         return subprocess.run(
-            ["/bin/bash", "-c", command], cwd=cwd or self.home, env=self.environment, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
-        )  # fmt: skip
+            ["/bin/bash", "-c", command],
+            cwd=cwd or self.home,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
 
     def _command(self, module: str) -> None:
         """A command of our environment, run by this one's interpreter."""

@@ -32,7 +32,8 @@ class Ran:
 
 
 class Site:
-    """An environment in which further driver packages count as installed: their metadata lies on the path."""
+    """An environment in which further driver packages count as installed: their metadata lies on
+    the path."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -41,21 +42,42 @@ class Site:
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
             "PYTHONPATH": os.pathsep.join(
-                [str(directory), str(MUTANTS), str(EXAMPLE), *filter(None, [os.environ.get("PYTHONPATH")])]
+                [
+                    str(directory),
+                    str(MUTANTS),
+                    str(EXAMPLE),
+                    *filter(None, [os.environ.get("PYTHONPATH")]),
+                ]
             ),
             "COLUMNS": "160",
         }
 
     def hicache(self, *arguments: str, cwd: Path | None = None, **variables: str) -> Ran:
         """Run the command `hicache`."""
-        return self._run("-c", "from hicache_storage.cli.main import main; main()", *arguments, cwd=cwd, **variables)
+        return self._run(
+            "-c",
+            "from hicache_storage.cli.main import main; main()",
+            *arguments,
+            cwd=cwd,
+            **variables,
+        )
 
     @contextlib.contextmanager
     def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         """The command `hicache`, while it runs; killed at the end if it still does."""
-        command = [sys.executable, "-P", "-c", "from hicache_storage.cli.main import main; main()", *arguments]
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            "from hicache_storage.cli.main import main; main()",
+            *arguments,
+        ]
         process = subprocess.Popen(
-            command, cwd=self.directory, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             yield process
@@ -64,32 +86,71 @@ class Site:
             process.wait()
 
     def pytest(
-        self, *arguments: str, cwd: Path, plugins: str = "hicache_conformance.plugin", seconds: float = 300, **variables: str
+        self,
+        *arguments: str,
+        cwd: Path,
+        plugins: str = "hicache_conformance.plugin",
+        seconds: float = 300,
+        **variables: str,
     ) -> Ran:
         """Run pytest in a directory, with no plugin but the suite's and those named."""
         chosen = [part for name in plugins.split(",") for part in ("-p", name)]
         return self._run(
-            "-m", "pytest", *chosen, *arguments, cwd=cwd, seconds=seconds, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", **variables
+            "-m",
+            "pytest",
+            *chosen,
+            *arguments,
+            cwd=cwd,
+            seconds=seconds,
+            PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+            **variables,
         )
 
     def samples(
-        self, kind: str, seed: int, directory: Path, seconds: float, drivers: Sequence[str] = (), profile: str = "smoke"
+        self,
+        kind: str,
+        seed: int,
+        directory: Path,
+        seconds: float,
+        drivers: Sequence[str] = (),
+        profile: str = "smoke",
     ) -> Ran:
-        """Run the suite against the samples of a kind, all or those named, with a report of each below `directory`/report."""
+        """Run the suite against the samples of a kind, all or those named, with a report of each
+        below `directory`/report."""
         directory.mkdir(exist_ok=True)
         return self.pytest(
-            "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", f"--basetemp={directory}/tmp", f"--hicache-profile={profile}",
-            f"--hicache-seed={seed}", f"--hicache-report={directory}/report", "-c", str(SUITE / "pytest.ini"), "--rootdir=.",
-            *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]), cwd=MUTANTS, plugins="hicache_conformance.plugin,drivers_selection", seconds=seconds,
+            "-q",
+            "--tb=no",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            f"--basetemp={directory}/tmp",
+            f"--hicache-profile={profile}",
+            f"--hicache-seed={seed}",
+            f"--hicache-report={directory}/report",
+            "-c",
+            str(SUITE / "pytest.ini"),
+            "--rootdir=.",
+            *([f"drivers_suite.py::Test{name}" for name in drivers] or ["drivers_suite.py"]),
+            cwd=MUTANTS,
+            plugins="hicache_conformance.plugin,drivers_selection",
+            seconds=seconds,
             HICACHE_SAMPLES=kind,
-        )  # fmt: skip
+        )
 
-    def _run(self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str) -> Ran:
+    def _run(
+        self, *arguments: str, cwd: Path | None, seconds: float = 300, **variables: str
+    ) -> Ran:
         command = [sys.executable, "-P", *arguments]
         done = subprocess.run(
-            command, cwd=cwd or self.directory, env={**self.environment, **variables}, capture_output=True, text=True, timeout=seconds,
+            command,
+            cwd=cwd or self.directory,
+            env={**self.environment, **variables},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
             check=False,
-        )  # fmt: skip
+        )
         return Ran(done.returncode, done.stdout + done.stderr)
 
     def _install(self, name: str, entry_point: str) -> None:

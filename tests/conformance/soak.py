@@ -1,7 +1,9 @@
-"""The long test of the suite itself: every mutant on many seeds, every right driver on more; `make soak` runs it.
+"""The long test of the suite itself: every mutant on many seeds, every right driver on more; `make
+soak` runs it.
 
-Every verdict is a line in the record, so that an interrupted soak goes on where it stopped. A verdict counts for the state of the
-sources that it depends on: the suite, the SDK, and the driver with what it is made of. With another state it is sought again.
+Every verdict is a line in the record, so that an interrupted soak goes on where it stopped. A
+verdict counts for the state of the sources that it depends on: the suite, the SDK, and the driver
+with what it is made of. With another state it is sought again.
 """
 
 from __future__ import annotations
@@ -33,8 +35,13 @@ EVERY = (
         for name in ("sample_driver", "drivers_plugin", "drivers_selection", "drivers_suite")
     ),
 )
-"""What the verdicts about all drivers depend on; those about a sample depend on its modules as well."""
-OWN = ("backends/hicache_backends/file", "backends/hicache_backends/posix", "examples/hicache-memory-driver")
+"""What the verdicts about all drivers depend on; those about a sample depend on its modules as
+well."""
+OWN = (
+    "backends/hicache_backends/file",
+    "backends/hicache_backends/posix",
+    "examples/hicache-memory-driver",
+)
 APART = tuple(
     ROOT / name
     for name in (
@@ -64,7 +71,8 @@ DRIVERS = {
     "right": [name for name, sample in SAMPLES.items() if not sample.breaks],
     "own": ["file", "memory"],
 }
-"""By kind. Our own are tried with everything and have to be conformant; right samples with the part that they are there for."""
+"""By kind. Our own are tried with everything and have to be conformant; right samples with the part
+that they are there for."""
 
 PROFILE = "smoke"
 
@@ -87,7 +95,8 @@ class Result:
 
     @property
     def is_as_meant(self) -> bool:
-        """Whether the mutant was found by the rules meant for it, or the right driver was not blamed."""
+        """Whether the mutant was found by the rules meant for it, or the right driver was not
+        blamed."""
         if self.errors:
             return False
         match self.kind:
@@ -106,7 +115,11 @@ class Record:
         self._path, self._states, self._lock = path, states, threading.Lock()
         self._results: dict[tuple[str, int, str], Result] = {}
         # A last line without an end is what an interrupted soak was about to write.
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")] if path.exists() else []
+        lines = (
+            [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            if path.exists()
+            else []
+        )
         for line in lines:
             found = json.loads(line)
             result = Result(**found["result"])
@@ -126,10 +139,15 @@ class Record:
 
     def add(self, results: list[Result]) -> None:
         """Take some."""
-        lines = [json.dumps({"state": self._states[result.driver], "result": asdict(result)}) + "\n" for result in results]
+        lines = [
+            json.dumps({"state": self._states[result.driver], "result": asdict(result)}) + "\n"
+            for result in results
+        ]
         with self._lock, self._path.open("a") as file:
             file.write("".join(lines))
-            self._results.update(((result.kind, result.seed, result.driver), result) for result in results)
+            self._results.update(
+                ((result.kind, result.seed, result.driver), result) for result in results
+            )
 
 
 def run_seed(site: Site, kind: str, seed: int, drivers: list[str]) -> list[Result]:
@@ -137,10 +155,16 @@ def run_seed(site: Site, kind: str, seed: int, drivers: list[str]) -> list[Resul
     with tempfile.TemporaryDirectory(prefix="hicache-soak-") as directory:
         ran = site.samples(kind, seed, Path(directory), SEED_SECONDS, drivers, PROFILE)
         reports = sorted(Path(directory, "report").rglob("results.json"))
-        results = {result.driver: result for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)}
+        results = {
+            result.driver: result
+            for result in (_result(kind, seed, json.loads(path.read_text())) for path in reports)
+        }
         missing = [name for name in drivers if name not in results]
         if missing:
-            raise RuntimeError(f"seed {seed} of the {kind} left no report of {', '.join(missing)}:\n{ran.output[-3000:]}")
+            raise RuntimeError(
+                f"seed {seed} of the {kind} left no report of "
+                f"{', '.join(missing)}:\n{ran.output[-3000:]}"
+            )
         return [results[name] for name in drivers]
 
 
@@ -152,33 +176,56 @@ def _result(kind: str, seed: int, report: dict) -> Result:
         driver=report["driver"]["name"],
         verdict=report["verdict"],
         failed=[rule["id"] for rule in report["rules"] if rule["outcome"] == "fail"],
-        errors=[f"{case['name']}: {case['reason']}" for case in cases if case["outcome"] == "error"],
+        errors=[
+            f"{case['name']}: {case['reason']}" for case in cases if case["outcome"] == "error"
+        ],
         told=[f"{case['name']}: {case['reason']}" for case in cases if case["outcome"] == "fail"],
     )
 
 
 def document(results: list[Result], states: Mapping[str, str]) -> str:
     """The page of the docs."""
-    mutants, right = _by_driver(results, "mutants"), {**_by_driver(results, "own"), **_by_driver(results, "right")}
+    mutants, right = (
+        _by_driver(results, "mutants"),
+        {**_by_driver(results, "own"), **_by_driver(results, "right")},
+    )
     killed = sum(all(result.is_as_meant for result in found) for found in mutants.values())
     accepted = sum(all(result.is_as_meant for result in found) for found in right.values())
-    seeds = {kind: len({result.seed for result in results if result.kind == kind}) for kind in DRIVERS}
+    seeds = {
+        kind: len({result.seed for result in results if result.kind == kind}) for kind in DRIVERS
+    }
     lines = [
         "# The suite's own long test",
         "",
-        "`make soak` plants faults into drivers and looks whether the suite finds each by the rule that is meant for it, on every",
-        "seed; and it runs drivers that are right, which the suite has to accept on every seed. This page is its result.",
+        (
+            "`make soak` plants faults into drivers and looks whether the suite finds each by the rule "
+            "that is meant for it, on every"
+        ),
+        (
+            "seed; and it runs drivers that are right, which the suite has to accept on every seed. "
+            "This page is its result."
+        ),
         "",
-        f"Sources {_joined(states)}, profile {PROFILE}, {os.cpu_count()} cores. A mutant is tried with the cases of the rules that it breaks, until it",
-        "is found by each of them; `D` and a number name a fault of a driver in the field that it repeats.",
+        (
+            f"Sources {_joined(states)}, profile {PROFILE}, {os.cpu_count()} cores. A mutant is tried "
+            f"with the cases of the rules that it breaks, until it"
+        ),
+        (
+            "is found by each of them; `D` and a number name a fault of a driver in the field that it "
+            "repeats."
+        ),
         "",
         f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
-        f"- **{accepted} of {len(right)} right drivers accepted**, each on {min(seeds['right'], seeds['own'])} seeds.",
+        (
+            f"- **{accepted} of {len(right)} right drivers accepted**, each on "
+            f"{min(seeds['right'], seeds['own'])} seeds."
+        ),
         "",
         "| mutant | found by | fault of the field | seeds |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {name} | {', '.join(_found_by(found))} | {SAMPLES[name].known_bug} | {_score(found)} |"
+            f"| {name} | {', '.join(_found_by(found))} | {SAMPLES[name].known_bug} | "
+            f"{_score(found)} |"
             for name, found in mutants.items()
         ),
         "",
@@ -190,13 +237,17 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
     if bad:
         lines += ["", "Not as meant:", ""]
         lines += [
-            f"- {result.driver}, seed {result.seed}: {'; '.join(result.errors or result.told) or 'not found'}" for result in bad
+            f"- {result.driver}, seed {result.seed}: "
+            f"{'; '.join(result.errors or result.told) or 'not found'}"
+            for result in bad
         ]
     return "\n".join(lines) + "\n"
 
 
 def _joined(states: Mapping[str, str]) -> str:
-    return hashlib.sha256("".join(states[name] for name in sorted(states)).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(states[name] for name in sorted(states)).encode()).hexdigest()[
+        :12
+    ]
 
 
 def _by_driver(results: list[Result], kind: str) -> dict[str, list[Result]]:
@@ -226,12 +277,22 @@ def state_of(driver: str) -> str:
     """Digest of everything that a verdict about this driver depends on."""
     sample = SAMPLES.get(driver)
     tops = [ROOT / top for top in (*EVERY, *(() if sample else OWN))]
-    files = {path for top in tops for path in (top.rglob("*.*") if top.is_dir() else [top]) if path.suffix in (".py", ".toml")}
+    files = {
+        path
+        for top in tops
+        for path in (top.rglob("*.*") if top.is_dir() else [top])
+        if path.suffix in (".py", ".toml")
+    }
     files = {path for path in files if not any(path.is_relative_to(part) for part in APART)}
     if sample:
-        _add_modules(files, f"{sample.target} {sample.config} {sample.transfer_engine} {sample.trial_services}")
+        _add_modules(
+            files,
+            f"{sample.target} {sample.config} {sample.transfer_engine} {sample.trial_services}",
+        )
     # Servers are started by commands that name this machine's paths.
-    digest = hashlib.sha256(repr(sample).replace(sys.executable, "").replace(str(ROOT), "").encode())
+    digest = hashlib.sha256(
+        repr(sample).replace(sys.executable, "").replace(str(ROOT), "").encode()
+    )
     for path in sorted(files):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -258,11 +319,18 @@ def main() -> None:
     options = parser.parse_args()
     states = {name: state_of(name) for names in DRIVERS.values() for name in names}
     record = Record(options.record, states)
-    counts = {"mutants": options.mutant_seeds, "right": options.right_seeds, "own": options.own_seeds}
+    counts = {
+        "mutants": options.mutant_seeds,
+        "right": options.right_seeds,
+        "own": options.own_seeds,
+    }
     wanted = [(kind, seed) for kind in DRIVERS for seed in range(counts[kind])]
     # All kinds side by side: a fault in the last of them is not seen only after an hour.
     wanted.sort(key=lambda job: job[1] / counts[job[0]])
-    with tempfile.TemporaryDirectory(prefix="hicache-site-") as directory, ThreadPoolExecutor(options.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="hicache-site-") as directory,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
         site = Site(Path(directory))
 
         def one(job: tuple[str, int]) -> None:
@@ -275,9 +343,16 @@ def main() -> None:
             record.add(results)
             bad = [result for result in results if not result.is_as_meant]
             if results:
-                print(f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant", flush=True)
+                print(
+                    f"{job[0]} seed {job[1]}: {len(results) - len(bad)} of {len(results)} as meant",
+                    flush=True,
+                )
             for result in bad:
-                print(f"  {result.driver}: {'; '.join(result.errors or result.told)[:1000] or 'not found'}", flush=True)
+                print(
+                    f"  {result.driver}: "
+                    f"{'; '.join(result.errors or result.told)[:1000] or 'not found'}",
+                    flush=True,
+                )
 
         list(pool.map(one, wanted))
     options.document.write_text(document(record.results, states))

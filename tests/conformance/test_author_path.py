@@ -1,4 +1,5 @@
-"""The way of a driver's author, with real installs: pip, `hicache drivers`, the suite, and what it says to planted faults."""
+"""The way of a driver's author, with real installs: pip, `hicache drivers`, the suite, and what it
+says to planted faults."""
 
 from __future__ import annotations
 
@@ -94,9 +95,21 @@ class Dtype(MemoryStorage):
 # Fault, rule, and what the message must say of the page.
 FAULTS = [
     ("swapped", "GET-1", r"page 0 key '\S+' of pool 'kv' holds bytes of key"),
-    ("truncated", "SET-1", r"page 0 key '\S+' of pool 'kv' was stored \(True\), and a get answers False"),
-    ("dropped", "SET-1", r"page \d+ key '\S+' of pool 'kv' was stored \(True\), and a get answers False"),
-    ("dtype", "ID-1", r"page 0 key '\S+' of pool 'kv' was set under another identity, and a get delivers it"),
+    (
+        "truncated",
+        "SET-1",
+        r"page 0 key '\S+' of pool 'kv' was stored \(True\), and a get answers False",
+    ),
+    (
+        "dropped",
+        "SET-1",
+        r"page \d+ key '\S+' of pool 'kv' was stored \(True\), and a get answers False",
+    ),
+    (
+        "dtype",
+        "ID-1",
+        r"page 0 key '\S+' of pool 'kv' was set under another identity, and a get delivers it",
+    ),
 ]
 
 
@@ -111,7 +124,11 @@ def author(tmp_path_factory):
     (faulty / "hicache_faulty_drivers" / "plugin.py").write_text(PLUGIN)
     (faulty / "hicache_faulty_drivers" / "driver.py").write_text(DRIVER)
     # A copy, because a build leaves files beside its sources.
-    example = shutil.copytree(EXAMPLE, home / "example", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    example = shutil.copytree(
+        EXAMPLE,
+        home / "example",
+        ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"),
+    )
     author = Author(home)
     author.install(ROOT, example, faulty)
     return author
@@ -124,7 +141,8 @@ def test_the_driver_fits_in_60_lines():
 
 def test_everything_comes_from_the_author_s_own_environment(author):
     where = author.shell(
-        "python -P -c 'import hicache_conformance as c, hicache_memory_driver as m; print(c.__file__, m.__file__)'"
+        "python -P -c 'import hicache_conformance as c, hicache_memory_driver as m; "
+        "print(c.__file__, m.__file__)'"
     )
     assert all(path.startswith(str(author.home / "venv")) for path in where.stdout.split())
 
@@ -143,7 +161,9 @@ def test_the_driver_conforms(author):
 
 
 def test_the_author_s_own_pytest_agrees(author):
-    done = author.shell("pytest example/tests -q -p no:cacheprovider --hicache-level core --hicache-profile smoke")
+    done = author.shell(
+        "pytest example/tests -q -p no:cacheprovider --hicache-level core --hicache-profile smoke"
+    )
     assert done.returncode == 0, done.stdout
     assert "\nconformant: every rule" in done.stdout
 
@@ -157,6 +177,8 @@ def test_a_planted_fault_is_found(author, driver, rule, page):
 
 
 def test_an_ignored_dtype_is_told_by_the_bytes(author):
-    done = author.shell(f"hicache conformance run dtype {LEVELS} --case 'test_one_field_differs[kv_dtype]'")
+    done = author.shell(
+        f"hicache conformance run dtype {LEVELS} --case 'test_one_field_differs[kv_dtype]'"
+    )
     assert done.returncode == 1
     assert "holds bytes written under kv_dtype 'bfloat16' (expected 'float16')" in done.stdout

@@ -10,7 +10,12 @@ import torch
 from hicache_conformance.harness import memory_peak
 from hicache_conformance.harness.driver_calls import counted, has_steps
 from hicache_conformance.harness.memory_peak import transient_bytes
-from hicache_conformance.harness.timing import ROUNDS, min_cpu_seconds, seconds, significantly_slower
+from hicache_conformance.harness.timing import (
+    ROUNDS,
+    min_cpu_seconds,
+    seconds,
+    significantly_slower,
+)
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import Capabilities, StorageIdentity
 
@@ -45,7 +50,11 @@ def with_mapping():
 
 @pytest.mark.parametrize(
     "stage",
-    [lambda: len(bytearray(32 * MIB)), lambda: len([bytes([1]) * MIB for _ in range(32)]), with_mapping],
+    [
+        lambda: len(bytearray(32 * MIB)),
+        lambda: len([bytes([1]) * MIB for _ in range(32)]),
+        with_mapping,
+    ],
     ids=["bytearray", "bytes", "mapping"],
 )
 def test_memory_that_a_call_needs_is_seen(stage):
@@ -57,13 +66,20 @@ def test_memory_of_tensors_is_seen():
         # More than the allocator keeps of what others have freed.
         return torch.ones(128 * MIB, dtype=torch.uint8)
 
-    # A machine that is short of memory takes pages from this process meanwhile, which hides some; not every time.
+    # A machine that is short of memory takes pages from this process meanwhile, which hides some;
+    # not every time.
     assert any(transient_bytes([stage]) >= 30 * MIB for _ in range(20))
 
 
 @pytest.mark.parametrize(
     ("resident", "peak", "after", "needed"),
-    [(100, 132, 100, 32), (100, 132, 132, 0), (100, 148, 132, 16), (100, 132, 90, 32), (100, 100, 60, 0)],
+    [
+        (100, 132, 100, 32),
+        (100, 132, 132, 0),
+        (100, 148, 132, 16),
+        (100, 132, 90, 32),
+        (100, 100, 60, 0),
+    ],
     ids=["given back", "kept", "a half kept", "more given back", "taken by the machine"],
 )
 def test_resident_memory_counts_beyond_before_and_after(monkeypatch, resident, peak, after, needed):

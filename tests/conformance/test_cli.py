@@ -22,14 +22,18 @@ SMOKE = ("--profile", "smoke", "--seed", "5")
 def conformant(site, tmp_path_factory):
     """A run of the file driver, with a report."""
     directory = tmp_path_factory.mktemp("report")
-    return site.hicache(*RUN, "file", "--level", "core,pools,identity", *SMOKE, "--report", str(directory)), directory
+    return site.hicache(
+        *RUN, "file", "--level", "core,pools,identity", *SMOKE, "--report", str(directory)
+    ), directory
 
 
 @pytest.fixture(scope="module")
 def wrong(site, tmp_path_factory):
     """A run of a driver with a planted fault, with a report."""
     directory = tmp_path_factory.mktemp("report")
-    return site.hicache(*RUN, "Rewrites", "--level", "core", *SMOKE, "--report", str(directory)), directory
+    return site.hicache(
+        *RUN, "Rewrites", "--level", "core", *SMOKE, "--report", str(directory)
+    ), directory
 
 
 def test_a_conformant_driver_exits_0(conformant):
@@ -57,7 +61,13 @@ def test_a_wrong_driver_exits_1(wrong):
 def test_a_run_that_is_ended_leaves_no_process(site, number):
     with site.started(*RUN, "memory", *SMOKE) as process:
         deadline = time.monotonic() + 120
-        while not (suites := [leader for leader, parent, session in _processes() if parent == process.pid and leader == session]):
+        while not (
+            suites := [
+                leader
+                for leader, parent, session in _processes()
+                if parent == process.pid and leader == session
+            ]
+        ):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -80,7 +90,9 @@ def _processes():
 
 
 def test_untested_levels_exit_1(site):
-    ran = site.hicache(*RUN, "memory", "--level", "stream", "--case", "nothing_is_called_so", *SMOKE)
+    ran = site.hicache(
+        *RUN, "memory", "--level", "stream", "--case", "nothing_is_called_so", *SMOKE
+    )
     assert ran.status == 1
     assert "incomplete: 3 rules untested: ST-1, ST-2, ST-3" in ran.output
 
@@ -93,7 +105,10 @@ def test_untested_levels_exit_1(site):
         (("memory", "-c", "store"), "is not of the form key=value"),
         (("memory", "--level", "cor"), "unknown level 'cor'"),
         (("memory", "--profile", "slow"), "unknown profile 'slow'"),
-        (("CannotOpen",), "driver 'CannotOpen' cannot be opened: ConnectionRefusedError: no server at 127.0.0.1:1"),
+        (
+            ("CannotOpen",),
+            "driver 'CannotOpen' cannot be opened: ConnectionRefusedError: no server at 127.0.0.1:1",
+        ),
     ],
 )
 def test_what_the_suite_cannot_work_with_exits_2(site, arguments, words):
@@ -115,7 +130,9 @@ def test_a_driver_that_ends_the_process_leaves_a_report(site, tmp_path, results)
 
 def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
     # Its gets wait for ever: `waits` means that the deadline layer waits too.
-    ran = site.hicache(*RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path))
+    ran = site.hicache(
+        *RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "5", "--report", str(tmp_path)
+    )
     assert ran.status == 2
     assert "the run hung for 5 s and was ended" in ran.output
     assert results(tmp_path)["reason"].startswith("crashed during")
@@ -123,27 +140,51 @@ def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
 
 def test_results_are_the_same_for_the_same_seed(site, results, tmp_path):
     def run(name):
-        site.hicache(*RUN, "Rewrites", "--level", "core", *SMOKE, "--run-id", "same", "--report", str(tmp_path / name))
+        site.hicache(
+            *RUN,
+            "Rewrites",
+            "--level",
+            "core",
+            *SMOKE,
+            "--run-id",
+            "same",
+            "--report",
+            str(tmp_path / name),
+        )
         report = results(tmp_path / name)
         for rule in report["rules"]:
             rule["seconds"] = 0
             for case in rule["cases"]:
                 case["seconds"] = 0
                 if "test_many_" in case["name"]:
-                    # Threads meet as they like; that the fault is found does not change, the moment does.
+                    # Threads meet as they like; that the fault is found does not change, the moment
+                    # does.
                     case["reason"] = case["detail"] = ""
                     rule["reason"] = ""
         return report
 
     first, second = run("first"), run("second")
     assert first == second
-    assert first["driver"] == {"name": "Rewrites", "distribution": "hicache-samples", "version": "1.0"}
+    assert first["driver"] == {
+        "name": "Rewrites",
+        "distribution": "hicache-samples",
+        "version": "1.0",
+    }
 
 
 def test_one_case_can_be_run_again(wrong, site, results):
-    failing = next(case for rule in results(wrong[1])["rules"] for case in rule["cases"] if case["outcome"] == "fail")
+    failing = next(
+        case
+        for rule in results(wrong[1])["rules"]
+        for case in rule["cases"]
+        if case["outcome"] == "fail"
+    )
     page = (wrong[1] / "index.html").read_text("utf-8")
-    command = next(line for line in re.findall(r"<pre>(hicache conformance run [^<]*)", page) if failing["name"] in line)
+    command = next(
+        line
+        for line in re.findall(r"<pre>(hicache conformance run [^<]*)", page)
+        if failing["name"] in line
+    )
     arguments = [part.strip("'") for part in command.replace("&#39;", "'").split()[1:]]
     ran = site.hicache(*arguments)
     assert ran.status == 1
@@ -153,7 +194,10 @@ def test_one_case_can_be_run_again(wrong, site, results):
 def test_junit_has_a_suite_for_each_level(conformant, wrong):
     suites = ElementTree.parse(conformant[1] / "junit.xml").getroot()
     assert [suite.get("name") for suite in suites] == ["core", "pools", "identity"]
-    assert all(suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0" for suite in suites)
+    assert all(
+        suite.get("failures") == suite.get("errors") == suite.get("skipped") == "0"
+        for suite in suites
+    )
     assert {case.get("classname") for suite in suites for case in suite} <= set(rules())
     (core,) = ElementTree.parse(wrong[1] / "junit.xml").getroot()
     failure = core.find("testcase[@classname='SET-3']/failure")
@@ -163,8 +207,11 @@ def test_junit_has_a_suite_for_each_level(conformant, wrong):
 
 def test_the_badge_is_what_shields_asks_for(conformant, wrong):
     assert json.loads((conformant[1] / "badge.json").read_text()) == {
-        "schemaVersion": 1, "label": "HiCacheStorage v2", "message": "conformant (core, pools, identity)", "color": "brightgreen",
-    }  # fmt: skip
+        "schemaVersion": 1,
+        "label": "HiCacheStorage v2",
+        "message": "conformant (core, pools, identity)",
+        "color": "brightgreen",
+    }
     assert json.loads((wrong[1] / "badge.json").read_text())["color"] == "red"
 
 
@@ -187,7 +234,9 @@ def test_options_are_shown_without_secrets_and_without_the_directory(conformant,
 def test_the_users_pytest_has_no_say(site, tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -k nothing --no-such-option\n")
     (tmp_path / "conftest.py").write_text("raise RuntimeError('must not be loaded')\n")
-    ran = site.hicache(*RUN, "memory", "--level", "core", *SMOKE, cwd=tmp_path, PYTEST_ADDOPTS="-k absent")
+    ran = site.hicache(
+        *RUN, "memory", "--level", "core", *SMOKE, cwd=tmp_path, PYTEST_ADDOPTS="-k absent"
+    )
     assert ran.status == 0, ran.output
     assert sorted(tmp_path.iterdir()) == [tmp_path / "conftest.py", tmp_path / "pytest.ini"]
 

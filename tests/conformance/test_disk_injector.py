@@ -1,4 +1,5 @@
-"""The disk that drivers stand on: each named fault as a plain program sees it, and nothing left behind."""
+"""The disk that drivers stand on: each named fault as a plain program sees it, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
 from hicache_conformance.injectors.random_plan import MENU
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
-from tests.conformance.fault_helpers import CONTENT, MAX_SECONDS, background, bits_that_differ, eventually, find_fault
+from tests.conformance.fault_helpers import (
+    CONTENT,
+    MAX_SECONDS,
+    background,
+    bits_that_differ,
+    eventually,
+    find_fault,
+)
 
 needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
 
@@ -85,7 +93,15 @@ def _name(file):
     os.rename(file, f"{file}.renamed")
 
 
-USES = {"look": _look, "open": _open, "create": _create, "read": _read, "write": _write, "sync": _sync, "name": _name}
+USES = {
+    "look": _look,
+    "open": _open,
+    "create": _create,
+    "read": _read,
+    "write": _write,
+    "sync": _sync,
+    "name": _name,
+}
 ERRORS = [
     (fault.error, operation)
     for fault in MENU["disk"]
@@ -124,9 +140,24 @@ def test_an_error_strikes_where_it_was_told_to(disk):
 @pytest.mark.parametrize(
     ("operation", "change", "done", "error"),
     [
-        ("name", lambda file: os.rename(file, f"{file}.renamed"), lambda file: os.path.exists(f"{file}.renamed"), "ENOENT"),
-        ("name", lambda file: os.link(file, f"{file}.linked"), lambda file: os.path.exists(f"{file}.linked"), "EEXIST"),
-        ("name", lambda file: os.mkdir(f"{file}.directory"), lambda file: os.path.isdir(f"{file}.directory"), "EEXIST"),
+        (
+            "name",
+            lambda file: os.rename(file, f"{file}.renamed"),
+            lambda file: os.path.exists(f"{file}.renamed"),
+            "ENOENT",
+        ),
+        (
+            "name",
+            lambda file: os.link(file, f"{file}.linked"),
+            lambda file: os.path.exists(f"{file}.linked"),
+            "EEXIST",
+        ),
+        (
+            "name",
+            lambda file: os.mkdir(f"{file}.directory"),
+            lambda file: os.path.isdir(f"{file}.directory"),
+            "EEXIST",
+        ),
         ("remove", os.unlink, lambda file: not os.path.exists(file), "ENOENT"),
         ("write", _write, lambda file: file.read_bytes()[:1] == b"x", "EIO"),
         ("create", _create, lambda file: os.path.exists(f"{file}.new"), "EIO"),
@@ -264,7 +295,9 @@ def test_a_closed_disk_is_gone_although_a_program_hangs_on_it():
 @needs_fuse
 def test_a_disk_goes_with_a_suite_that_is_killed():
     code = "from hicache_conformance.injectors.disk import DiskInjector; g = DiskInjector(); print(g.tmp, flush=True); input()"
-    suite = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    suite = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     tmp = Path(suite.stdout.readline().strip())
     assert is_mounted(tmp.parent)
     suite.kill()
@@ -277,9 +310,18 @@ def test_a_disk_goes_with_a_suite_that_is_killed():
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda patch: patch.setattr(disk_module.importlib.util, "find_spec", lambda name: None), r"mfusepy \(pip install"),
-        (lambda patch: patch.setattr(disk_module.shutil, "which", lambda name: None), r"fusermount3 \(package fuse3\)"),
-        (lambda patch: patch.setattr(disk_module.os.path, "exists", lambda path: False), "/dev/fuse"),
+        (
+            lambda patch: patch.setattr(disk_module.importlib.util, "find_spec", lambda name: None),
+            r"mfusepy \(pip install",
+        ),
+        (
+            lambda patch: patch.setattr(disk_module.shutil, "which", lambda name: None),
+            r"fusermount3 \(package fuse3\)",
+        ),
+        (
+            lambda patch: patch.setattr(disk_module.os.path, "exists", lambda path: False),
+            "/dev/fuse",
+        ),
     ],
 )
 def test_without_fuse_the_disk_says_what_is_missing(monkeypatch, spoil, words):

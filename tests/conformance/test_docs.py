@@ -1,4 +1,5 @@
-"""The guide for authors shows what `hicache new` makes; `make docs` runs its commands and compares what they say."""
+"""The guide for authors shows what `hicache new` makes; `make docs` runs its commands and compares
+what they say."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def test_the_package_comes_from_the_author_s_own_environment(tmp_path):
     author.install(ROOT)
     where = "import hicache_storage as s, hicache_demo_driver as d; print(s.__file__, d.__file__)"
     done = author.shell(f"hicache new demo && pip install -q ./demo && python -P -c '{where}'")
-    assert all(path.startswith(str(author.scripts.parent)) for path in done.stdout.splitlines()[-1].split()), done.stdout
+    assert all(
+        path.startswith(str(author.scripts.parent)) for path in done.stdout.splitlines()[-1].split()
+    ), done.stdout
 
 
 def test_the_guide_shows_the_generated_package_as_it_is():

@@ -1,7 +1,8 @@
-"""Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands on its injector.
+"""Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands
+on its injector.
 
-What the injectors `disk`, `network` and `services` do to a plain program is in `test_disk_injector`, `test_network_injector` and
-`test_server_injector`.
+What the injectors `disk`, `network` and `services` do to a plain program is in
+`test_disk_injector`, `test_network_injector` and `test_server_injector`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import pytest
 
 from hicache_conformance.fixtures.context import CaseContext
 from hicache_conformance.fixtures.pipeline import sdk_engine
-from hicache_conformance.fixtures.random_run import BEGIN_FAULTS, END_FAULTS, RandomRun, random_steps, shrink
+from hicache_conformance.fixtures.random_run import (
+    BEGIN_FAULTS,
+    END_FAULTS,
+    RandomRun,
+    random_steps,
+    shrink,
+)
 from hicache_conformance.history.events import Call
 from hicache_conformance.injectors.active_faults import ActiveFaults
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
@@ -28,58 +35,88 @@ KEYS = ["a", "b", "c", "d"]
 PLACES = [0, 1, 2, 3]
 
 
-# Plans as data ------------------------------------------------------------------------------------------------------
+# Plans as data
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_every_kind_is_on_a_menu():
-    assert {fault.kind for menu in MENU.values() for fault in menu} | {KILLED_ENGINE.kind} == set(FaultKind)
+    assert {fault.kind for menu in MENU.values() for fault in menu} | {KILLED_ENGINE.kind} == set(
+        FaultKind
+    )
 
 
 @pytest.mark.parametrize("injector", MENU)
 def test_every_trouble_can_also_be_drawn(injector):
     kinds = {fault.kind for fault in MENU[injector]}
-    assert {fault.kind for faults in (*NAMED_FAULTS[injector].values(), UNAVAILABLE[injector], HUNG) for fault in faults} <= kinds
+    assert {
+        fault.kind
+        for faults in (*NAMED_FAULTS[injector].values(), UNAVAILABLE[injector], HUNG)
+        for fault in faults
+    } <= kinds
 
 
 @pytest.mark.parametrize("injector", MENU)
 def test_a_plan_depends_on_its_seed_alone(injector):
     plans = [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
     assert plans == [generate_plan(injector, Random(seed), engines=True) for seed in range(300)]
-    assert {fault.kind for plan in plans for fault in plan.faults} == {fault.kind for fault in (*MENU[injector], KILLED_ENGINE)}
+    assert {fault.kind for plan in plans for fault in plan.faults} == {
+        fault.kind for fault in (*MENU[injector], KILLED_ENGINE)
+    }
     assert {len(plan.faults) for plan in plans} == {1, 2, 3, 4}
     assert all(FaultPlan.from_json(plan.as_json()) == plan for plan in plans)
     # What is done at once is done once.
-    assert all(len(once) == len(set(once)) for plan in plans for once in [[f.kind for f in plan.faults if f.kind in UNTIMED]])
+    assert all(
+        len(once) == len(set(once))
+        for plan in plans
+        for once in [[f.kind for f in plan.faults if f.kind in UNTIMED]]
+    )
 
 
 def test_hangs_and_killed_engines_are_drawn_only_where_they_may():
     plans = [generate_plan("disk", Random(seed), hangs=False) for seed in range(300)]
-    assert not any(plan.hangs or KILLED_ENGINE.kind in {fault.kind for fault in plan.faults} for plan in plans)
+    assert not any(
+        plan.hangs or KILLED_ENGINE.kind in {fault.kind for fault in plan.faults} for plan in plans
+    )
 
 
 def test_a_plan_says_what_happens_where():
     plan = FaultPlan(
         "disk",
         (
-            Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("create", "write"), first=2, count=3),
+            Fault(
+                kind=FaultKind.ERROR,
+                error="ENOSPC",
+                operations=("create", "write"),
+                first=2,
+                count=3,
+            ),
             Fault(kind=FaultKind.DELAY, seconds=0.02, operations=("read",), count=1),
             Fault(kind=FaultKind.SHORT_READ, first=4),
             KILLED_ENGINE,
         ),
     )
     assert str(plan) == (
-        "disk: ENOSPC at create or write number 3 to 5; a delay of 20 ms at read number 1; short read at any operation from "
+        "disk: ENOSPC at create or write number 3 to 5; a delay of 20 ms at read number 1; short "
+        "read at any operation from "
         "number 5 on; killed engine"
     )
     assert str(plan.only(())) == "disk: no fault"
 
 
 def test_a_strike_counts_the_operations_of_each_fault():
-    first, second = Fault(kind=FaultKind.CUT, operations=("read",), first=1, count=2), Fault(kind=FaultKind.HANG, first=3)
+    first, second = (
+        Fault(kind=FaultKind.CUT, operations=("read",), first=1, count=2),
+        Fault(kind=FaultKind.HANG, first=3),
+    )
     active = ActiveFaults((first, second))
     assert [active.at(sort) for sort in ("read", "write", "read", "read", "read", "write")] == [
-        [], [], [first], [first, second], [second], [second],
-    ]  # fmt: skip
+        [],
+        [],
+        [first],
+        [first, second],
+        [second],
+        [second],
+    ]
     assert active.injected_count == 4
     active.heal()
     assert active.at("read") == []
@@ -103,12 +140,14 @@ def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
     assert len(found) < 100
 
 
-# Each kind around an object store -----------------------------------------------------------------------------------
+# Each kind around an object store
+# -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stage(kit):
-    """An injector, a memory storage that stands on it and has three of KEYS, and the storage's pool."""
+    """An injector, a memory storage that stands on it and has three of KEYS, and the storage's
+    pool."""
     injector, (storage, pool) = DriverMethodInjector(), kit.memory_storage()
     injector.attach(storage)
     storage.open()
@@ -254,7 +293,10 @@ def test_wrong_bytes_arrive_at_a_driver_that_was_asked_twice_and_verifies_itself
     injector.inject(
         FaultPlan(
             "objects",
-            (Fault(kind=FaultKind.DUPLICATE, operations=("read",)), Fault(kind=FaultKind.BIT_FLIP, operations=("read",))),
+            (
+                Fault(kind=FaultKind.DUPLICATE, operations=("read",)),
+                Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
+            ),
         )
     )
     assert read(storage, pool, KEYS[:1]) == [False]
@@ -277,10 +319,14 @@ def test_plans_are_recorded_once(stage):
     inject(injector, FaultKind.HANG)
     inject(injector, FaultKind.CUT)
     injector.inject(FaultPlan("objects", ()))
-    assert [[fault.kind for fault in plan.faults] for plan in injector.plans] == [[FaultKind.HANG], [FaultKind.CUT]]
+    assert [[fault.kind for fault in plan.faults] for plan in injector.plans] == [
+        [FaultKind.HANG],
+        [FaultKind.CUT],
+    ]
 
 
-# Whole rehearsals ---------------------------------------------------------------------------------------------------
+# Whole rehearsals
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -288,10 +334,19 @@ def context(tmp_path):
     """A context of the file driver, on the injector `objects`."""
     injector = DriverMethodInjector()
     context = CaseContext(
-        driver="file", config={"path": str(tmp_path / "store")}, case="plans", seed=1, run="r", profile=PROFILES["smoke"],
-        tmp=tmp_path, sandbox=tmp_path, corrupt=lambda *_: False, capabilities=Capabilities(sharing=Sharing.PROCESSES),
-        injector=injector, transfer_engine=sdk_engine,
-    )  # fmt: skip
+        driver="file",
+        config={"path": str(tmp_path / "store")},
+        case="plans",
+        seed=1,
+        run="r",
+        profile=PROFILES["smoke"],
+        tmp=tmp_path,
+        sandbox=tmp_path,
+        corrupt=lambda *_: False,
+        capabilities=Capabilities(sharing=Sharing.PROCESSES),
+        injector=injector,
+        transfer_engine=sdk_engine,
+    )
     yield context
     injector.heal()
     context.close()
@@ -302,8 +357,16 @@ def test_another_engine_is_killed_and_this_one_goes_on(context, monkeypatch):
     assert random_run.has_others()
     killed = []
     real = context.worker
-    monkeypatch.setattr(context, "worker", lambda *args, **named: killed.append(real(*args, **named)) or killed[-1])
-    plan = FaultPlan("objects", (Fault(kind=FaultKind.ENGINE, place=0.2), Fault(kind=FaultKind.ERROR, error="EIO", count=2)))
+    monkeypatch.setattr(
+        context, "worker", lambda *args, **named: killed.append(real(*args, **named)) or killed[-1]
+    )
+    plan = FaultPlan(
+        "objects",
+        (
+            Fault(kind=FaultKind.ENGINE, place=0.2),
+            Fault(kind=FaultKind.ERROR, error="EIO", count=2),
+        ),
+    )
     assert random_run.run(plan, random_steps(Random(1), 10)) is None
     (engine,) = killed
     assert engine.ended

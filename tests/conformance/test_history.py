@@ -1,4 +1,5 @@
-"""The history checker finds what cannot be, and nothing else; it says why; and its work is linear in the history."""
+"""The history checker finds what cannot be, and nothing else; it says why; and its work is linear
+in the history."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ class Scribe:
     def call(self, call, began, ended, keys=("k",), *, value=0, client=None, **answer):
         number = len(self.events)
         begun = Begun(
-            number=number, client=client or f"L{number}", call=call, at=began * 1000, pool="kv", keys=tuple(keys), value=value
+            number=number,
+            client=client or f"L{number}",
+            call=call,
+            at=began * 1000,
+            pool="kv",
+            keys=tuple(keys),
+            value=value,
         )
         end = None if ended is None else Ended(number=number, at=ended * 1000, **answer)
         self.events.append(Event(begun, end))
@@ -36,27 +43,44 @@ class Scribe:
 
     def set(self, began, ended, value, *, ok=True, keys=("k",), **more):
         return self.call(
-            Call.SET, began, ended, keys, value=value, **({} if ended is None else {"done": (ok,) * len(keys)}), **more
+            Call.SET,
+            began,
+            ended,
+            keys,
+            value=value,
+            **({} if ended is None else {"done": (ok,) * len(keys)}),
+            **more,
         )
 
     def get(self, began, ended, *found, keys=("k",), **more):
-        return self.call(Call.GET, began, ended, keys, **({} if ended is None else {"found": found}), **more)
+        return self.call(
+            Call.GET, began, ended, keys, **({} if ended is None else {"found": found}), **more
+        )
 
     def exists(self, began, ended, hit, keys=("k",)):
         return self.call(Call.EXISTS, began, ended, keys, hit=hit)
 
     def delete(self, began, ended, keys=("k",)):
-        return self.call(Call.DELETE, began, ended, keys, **({} if ended is None else {"done": (True,) * len(keys)}))
+        return self.call(
+            Call.DELETE,
+            began,
+            ended,
+            keys,
+            **({} if ended is None else {"done": (True,) * len(keys)}),
+        )
 
     def clear(self, began, ended, raised=""):
-        return self.call(Call.CLEAR, began, ended, (), **({} if ended is None else {"raised": raised}))
+        return self.call(
+            Call.CLEAR, began, ended, (), **({} if ended is None else {"raised": raised})
+        )
 
 
 def kinds(scribe, **options):
     return [anomaly.kind for anomaly in HistoryChecker(scribe.events, **options).check()]
 
 
-# One history for each kind -----------------------------------------------------------------------------------------------
+# One history for each kind
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,7 +231,8 @@ def test_only_the_first_missing_page_is_denied(scribe):
     assert (anomaly.kind, anomaly.key, anomaly.index) == (AnomalyKind.DENIED, "b", 1)
 
 
-# Against a definition by quantifiers, and against a right store -----------------------------------------------------------
+# Against a definition by quantifiers, and against a right store
+# -----------------------------------------------------------
 
 KEYS = ("a", "b")
 
@@ -224,13 +249,21 @@ def histories(draw):
             case Call.SET:
                 value += 1
                 scribe.call(
-                    Call.SET, began, ended, keys, value=value,
+                    Call.SET,
+                    began,
+                    ended,
+                    keys,
+                    value=value,
                     **({} if ended is None else {"done": tuple(draw(st.booleans()) for _ in keys)}),
-                )  # fmt: skip
+                )
             case Call.GET:
                 answer = st.one_of(st.none(), st.integers(1, 4), st.just(b"?"))
                 scribe.call(
-                    Call.GET, began, ended, keys, **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)})
+                    Call.GET,
+                    began,
+                    ended,
+                    keys,
+                    **({} if ended is None else {"found": tuple(draw(answer) for _ in keys)}),
                 )
             case Call.EXISTS:
                 scribe.call(Call.EXISTS, began, ended, keys, hit=draw(st.integers(0, len(keys))))
@@ -242,7 +275,8 @@ def histories(draw):
 
 
 class Definition:
-    """The anomalies of a history, by trying all events against all: what `HistoryChecker` says in one sweep."""
+    """The anomalies of a history, by trying all events against all: what `HistoryChecker` says in
+    one sweep."""
 
     def __init__(self, events, *, keeps):
         self.events, self.keeps = events, keeps
@@ -257,7 +291,11 @@ class Definition:
                 if event.call is Call.GET:
                     kind = self.of_get(event, key, event.ended.found[index])
                 elif event.call is Call.EXISTS and index <= event.ended.hit:
-                    kind = self.of_claim(event, key) if index < event.ended.hit else self.of_miss(event, key, AnomalyKind.DENIED)
+                    kind = (
+                        self.of_claim(event, key)
+                        if index < event.ended.hit
+                        else self.of_miss(event, key, AnomalyKind.DENIED)
+                    )
                 if kind:
                     found.add((event.begun.number, index, kind))
         return found
@@ -267,13 +305,24 @@ class Definition:
             return self.of_miss(get, key, AnomalyKind.LOST)
         if isinstance(found, bytes):
             return AnomalyKind.FOREIGN
-        wrote = next((event for event in self.sets(key) if event.begun.value == found and event.began_at <= get.ended_at), None)
+        wrote = next(
+            (
+                event
+                for event in self.sets(key)
+                if event.begun.value == found and event.began_at <= get.ended_at
+            ),
+            None,
+        )
         if wrote is None:
             return AnomalyKind.UNBEGUN
-        if self.acknowledges(wrote, key) and any(before(wrote, gone) and before(gone, get) for gone in self.removals(key)):
+        if self.acknowledges(wrote, key) and any(
+            before(wrote, gone) and before(gone, get) for gone in self.removals(key)
+        ):
             return AnomalyKind.REMOVED
         if self.keeps and any(
-            self.acknowledges(event, key) and before(event, wrote) and not self.removable_since(event, get, key)
+            self.acknowledges(event, key)
+            and before(event, wrote)
+            and not self.removable_since(event, get, key)
             for event in self.sets(key)
         ):
             return AnomalyKind.REWRITTEN
@@ -281,7 +330,9 @@ class Definition:
 
     def of_miss(self, answer, key, kind):
         lost = any(
-            self.acknowledges(event, key) and before(event, answer) and not self.removable_since(event, answer, key)
+            self.acknowledges(event, key)
+            and before(event, answer)
+            and not self.removable_since(event, answer, key)
             for event in self.sets(key)
         )
         return kind if self.keeps and lost else None
@@ -304,14 +355,19 @@ class Definition:
         return [event for event in self.events if event.call is Call.SET and key in event.keys]
 
     def removals(self, key):
-        return [event for event in self.events if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)]
+        return [
+            event
+            for event in self.events
+            if event.call is Call.CLEAR or (event.call is Call.DELETE and key in event.keys)
+        ]
 
     def acknowledges(self, event, key):
         return event.ended is not None and event.ended.done[event.keys.index(key)]
 
     def removable_since(self, start, answer, key):
         return any(
-            gone.began_at <= answer.ended_at and (gone.ended_at is None or gone.ended_at >= start.began_at)
+            gone.began_at <= answer.ended_at
+            and (gone.ended_at is None or gone.ended_at >= start.began_at)
             for gone in self.removals(key)
         )
 
@@ -324,7 +380,8 @@ def before(one, two):
 @hypothesis.settings(max_examples=1500, deadline=None, database=None)
 def test_the_sweep_finds_what_the_definition_says(events, keeps):
     swept = {
-        (anomaly.answer.begun.number, anomaly.index, anomaly.kind) for anomaly in HistoryChecker(events, keeps=keeps).check()
+        (anomaly.answer.begun.number, anomaly.index, anomaly.kind)
+        for anomaly in HistoryChecker(events, keeps=keeps).check()
     }
     assert swept == Definition(events, keeps=keeps).anomalies()
 
@@ -349,7 +406,8 @@ def _is_found(anomaly, events):
 
 
 class RightStore:
-    """Runs clients of calls step by step in a random order; every step is atomic, and every answer right."""
+    """Runs clients of calls step by step in a random order; every step is atomic, and every answer
+    right."""
 
     def __init__(self, chance, *, deaths=0.002):
         self.chance, self.deaths = chance, deaths
@@ -375,10 +433,26 @@ class RightStore:
             self.numbers += 1
             number, call = (
                 self.numbers,
-                self.chance.choice([Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR]),
+                self.chance.choice(
+                    [Call.SET] * 3 + [Call.GET] * 3 + [Call.EXISTS, Call.DELETE, Call.CLEAR]
+                ),
             )
-            keys = tuple(self.chance.sample("abc", self.chance.randint(1, 3))) if call is not Call.CLEAR else ()
-            self.recorder.note(Begun(number=number, client=name, call=call, at=self.now, pool="kv", keys=keys, value=number))
+            keys = (
+                tuple(self.chance.sample("abc", self.chance.randint(1, 3)))
+                if call is not Call.CLEAR
+                else ()
+            )
+            self.recorder.note(
+                Begun(
+                    number=number,
+                    client=name,
+                    call=call,
+                    at=self.now,
+                    pool="kv",
+                    keys=keys,
+                    value=number,
+                )
+            )
             answer = {}
             yield from getattr(self, call.value)(keys, number, answer)
             self.recorder.note(Ended(number=number, at=self.now, **answer))
@@ -460,12 +534,15 @@ def test_clears_cost_no_more_where_there_are_many_pages(scribe):
     assert both.visits == pages.visits + 100
 
 
-# How it is told ----------------------------------------------------------------------------------------------------------
+# How it is told
+# ----------------------------------------------------------------------------------------------------------
 
 
 def told(scribe, patterns=None):
     anomalies = HistoryChecker(scribe.events).check()
-    return Counterexample(IDENTITY, patterns or PagePatterns(), scribe.events).violation(anomalies, "CC-2")
+    return Counterexample(IDENTITY, patterns or PagePatterns(), scribe.events).violation(
+        anomalies, "CC-2"
+    )
 
 
 def test_a_lost_page_is_told_in_aligned_lines(scribe):
@@ -474,7 +551,11 @@ def test_a_lost_page_is_told_in_aligned_lines(scribe):
     scribe.get(2000, 12_000, None, client="reader.11")
     violation = told(scribe)
     assert violation.rule == "SET-1"
-    assert str(violation) == "SET-1: page 0 key 'k' of pool 'kv' was stored (True) and removed by nobody, and a get answers False"
+    assert (
+        str(violation)
+        == "SET-1: page 0 key 'k' of pool 'kv' was stored (True) and removed by nobody, and a get "
+        "answers False"
+    )
     assert violation.__notes__[0].splitlines() == [
         "The calls that matter for key 'k' of pool 'kv':",
         "  0.000 ..  1.500 ms  writer.0   set value 7, page 1 of 2  True",
@@ -490,8 +571,9 @@ def test_a_clear_that_raised_is_told_with_its_error(scribe):
     scribe.get(60, 70, 7, client="reader")
     counterexample = Counterexample(IDENTITY, PagePatterns(), scribe.events)
     anomaly = Anomaly(AnomalyKind.REMOVED, "k", 0, scribe.events[-1], (late,))
-    assert "0.000 .. 0.010 ms  L2      clear             raised StorageTimeoutError: late" in "\n".join(
-        counterexample.counterexample(anomaly)
+    assert (
+        "0.000 .. 0.010 ms  L2      clear             raised StorageTimeoutError: late"
+        in "\n".join(counterexample.counterexample(anomaly))
     )
 
 
@@ -504,7 +586,10 @@ def test_a_mixed_page_names_both_writers(scribe):
     scribe.get(3, 4, one[:32] + two[32:], client="D")
     violation = told(scribe, patterns)
     assert violation.rule == "CC-2"
-    assert "page 0 key 'k' of pool 'kv' is value 7 in bytes 0..31, is value 8 in bytes 32..63 of 64" in str(violation)
+    assert (
+        "page 0 key 'k' of pool 'kv' is value 7 in bytes 0..31, is value 8 in bytes 32..63 of 64"
+        in str(violation)
+    )
     lines = violation.__notes__[0].splitlines()[1:]
     assert [line.split()[4] for line in lines] == ["A", "B", "D"]
     assert "never" in lines[1]
@@ -531,4 +616,6 @@ def test_every_kind_can_be_told(scribe):
     counterexample = Counterexample(IDENTITY, PagePatterns(), scribe.events)
     for kind in AnomalyKind:
         if kind is not AnomalyKind.FOREIGN:
-            assert counterexample.headline(Anomaly(kind, "k", 0, event)).startswith("page 0 key 'k'")
+            assert counterexample.headline(Anomaly(kind, "k", 0, event)).startswith(
+                "page 0 key 'k'"
+            )

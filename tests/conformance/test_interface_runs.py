@@ -1,4 +1,5 @@
-"""`hicache conformance run ... --interface sglang`, on a machine without SGLang, with drivers in the current directory."""
+"""`hicache conformance run ... --interface sglang`, on a machine without SGLang, with drivers in
+the current directory."""
 
 from __future__ import annotations
 
@@ -13,14 +14,29 @@ SGLANG = ("--interface", "sglang", "-c", "interface_v1=1", "--profile", "smoke",
 
 def outcomes(report):
     """What became of each case, and which rule it found broken."""
-    return {case["name"]: (case["outcome"], case["broken_rule"]) for rule in report["rules"] for case in rule["cases"]}
+    return {
+        case["name"]: (case["outcome"], case["broken_rule"])
+        for rule in report["rules"]
+        for case in rule["cases"]
+    }
 
 
 def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results):
-    ran = site.hicache(*RUN, "shelf:Shelf", *SGLANG, "--level", "core,identity", "--report", str(tmp_path), cwd=DRIVERS)
+    ran = site.hicache(
+        *RUN,
+        "shelf:Shelf",
+        *SGLANG,
+        "--level",
+        "core,identity",
+        "--report",
+        str(tmp_path),
+        cwd=DRIVERS,
+    )
     assert ran.status == 0, ran.output
     report = results(tmp_path)
-    assert report["totals"]["fail"] == report["totals"]["untested"] == report["totals"]["error"] == 0
+    assert (
+        report["totals"]["fail"] == report["totals"]["untested"] == report["totals"]["error"] == 0
+    )
     assert {rule["id"] for rule in report["rules"] if rule["outcome"] == "pass"} >= {
         "ID-1",
         "ID-5",
@@ -33,14 +49,18 @@ def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results
 
 def test_a_wrong_driver_exits_1(site, tmp_path, results):
     cases = ("--case", "test_holes", "--case", "test_pages_read_back")
-    ran = site.hicache(*RUN, "shelf:Compacts", *SGLANG, *cases, "--report", str(tmp_path), cwd=DRIVERS)
+    ran = site.hicache(
+        *RUN, "shelf:Compacts", *SGLANG, *cases, "--report", str(tmp_path), cwd=DRIVERS
+    )
     assert ran.status == 1, ran.output
     found = outcomes(results(tmp_path))
     assert found["test_holes"] == ("fail", "GET-1")
     assert found["test_pages_read_back"] == ("pass", "")
 
 
-def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(site, tmp_path, results):
+def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(
+    site, tmp_path, results
+):
     cases = [
         part
         for case in (
@@ -51,7 +71,17 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
         )
         for part in ("--case", case)
     ]
-    ran = site.hicache(*RUN, "shelf:Fragile", *SGLANG, *cases, "--case-seconds", "10", "--report", str(tmp_path), cwd=DRIVERS)
+    ran = site.hicache(
+        *RUN,
+        "shelf:Fragile",
+        *SGLANG,
+        *cases,
+        "--case-seconds",
+        "10",
+        "--report",
+        str(tmp_path),
+        cwd=DRIVERS,
+    )
     assert ran.status == 1, ran.output
     assert outcomes(results(tmp_path)) == {
         "test_keys_stay_inside": ("fail", "FT-3"),
@@ -69,7 +99,11 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
         ("shelf:Nothing", SGLANG, "cannot import shelf:Nothing"),
         ("shelf", SGLANG, "'shelf' is neither MODULE:CLASS nor one of sglang-file"),
         ("sglang-shm", ("--interface", "sglang"), "there is nothing to judge"),
-        ("shelf:Shelf", ("--interface", "gelato"), "unknown interface 'gelato'; interfaces are sglang"),
+        (
+            "shelf:Shelf",
+            ("--interface", "gelato"),
+            "unknown interface 'gelato'; interfaces are sglang",
+        ),
     ],
 )
 def test_what_cannot_be_run_exits_2_and_says_why(site, driver, arguments, words):

@@ -10,7 +10,14 @@ from hicache_conformance.interfaces.profile import sglang_promises
 from hicache_conformance.interfaces.sglang.setup import known
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
-from hicache_conformance.report.matrix import CaseRow, DriverId, DriverRun, RuleRow, matrix, read_run
+from hicache_conformance.report.matrix import (
+    CaseRow,
+    DriverId,
+    DriverRun,
+    RuleRow,
+    matrix,
+    read_run,
+)
 from hicache_conformance.suite.driver_conformance import catalogue
 
 SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
@@ -27,11 +34,24 @@ def rule(name, outcome, *cases, reason="", selected=True):
 
 def run(driver, *found, interface="", verdict="conformant"):
     return DriverRun(
-        DriverId(driver, "package", "1.2"), "2", "0.1", 4, "smoke", ["core", "pools"], verdict, list(found), interface
+        DriverId(driver, "package", "1.2"),
+        "2",
+        "0.1",
+        4,
+        "smoke",
+        ["core", "pools"],
+        verdict,
+        list(found),
+        interface,
     )
 
 
-RIGHT = run("right", rule("GET-1", Outcome.PASS), rule("EX-1", Outcome.PASS), rule("ST-1", Outcome.UNTESTED, selected=False))
+RIGHT = run(
+    "right",
+    rule("GET-1", Outcome.PASS),
+    rule("EX-1", Outcome.PASS),
+    rule("ST-1", Outcome.UNTESTED, selected=False),
+)
 WRONG = run(
     "wrong",
     rule(
@@ -64,8 +84,14 @@ def test_each_rule_has_a_cell_for_each_driver(lines):
 
 
 def test_a_run_says_what_it_was(lines):
-    assert "| `right` | package 1.2 | HiCacheStorage v2 | core, pools | 4 | smoke | conformant |" in lines
-    assert "| `wrong` | package 1.2 | SGLang 0.5.23 | core, pools | 4 | smoke | non-conformant |" in lines
+    assert (
+        "| `right` | package 1.2 | HiCacheStorage v2 | core, pools | 4 | smoke | conformant |"
+        in lines
+    )
+    assert (
+        "| `wrong` | package 1.2 | SGLang 0.5.23 | core, pools | 4 | smoke | non-conformant |"
+        in lines
+    )
     assert "Contract 2, suite 0.1." in lines
 
 
@@ -91,7 +117,14 @@ def test_drivers_of_the_engine_that_are_not_judged_are_named_beside_those_that_a
 
 
 def test_an_error_of_the_suite_is_not_hidden():
-    broke = run("driver", rule("GET-1", Outcome.ERROR, case("test_holes", Outcome.ERROR, "the suite itself broke", again=AGAIN)))
+    broke = run(
+        "driver",
+        rule(
+            "GET-1",
+            Outcome.ERROR,
+            case("test_holes", Outcome.ERROR, "the suite itself broke", again=AGAIN),
+        ),
+    )
     text = matrix([broke])
     assert "| GET-1 | **error** |" in text
     assert "- **GET-1**: the suite itself broke" in text
@@ -100,11 +133,23 @@ def test_an_error_of_the_suite_is_not_hidden():
 def test_results_are_read_from_a_report_or_a_file(site, tmp_path):
     report = tmp_path / "report"
     site.hicache(
-        "conformance", "run", "memory", "--level", "pools", "--case", "test_unknown_pool", "--seed", "7", "--report", str(report)
+        "conformance",
+        "run",
+        "memory",
+        "--level",
+        "pools",
+        "--case",
+        "test_unknown_pool",
+        "--seed",
+        "7",
+        "--report",
+        str(report),
     )
     assert read_run(report) == read_run(report / "results.json")
     assert read_run(report).seed == 7
-    ran = site.hicache("conformance", "matrix", str(report), "--output", str(tmp_path / "matrix.md"))
+    ran = site.hicache(
+        "conformance", "matrix", str(report), "--output", str(tmp_path / "matrix.md")
+    )
     assert ran.status == 0, ran.output
     assert (tmp_path / "matrix.md").read_text() == matrix([read_run(report)])
 

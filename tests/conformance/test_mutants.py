@@ -1,4 +1,5 @@
-"""Drivers with one planted fault each are found out, by the rule that they break; right drivers are not blamed."""
+"""Drivers with one planted fault each are found out, by the rule that they break; right drivers are
+not blamed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _samples():
 
 SAMPLES = _samples()
 OWN = ["memory"]
-"""The project's own drivers, which have to be conformant; `make conformance` and `make matrix` judge those with a store."""
+"""The project's own drivers, which have to be conformant; `make conformance` and `make matrix`
+judge those with a store."""
 KINDS = ("mutants", "own", "right")
 RIGHT = [name for name, sample in SAMPLES.items() if not sample.breaks]
 WRONG = [name for name, sample in SAMPLES.items() if sample.breaks]
@@ -35,17 +37,25 @@ WRONG = [name for name, sample in SAMPLES.items() if sample.breaks]
 
 @pytest.fixture(scope="module")
 def reports(site, results, tmp_path_factory):
-    """`results.json` of every sample: mutants with the cases of the rules that they break, right drivers with all cases."""
+    """`results.json` of every sample: mutants with the cases of the rules that they break, right
+    drivers with all cases."""
     directory = tmp_path_factory.mktemp("reports")
 
     def run(kind):
-        ran = site.samples(kind, 1, directory / kind, seconds=900, drivers=OWN if kind == "own" else ())
-        # Right drivers that promise little, or leave something out, are not blamed and yet no reason for status 0.
+        ran = site.samples(
+            kind, 1, directory / kind, seconds=900, drivers=OWN if kind == "own" else ()
+        )
+        # Right drivers that promise little, or leave something out, are not blamed and yet no
+        # reason for status 0.
         assert ran.status == (0 if kind == "own" else 1), ran.output[-3000:]
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, KINDS))
-    found = [results(path.parent) for kind in KINDS for path in directory.glob(f"{kind}/report/**/results.json")]
+    found = [
+        results(path.parent)
+        for kind in KINDS
+        for path in directory.glob(f"{kind}/report/**/results.json")
+    ]
     return {report["driver"]["name"]: report for report in found}
 
 
@@ -54,7 +64,12 @@ def _failed(report):
 
 
 def _messages(report):
-    return {case["detail"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "fail"}
+    return {
+        case["detail"]
+        for rule in report["rules"]
+        for case in rule["cases"]
+        if case["outcome"] == "fail"
+    }
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -67,7 +82,12 @@ def test_a_planted_fault_is_found(reports, name):
 
 @pytest.mark.parametrize("name", [*SAMPLES, *OWN])
 def test_a_driver_s_fault_is_not_the_suite_s(reports, name):
-    errors = [case for rule in reports[name]["rules"] for case in rule["cases"] if case["outcome"] == "error"]
+    errors = [
+        case
+        for rule in reports[name]["rules"]
+        for case in rule["cases"]
+        if case["outcome"] == "error"
+    ]
     assert not errors
 
 
@@ -89,8 +109,15 @@ def test_the_project_s_own_drivers_conform(reports, name):
 def test_without_a_way_to_damage_a_page_the_verdict_is_incomplete(reports):
     report = reports["Plain"]
     assert report["verdict"] == "incomplete"
-    assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= {rule["id"] for rule in report["rules"] if rule["outcome"] == "untested"}
-    untested = {case["reason"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "untested"}
+    assert {"GET-5", "GET-7", "EX-9", "SET-3"} <= {
+        rule["id"] for rule in report["rules"] if rule["outcome"] == "untested"
+    }
+    untested = {
+        case["reason"]
+        for rule in report["rules"]
+        for case in rule["cases"]
+        if case["outcome"] == "untested"
+    }
     assert untested
     assert all("no way to damage a page" in reason for reason in untested)
 
@@ -116,7 +143,11 @@ def test_what_passes_undeclared_is_told(reports):
 
 def test_every_field_of_the_identity_has_a_case_that_bites(reports):
     rule = next(rule for rule in reports["IgnoresIdentity"]["rules"] if rule["id"] == "ID-1")
-    fields = {case["name"]: case["outcome"] for case in rule["cases"] if case["name"].startswith("test_one_field_differs")}
+    fields = {
+        case["name"]: case["outcome"]
+        for case in rule["cases"]
+        if case["name"].startswith("test_one_field_differs")
+    }
     # The sample has to look at the salt to tell one case from the next, and its salts differ.
     fields.pop("test_one_field_differs[salt]")
     assert len(fields) >= 20

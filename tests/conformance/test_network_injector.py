@@ -1,4 +1,5 @@
-"""The network that drivers stand on: each named fault as a plain program sees it, and nothing left behind."""
+"""The network that drivers stand on: each named fault as a plain program sees it, and nothing left
+behind."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ import pytest
 from hicache_conformance.injectors.tcp_proxy import TcpProxyInjector
 from hicache_conformance.injectors.tcp_proxy_process import TcpProxyProcess
 from hicache_conformance.model.fault_plan import FaultKind
-from tests.conformance.fault_helpers import CONTENT, MAX_SECONDS, bits_that_differ, eventually, find_fault
+from tests.conformance.fault_helpers import (
+    CONTENT,
+    MAX_SECONDS,
+    bits_that_differ,
+    eventually,
+    find_fault,
+)
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -27,7 +34,9 @@ class Echo(socketserver.BaseRequestHandler):
                 self.request.sendall(content)
 
 
-@pytest.fixture(scope="module", params=[TcpProxyInjector, TcpProxyProcess], ids=["in this process", "apart"])
+@pytest.fixture(
+    scope="module", params=[TcpProxyInjector, TcpProxyProcess], ids=["in this process", "apart"]
+)
 def proxied(request):
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
         server.daemon_threads = True
@@ -47,7 +56,9 @@ def network(proxied):
 
 @pytest.fixture
 def client(network):
-    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
+    ) as connection:
         yield connection
 
 
@@ -125,7 +136,9 @@ def test_refused_and_taken_in_again_on_the_same_port(network, client):
     with contextlib.suppress(ConnectionResetError):
         assert client.recv(1) == b""
     network.heal()
-    with socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS) as again:
+    with socket.create_connection(
+        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
+    ) as again:
         again.sendall(b"x")
         assert said(again, 1) == b"x"
 
@@ -146,11 +159,14 @@ def test_the_process_of_a_network_ends_with_the_one_that_started_it():
         "print(TcpProxyProcess({'nobody': 1})._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     # Gone, or a zombie until its new parent looks.
     eventually(
         lambda: (
-            not Path(f"/proc/{int(done.stdout)}/cmdline").exists() or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
+            not Path(f"/proc/{int(done.stdout)}/cmdline").exists()
+            or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
         )
     )

@@ -34,7 +34,10 @@ def test_a_right_page_is_not_explained():
         (Page(IDENTITY, "kv", "wrong"), "holds bytes of key 'wrong' at byte 0"),
         (Page(IDENTITY, "mamba", "right"), "holds bytes of pool 'mamba' at byte 0"),
         (Page(IDENTITY, "kv", "right", 3), "set number 3 of this key, not of number 0"),
-        (Page(replace(IDENTITY, kv_dtype="float16"), "kv", "right"), "kv_dtype 'float16' (expected 'bfloat16')"),
+        (
+            Page(replace(IDENTITY, kv_dtype="float16"), "kv", "right"),
+            "kv_dtype 'float16' (expected 'bfloat16')",
+        ),
         (bytes(100), "holds zeros at byte 0 ("),
         (canary(7, 100), "was not written at byte 0"),
         (spent(100), "put into the host page after the set had returned"),
@@ -50,14 +53,21 @@ def test_the_first_wrong_byte_counts():
     patterns, expected = PagePatterns(), Page(IDENTITY, "kv", "right")
     right = patterns.render(expected, 100)
     other = patterns.render(Page(IDENTITY, "kv", "wrong"), 100)
-    assert "holds bytes of key 'wrong' at byte 48" in patterns.explain(right[:50] + other[50:], expected)
-    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in patterns.explain(right[:16] + right[:84], expected)
+    assert "holds bytes of key 'wrong' at byte 48" in patterns.explain(
+        right[:50] + other[50:], expected
+    )
+    assert "its own bytes in the wrong place at byte 16, taken from byte 0" in patterns.explain(
+        right[:16] + right[:84], expected
+    )
     assert "differs in its last 4 bytes" in patterns.explain(right[:-1] + b"\0", expected)
 
 
 def test_pools_keep_what_is_written_and_their_guards():
     for pool in (GuardedPool(components=(7, 33), skew=3), EngineHostPool()):
-        pages = {page: bytes((page + index) % 251 for index in range(pool.page_bytes)) for page in range(pool.pages)}
+        pages = {
+            page: bytes((page + index) % 251 for index in range(pool.page_bytes))
+            for page in range(pool.pages)
+        }
         for page, content in pages.items():
             pool.write(page, content)
         assert {page: pool.read(page) for page in pages} == pages
@@ -80,7 +90,9 @@ def test_the_oracle_and_the_sdk_agree():
     ]
     for kv, other in product(product((True, False), repeat=4), repeat=2):
         for transfer in policies:
-            check(common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [PoolQuery(transfer, other)])
+            check(
+                common_hit(kv, [PoolPresence.of(transfer, other)]), kv, [PoolQuery(transfer, other)]
+            )
 
 
 def test_the_oracle_says_what_is_wrong():
@@ -90,7 +102,13 @@ def test_the_oracle_says_what_is_wrong():
 
 
 def test_secrets_do_not_get_into_reports():
-    options = {"password": "a", "api_key": "b", "url": "redis://user:pw@host/0", "path": "/x", "auth_token": "c"}
+    options = {
+        "password": "a",
+        "api_key": "b",
+        "url": "redis://user:pw@host/0",
+        "path": "/x",
+        "auth_token": "c",
+    }
     assert redacted(options) == {
         "api_key": "***",
         "auth_token": "***",

@@ -37,7 +37,10 @@ def access(what):
     ],
 )
 def test_the_rule_that_a_race_breaks(first, second, first_writes, second_writes, memory, rule):
-    assert broken_rule(Race(access(first), access(second), first_writes, second_writes, memory)) == rule
+    assert (
+        broken_rule(Race(access(first), access(second), first_writes, second_writes, memory))
+        == rule
+    )
 
 
 def test_waiting_ends():
@@ -50,7 +53,18 @@ def test_waiting_ends():
 def test_a_target_copies_with_the_engine_of_the_sdk():
     import torch
 
-    pool = MHAHostPool(size=4, page_size=2, layer_num=1, head_num=1, head_dim=4, dtype=torch.uint8, pin_memory=False)
+    pool = MHAHostPool(
+        size=4,
+        page_size=2,
+        layer_num=1,
+        head_num=1,
+        head_dim=4,
+        dtype=torch.uint8,
+        pin_memory=False,
+    )
     pages = DevicePages([[torch.zeros(4, 1, 4, dtype=torch.uint8) for _ in "KV"]], 2)
     with StreamSimulator() as simulator:
-        assert isinstance(DriverTarget().transfer_engine(simulator, simulator.stream("compute"), pages, pool), PageTransfers)
+        assert isinstance(
+            DriverTarget().transfer_engine(simulator, simulator.stream("compute"), pages, pool),
+            PageTransfers,
+        )

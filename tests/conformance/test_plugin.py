@@ -18,7 +18,8 @@ CORE = ("--hicache-level=core", "--hicache-profile=smoke", "--hicache-seed=3", "
 def project(tmp_path):
     """An author's project with a strict configuration of its own."""
     (tmp_path / "pytest.ini").write_text(
-        "[pytest]\naddopts = --strict-markers --strict-config -p no:cacheprovider\nxfail_strict = true\nfilterwarnings = error\n"
+        "[pytest]\naddopts = --strict-markers --strict-config -p no:cacheprovider\nxfail_strict = "
+        "true\nfilterwarnings = error\n"
     )
     (tmp_path / "test_memory.py").write_text(SIX_LINES)
     return tmp_path
@@ -43,7 +44,11 @@ def test_a_rule_s_cases_can_be_chosen(site, project):
 def test_workers_report_to_one_verdict(site, project, results):
     alone = site.pytest(*CORE, "--hicache-report=alone", cwd=project)
     spread = site.pytest(
-        *CORE, "-n2", "--hicache-report=spread", cwd=project, plugins="hicache_conformance.plugin,xdist,xdist.looponfail"
+        *CORE,
+        "-n2",
+        "--hicache-report=spread",
+        cwd=project,
+        plugins="hicache_conformance.plugin,xdist,xdist.looponfail",
     )
     assert (alone.status, spread.status) == (0, 0), spread.output
     one, two = results(project / "alone"), results(project / "spread")
@@ -93,14 +98,21 @@ class TestMemory(DriverConformance):
 
 
 def test_two_drivers_two_reports(site, project, results):
-    (project / "test_more.py").write_text(SIX_LINES.replace("TestMemory", "TestMore").replace('"memory"', '"Objects"'))
+    (project / "test_more.py").write_text(
+        SIX_LINES.replace("TestMemory", "TestMore").replace('"memory"', '"Objects"')
+    )
     ran = site.pytest(*CORE, "-k", "GET-6", "--hicache-report=out", cwd=project)
     assert "HiCacheStorage v2: Objects" in ran.output
-    assert {results(project / "out" / name)["driver"]["name"] for name in ("memory", "Objects")} == {"memory", "Objects"}
+    assert {
+        results(project / "out" / name)["driver"]["name"] for name in ("memory", "Objects")
+    } == {"memory", "Objects"}
 
 
 def test_bad_options_are_usage_errors(site, project):
-    for option, words in (("--hicache-level=cor", "unknown level 'cor'"), ("--hicache-profile=slow", "unknown profile 'slow'")):
+    for option, words in (
+        ("--hicache-level=cor", "unknown level 'cor'"),
+        ("--hicache-profile=slow", "unknown profile 'slow'"),
+    ):
         ran = site.pytest(option, cwd=project)
         assert ran.status == 4
         assert words in ran.output
@@ -110,11 +122,16 @@ def test_a_run_that_does_not_use_it_is_not_disturbed(site, tmp_path):
     (tmp_path / "test_other.py").write_text(
         "import sys\n\n"
         "def test_light():\n"
-        "    heavy = {'torch', 'hypothesis', 'msgspec', 'jinja2', 'hicache_storage', 'hicache_conformance.runner.session'}\n"
+        "    heavy = {'torch', 'hypothesis', 'msgspec', 'jinja2', 'hicache_storage', "
+        "'hicache_conformance.runner.session'}\n"
         "    assert not heavy & set(sys.modules)\n"
     )
     for extra in ((), ("-n2",)):
         plugins = "hicache_conformance.plugin" + (",xdist,xdist.looponfail" if extra else "")
-        ran = site.pytest("-W", "error", "-p", "no:cacheprovider", *extra, cwd=tmp_path, plugins=plugins)
+        ran = site.pytest(
+            "-W", "error", "-p", "no:cacheprovider", *extra, cwd=tmp_path, plugins=plugins
+        )
         assert ran.status == 0, ran.output
-        assert "hicache" not in ran.output.lower().replace("hicache_conformance.plugin", "").replace("plugins: hicache", "")
+        assert "hicache" not in ran.output.lower().replace(
+            "hicache_conformance.plugin", ""
+        ).replace("plugins: hicache", "")

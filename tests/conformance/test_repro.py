@@ -1,4 +1,5 @@
-"""`hicache conformance repro` and `--start-server`: a failure out of its results, in another process, another directory, later."""
+"""`hicache conformance repro` and `--start-server`: a failure out of its results, in another
+process, another directory, later."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ RUN, REPRO = ("conformance", "run"), ("conformance", "repro")
 CASE = "test_random_faults[objects]"
 SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 
-# Acknowledges pages that could not be written. A driver of the same name without the fault is right.
+# Acknowledges pages that could not be written. A driver of the same name without the fault is
+# right.
 DRIVER = """
 from drivers_files import SharedFiles
 
@@ -52,12 +54,18 @@ def hicache_register_drivers():
 
 
 def _seed():
-    """The first seed with a plan in which no write succeeds, so that some set is refused while the faults last."""
+    """The first seed with a plan in which no write succeeds, so that some set is refused while the
+    faults last."""
     for seed in range(1000):
         for number in range(3):
-            plan = generate_plan("objects", Random(f"{seed}/{CASE}/plan {number}"), hangs=False, engines=True)
+            plan = generate_plan(
+                "objects", Random(f"{seed}/{CASE}/plan {number}"), hangs=False, engines=True
+            )
             if any(
-                fault.kind is FaultKind.ERROR and not fault.first and not fault.count and not plan.destroys
+                fault.kind is FaultKind.ERROR
+                and not fault.first
+                and not fault.count
+                and not plan.destroys
                 for fault in plan.faults
             ):
                 return seed
@@ -75,9 +83,21 @@ def flawed(site, tmp_path_factory):
     (home / "flawed_plugin.py").write_text(PLUGIN)
     (home / "flawed.py").write_text(DRIVER + FAULT)
     ran = hicache(
-        site, home, *RUN, "Flawed", "--level", "faults", "--case", CASE, "--profile", "smoke", "--seed", str(_seed()),
-        "--report", str(home / "report"),
-    )  # fmt: skip
+        site,
+        home,
+        *RUN,
+        "Flawed",
+        "--level",
+        "faults",
+        "--case",
+        CASE,
+        "--profile",
+        "smoke",
+        "--seed",
+        str(_seed()),
+        "--report",
+        str(home / "report"),
+    )
     assert ran.status == 1, ran.output
     return home, ran.output
 
@@ -117,9 +137,12 @@ def test_each_failure_is_shown_with_what_repeats_it(flawed, failure):
     assert words[:4] == ["hicache", *RUN, "Flawed"]
     settings = results_of(home)
     for option, value in (
-        ("-c", "path={tmp}/store"), ("--seed", str(settings["seed"])), ("--case", CASE), ("--profile", "smoke"),
+        ("-c", "path={tmp}/store"),
+        ("--seed", str(settings["seed"])),
+        ("--case", CASE),
+        ("--profile", "smoke"),
         ("--run-id", settings["replay"]["run"]),
-    ):  # fmt: skip
+    ):
         assert words[words.index(option) + 1] == value
 
 
@@ -141,7 +164,13 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
 def test_a_repaired_driver_passes_from_the_same_results(site, flawed, failure, tmp_path):
     shutil.copytree(flawed[0], tmp_path / "home")
     (tmp_path / "home" / "flawed.py").write_text(DRIVER)
-    ran = hicache(site, tmp_path / "home", *REPRO, str(tmp_path / "home" / "report" / "results.json"), failure[0])
+    ran = hicache(
+        site,
+        tmp_path / "home",
+        *REPRO,
+        str(tmp_path / "home" / "report" / "results.json"),
+        failure[0],
+    )
     assert ran.status == 0, ran.output
     assert "passes now" in ran.output
     assert "fails" not in ran.output
@@ -195,17 +224,27 @@ def test_results_that_do_not_say_how_they_came_about_exit_2(site, flawed, failur
 
 
 def test_hidden_options_have_to_be_given_again(site, flawed, failure, tmp_path):
-    results = rewritten(flawed[0], tmp_path / "hidden.json", replay__options={"path": "{tmp}/store", "token": "***"})
+    results = rewritten(
+        flawed[0], tmp_path / "hidden.json", replay__options={"path": "{tmp}/store", "token": "***"}
+    )
     ran = hicache(site, flawed[0], *REPRO, str(results), failure[0])
     assert ran.status == 2
     assert "do not show the secrets of token; give them again: -c token=..." in ran.output
     record = Record.read(results)
-    assert record.config({"token": "t", "more": "m"}) == {"path": "{tmp}/store", "token": "t", "more": "m"}
+    assert record.config({"token": "t", "more": "m"}) == {
+        "path": "{tmp}/store",
+        "token": "t",
+        "more": "m",
+    }
 
 
 def test_what_stands_in_the_way_is_told(site, flawed, failure, tmp_path):
     results = rewritten(
-        flawed[0], tmp_path / "r.json", suite_version="0.0.1", options={"url": "http://store"}, capabilities__durability="machine"
+        flawed[0],
+        tmp_path / "r.json",
+        suite_version="0.0.1",
+        options={"url": "http://store"},
+        capabilities__durability="machine",
     )
     results.write_text(results.read_text().replace(CASE, "test_that_was_dropped"))
     ran = hicache(site, flawed[0], *REPRO, str(results), failure[0])
@@ -215,7 +254,8 @@ def test_what_stands_in_the_way_is_told(site, flawed, failure, tmp_path):
     assert "test_that_was_dropped: did not run: this suite has no such case" in ran.output
 
 
-# Without a run -------------------------------------------------------------------------------------------------------
+# Without a run
+# -------------------------------------------------------------------------------------------------------
 
 CUT = FaultPlan("network", (Fault(kind=FaultKind.CUT),))
 DELAY = FaultPlan("network", (Fault(kind=FaultKind.DELAY),))
@@ -233,12 +273,20 @@ DELAY = FaultPlan("network", (Fault(kind=FaultKind.DELAY),))
 )
 def test_a_pass_counts_only_under_the_faults_of_the_file(outcome, plans, fails, passes):
     then = RecordedCase("test_x", Outcome.FAIL, "GET-1", "", (CUT,))
-    again = Repetition(then, CaseOutcome(case="test_x", rules=("GET-1",), levels=("faults",), outcome=outcome, plans=plans))
+    again = Repetition(
+        then,
+        CaseOutcome(
+            case="test_x", rules=("GET-1",), levels=("faults",), outcome=outcome, plans=plans
+        ),
+    )
     assert (again.fails, again.passes) == (fails, passes)
 
 
 def test_what_hides_something_is_hidden():
-    assert Replay(run="r", options={"a": "1", "b": "***", "url": "http://***@store"}).hidden == ["b", "url"]
+    assert Replay(run="r", options={"a": "1", "b": "***", "url": "http://***@store"}).hidden == [
+        "b",
+        "url",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -254,21 +302,42 @@ def test_when_a_run_begins_with_an_empty_store(durability, options, fresh):
     assert store_is_fresh({"durability": durability}, options) is fresh
 
 
-# --start-server -------------------------------------------------------------------------------------------------------------
+# --start-server
+# -------------------------------------------------------------------------------------------------------------
 
 SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log"])
 SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
 
 
-def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(site, tmp_path, results):
+def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
+    site, tmp_path, results
+):
     ran = site.hicache(
-        *RUN, "TakesAnythingForAnAnswer", *SMOKE, "--case", "told_once", "--case", "one_page", "--start-server", SERVE,
-        "-c", "port={port:mine}", "--report", str(tmp_path),
-    )  # fmt: skip
+        *RUN,
+        "TakesAnythingForAnAnswer",
+        *SMOKE,
+        "--case",
+        "told_once",
+        "--case",
+        "one_page",
+        "--start-server",
+        SERVE,
+        "-c",
+        "port={port:mine}",
+        "--report",
+        str(tmp_path),
+    )
     assert ran.status == 1, ran.output
     report = results(tmp_path)
-    names = {case["name"] for rule in report["rules"] for case in rule["cases"] if case["outcome"] == "pass"}
-    assert {f"test_one_page_fails[{injector}]" for injector in ("network", "services", "objects")} <= names
+    names = {
+        case["name"]
+        for rule in report["rules"]
+        for case in rule["cases"]
+        if case["outcome"] == "pass"
+    }
+    assert {
+        f"test_one_page_fails[{injector}]" for injector in ("network", "services", "objects")
+    } <= names
     assert report["replay"]["services"] == [SERVE]
     again = site.hicache(*REPRO, str(tmp_path), "FT-1", "--case", "network")
     assert again.status == 1, again.output
@@ -297,9 +366,16 @@ def test_a_class_names_its_servers(site, tmp_path, results):
         f"    driver, config, services = 'Networked', {{'port': '{{port:mine}}'}}, [{SERVE!r}]\n"
     )
     ran = site.pytest(
-        "-q", "-p", "no:cacheprovider", "--hicache-level=faults", "--hicache-profile=smoke", "--hicache-report=out",
-        "-k", "one_page_fails", cwd=tmp_path,
-    )  # fmt: skip
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--hicache-level=faults",
+        "--hicache-profile=smoke",
+        "--hicache-report=out",
+        "-k",
+        "one_page_fails",
+        cwd=tmp_path,
+    )
     assert "3 passed" in ran.output, ran.output
     report = results(tmp_path / "out")
     assert report["replay"]["services"] == [SERVE]

@@ -50,7 +50,9 @@ def services(command):
 
 
 def told(services, line):
-    with socket.create_connection(("127.0.0.1", services.ports["memory"]), timeout=MAX_SECONDS) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", services.ports["memory"]), timeout=MAX_SECONDS
+    ) as connection:
         connection.sendall(line + b"\n")
         return connection.makefile("rb").readline().strip()
 
@@ -89,7 +91,9 @@ def test_a_suspended_server_answers_when_it_goes_on(services):
 
 
 def test_a_suspended_server_has_stopped_in_all_its_threads(tmp_path):
-    busy = "import socket, sys, threading; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    busy = (
+        "import socket, sys, threading; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    )
     busy += "def turn():\n    while True: pass\n"
     busy += "for _ in range(8): threading.Thread(target=turn).start()\n"
     services = Servers([(sys.executable, "-S", "-c", busy, "{port:a}")], tmp_path)
@@ -118,7 +122,10 @@ def test_a_stopped_server_s_files_can_be_damaged(services):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((sys.executable, "-S", "-c", "import sys; sys.exit('no licence')", "{port:a}"), "ended with 1; it said: no licence"),
+        (
+            (sys.executable, "-S", "-c", "import sys; sys.exit('no licence')", "{port:a}"),
+            "ended with 1; it said: no licence",
+        ),
         (("no-such-server-anywhere", "{port:a}"), "it said: .*no-such-server-anywhere.*not found"),
     ],
 )
@@ -145,10 +152,16 @@ def test_servers_are_gone_when_closed_even_if_they_will_not_go(tmp_path, monkeyp
 
 def test_servers_go_with_a_suite_that_is_killed(command):
     code = (
-        "import sys; from hicache_conformance.injectors.servers import Servers; s = Servers([sys.argv[1:]]); s.start(); "
+        "import sys; from hicache_conformance.injectors.servers import Servers; s = "
+        "Servers([sys.argv[1:]]); s.start(); "
         "print(s.ports['memory'], flush=True); input()"
     )
-    suite = subprocess.Popen([sys.executable, "-c", code, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    suite = subprocess.Popen(
+        [sys.executable, "-c", code, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     port = int(suite.stdout.readline())
     assert accepts(port)
     suite.send_signal(signal.SIGKILL)
@@ -163,6 +176,6 @@ def test_servers_that_the_options_do_not_name_are_not_started():
     assert len(commands_of("hf3fs", {"file_size": "32MiB"}, None)) == 1
     assert commands_of("hf3fs", {"metadata_url": ""}, None) == ()
     assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, None) == ()
-    assert commands_of("hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve --port {port:mine}"]) == (
-        ("serve", "--port", "{port:mine}"),
-    )
+    assert commands_of(
+        "hf3fs", {"metadata_url": "http://127.0.0.1:18000"}, ["serve --port {port:mine}"]
+    ) == (("serve", "--port", "{port:mine}"),)

@@ -6,7 +6,13 @@ import msgspec
 import pytest
 
 from hicache_conformance.model.case import Case
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream, StreamWriter
+from hicache_conformance.model.outcomes import (
+    CaseOutcome,
+    Header,
+    Outcome,
+    OutcomeStream,
+    StreamWriter,
+)
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import Verdict, judge
 
@@ -14,7 +20,15 @@ CORE = [Level.CORE]
 
 
 def planned(name, *rules, levels=(Level.CORE,)):
-    return Case(name=name, rules=rules, levels=tuple(levels), needs=(), probes=False, corrupts=False, summary="")
+    return Case(
+        name=name,
+        rules=rules,
+        levels=tuple(levels),
+        needs=(),
+        probes=False,
+        corrupts=False,
+        summary="",
+    )
 
 
 def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
@@ -22,14 +36,26 @@ def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
 
 
 def header(**fields):
-    return Header(driver="d", seed=1, profile="smoke", levels=["core"], spec_version="2", suite_version="0", **fields)
+    return Header(
+        driver="d",
+        seed=1,
+        profile="smoke",
+        levels=["core"],
+        spec_version="2",
+        suite_version="0",
+        **fields,
+    )
 
 
 def judged(*outcomes, catalogue=(), levels=CORE, finished=True, undeclared=(), **stream):
     known = {
-        case.name: case for case in catalogue or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
+        case.name: case
+        for case in catalogue
+        or [planned(o.function, *o.rules, levels=map(Level, o.levels)) for o in outcomes]
     }
-    record = OutcomeStream(header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream)
+    record = OutcomeStream(
+        header(undeclared=list(undeclared)), outcomes=list(outcomes), finished=finished, **stream
+    )
     return judge(record, levels, known)
 
 
@@ -40,25 +66,39 @@ def rule(judgement, name):
 def all_core_pass():
     from hicache_conformance.model.rules import rules
 
-    return [ended(f"test_{name}", name) for name, known in rules().items() if Level.CORE in known.levels]
+    return [
+        ended(f"test_{name}", name) for name, known in rules().items() if Level.CORE in known.levels
+    ]
 
 
 def test_all_pass_is_conformant():
     judgement = judged(*all_core_pass())
     assert judgement.verdict is Verdict.CONFORMANT
-    assert judgement.count(Outcome.PASS) == judgement.count(Outcome.PASS, Level.CORE) == len(all_core_pass())
+    assert (
+        judgement.count(Outcome.PASS)
+        == judgement.count(Outcome.PASS, Level.CORE)
+        == len(all_core_pass())
+    )
 
 
 def test_one_fail_is_non_conformant_whatever_else():
-    failed = ended("test_x", "GET-1", outcome=Outcome.FAIL, broken_rule="GET-1", reason="GET-1: wrong")
+    failed = ended(
+        "test_x", "GET-1", outcome=Outcome.FAIL, broken_rule="GET-1", reason="GET-1: wrong"
+    )
     broke = ended("test_y", "GET-1", outcome=Outcome.ERROR, reason="suite")
     judgement = judged(*all_core_pass(), failed, broke)
     assert judgement.verdict is Verdict.NON_CONFORMANT
-    assert (rule(judgement, "GET-1").outcome, rule(judgement, "GET-1").reason) == (Outcome.FAIL, "GET-1: wrong")
+    assert (rule(judgement, "GET-1").outcome, rule(judgement, "GET-1").reason) == (
+        Outcome.FAIL,
+        "GET-1: wrong",
+    )
 
 
 def test_an_error_is_incomplete_and_no_failure():
-    judgement = judged(*all_core_pass(), ended("test_y", "GET-1", outcome=Outcome.ERROR, reason="the suite itself broke"))
+    judgement = judged(
+        *all_core_pass(),
+        ended("test_y", "GET-1", outcome=Outcome.ERROR, reason="the suite itself broke"),
+    )
     assert judgement.verdict is Verdict.INCOMPLETE
     assert rule(judgement, "GET-1").outcome is Outcome.ERROR
 
@@ -70,7 +110,9 @@ def test_an_untested_rule_is_incomplete():
 
 
 def test_a_case_that_did_not_run_leaves_its_rules_untested():
-    catalogue = [planned(case.case, *case.rules) for case in all_core_pass()] + [planned("test_left_out", "GET-1")]
+    catalogue = [planned(case.case, *case.rules) for case in all_core_pass()] + [
+        planned("test_left_out", "GET-1")
+    ]
     judgement = judged(*all_core_pass(), catalogue=catalogue)
     assert judgement.verdict is Verdict.INCOMPLETE
     assert rule(judgement, "GET-1").reason == "test_left_out did not run"
@@ -101,7 +143,14 @@ def test_a_level_needs_a_capability_of_its_own():
 
 
 def test_a_violation_of_another_rule_is_that_rule_s_failure():
-    stopped = ended("test_id", "ID-1", outcome=Outcome.FAIL, broken_rule="SET-1", reason="SET-1: gone", levels=("identity",))
+    stopped = ended(
+        "test_id",
+        "ID-1",
+        outcome=Outcome.FAIL,
+        broken_rule="SET-1",
+        reason="SET-1: gone",
+        levels=("identity",),
+    )
     judgement = judged(stopped, levels=[Level.IDENTITY])
     assert rule(judgement, "SET-1").outcome is Outcome.FAIL
     assert rule(judgement, "SET-1").selected
@@ -120,7 +169,11 @@ def test_levels_are_judged_by_their_own_cases():
 
 
 def test_a_crash_names_the_rule_that_was_running():
-    judgement = judged(*all_core_pass(), finished=False, running=ended("test_get[x]", "GET-1", outcome=Outcome.UNTESTED))
+    judgement = judged(
+        *all_core_pass(),
+        finished=False,
+        running=ended("test_get[x]", "GET-1", outcome=Outcome.UNTESTED),
+    )
     assert judgement.verdict is Verdict.INCOMPLETE
     assert judgement.reason == "crashed during GET-1"
     assert rule(judgement, "GET-1").outcome is Outcome.ERROR
@@ -137,7 +190,11 @@ def test_a_stream_without_a_footer_is_unfinished(tmp_path):
     with path.open("a") as file:
         file.write('["outcome", {"case": "tes')
     stream = OutcomeStream.read(path)
-    assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (header(), 2, ["test_a"])
+    assert (stream.header, stream.cases, [case.case for case in stream.outcomes]) == (
+        header(),
+        2,
+        ["test_a"],
+    )
     assert stream.running is not None
     assert stream.running.case == "test_b"
     assert not stream.finished

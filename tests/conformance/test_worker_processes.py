@@ -1,4 +1,5 @@
-"""Storages in processes of their own: told what to do, listened to, killed, and never left behind."""
+"""Storages in processes of their own: told what to do, listened to, killed, and never left
+behind."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from hicache_conformance.processes.worker import WorkerProcess
 from hicache_storage.spec import StorageIdentity
 
 MUTANTS = Path(__file__).with_name("mutants")
-IDENTITY = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt="workers")
+IDENTITY = StorageIdentity(
+    model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt="workers"
+)
 KEYS = tuple(f"key{number}" for number in range(8))
 
 
@@ -36,7 +39,14 @@ def start(site, tmp_path, monkeypatch):
     def open_peer(driver="file", config=None, *, fresh=False, pools=None):
         options = {"path": str(tmp_path / "store")} if config is None else config
         worker = WorkerProcess.open(
-            f"p{len(started)}", driver, options, IDENTITY, pools=pools or {"kv": PoolShape()}, options=None, seed="1", fresh=fresh
+            f"p{len(started)}",
+            driver,
+            options,
+            IDENTITY,
+            pools=pools or {"kv": PoolShape()},
+            options=None,
+            seed="1",
+            fresh=fresh,
         )
         started.append(worker)
         return worker
@@ -56,7 +66,10 @@ def is_gone(worker):
 
 def threads_of(pid):
     """The state of each thread of a process, as ps(1) shows it."""
-    return [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return [
+        stat.read_text().rpartition(")")[2].split()[0]
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ]
 
 
 def test_what_one_process_sets_another_reads(start):
@@ -88,9 +101,17 @@ def test_a_workload_tells_both_ends_of_every_call(start):
     watch([one, two])
     for worker in (one, two):
         assert len(worker.events) == 60
-        assert {event.begun.client for event in worker.events} == {f"{worker.name}.0", f"{worker.name}.1"}
+        assert {event.begun.client for event in worker.events} == {
+            f"{worker.name}.0",
+            f"{worker.name}.1",
+        }
         assert all(event.ended for event in worker.events)
-    sets = [event.begun.value for worker in (one, two) for event in worker.events if event.call is Call.SET]
+    sets = [
+        event.begun.value
+        for worker in (one, two)
+        for event in worker.events
+        if event.call is Call.SET
+    ]
     assert len(set(sets)) == len(sets)
 
 
@@ -99,14 +120,20 @@ def test_one_workload_makes_the_same_calls_again(start):
     for worker in (one, two):
         worker.start(workload({Call.SET: 1, Call.GET: 1, Call.EXISTS: 1}))
         watch([worker])
-    calls = [[(event.call, event.keys, event.begun.value) for event in worker.events] for worker in (one, two)]
+    calls = [
+        [(event.call, event.keys, event.begun.value) for event in worker.events]
+        for worker in (one, two)
+    ]
     assert calls[0] == calls[1]
 
 
 def test_a_struck_peer_is_dead_and_what_it_said_is_known(start):
     victim, other = start(), start()
     # More than it gets done, however late the schedule is.
-    works = {victim: workload({Call.SET: 1}, calls=100_000, clients=2), other: workload({Call.GET: 1})}
+    works = {
+        victim: workload({Call.SET: 1}, calls=100_000, clients=2),
+        other: workload({Call.GET: 1}),
+    }
     for worker, work in works.items():
         worker.start(work)
     watch([victim, other], {victim: KillSchedule(10, 0.5)})
@@ -128,7 +155,9 @@ def test_a_driver_that_is_not_there_is_untestable(start):
 
 def test_a_broken_rule_travels(start):
     raising = start("Raises", {})
-    with pytest.raises(Violation, match=r"^batch_get_v2 raised OSError: the disk is gone \(process p0\)"):
+    with pytest.raises(
+        Violation, match=r"^batch_get_v2 raised OSError: the disk is gone \(process p0\)"
+    ):
         raising.get(KEYS)
 
 
@@ -185,13 +214,16 @@ def test_a_nursery_takes_its_peers_with_it(start):
 
 
 def test_forks_know_nothing_of_this_project_beforehand(start):
-    # Each fork draws the first generation of its envelopes when it imports them; a fork server that had would share it.
+    # Each fork draws the first generation of its envelopes when it imports them; a fork server that
+    # had would share it.
     one, two = start(), start()
     script = Path(f"/proc/{workers._fork_server()._process.pid}/maps").read_text()
     assert "torch" in script
     assert one.pid != two.pid
     source = Path(workers.__file__).with_name("fork_server.py").read_text()
-    outside = [line for line in source.splitlines() if line.startswith(("from hicache", "import hicache"))]
+    outside = [
+        line for line in source.splitlines() if line.startswith(("from hicache", "import hicache"))
+    ]
     assert outside == []
 
 
@@ -219,5 +251,7 @@ def test_a_footprint_is_that_of_the_directories_that_options_name(tmp_path):
     (tmp_path / "store" / "deep").mkdir(parents=True)
     (tmp_path / "store" / "deep" / "page").write_bytes(b"12345")
     (tmp_path / "elsewhere").write_bytes(b"123")
-    assert DiskUsage.of({"path": str(tmp_path / "store"), "threads": 4}, tmp_path) == DiskUsage(1, 5)
+    assert DiskUsage.of({"path": str(tmp_path / "store"), "threads": 4}, tmp_path) == DiskUsage(
+        1, 5
+    )
     assert DiskUsage.of({"url": "http://localhost"}, tmp_path) is None

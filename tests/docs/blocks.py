@@ -1,7 +1,8 @@
 """The code blocks of a page of documentation, in their order.
 
-A comment directly above a block exempts it: `<!-- not run: REASON -->`. A comment `<!-- run python ... -->` or
-`<!-- run console ... -->` is a block that runs and is not shown: what a page's other blocks need, or checks of what they did.
+A comment directly above a block exempts it: `<!-- not run: REASON -->`. A comment `<!-- run python
+... -->` or `<!-- run console ... -->` is a block that runs and is not shown: what a page's other
+blocks need, or checks of what they did.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ RUN: Final = frozenset({"python", "console", "bash"})
 PARSED: Final = frozenset({"yaml", "json", "toml", "ini"})
 SHOWN: Final = frozenset({"text", "diff", "http", "promql"})
 COMPARED: Final = "<!-- output is compared -->"
-"""On a page with this line, the lines below a command have to be among those that it prints; `...` stands for lines left out."""
+"""On a page with this line, the lines below a command have to be among those that it prints; `...`
+stands for lines left out."""
 
 _BLOCK: Final = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?"
@@ -56,12 +58,15 @@ def blocks(page: Path) -> list[Block]:
     """All blocks of a page.
 
     Raises:
-        ValueError: a block's language is none that this module knows, so that nobody would find out whether it is right.
+        ValueError: a block's language is none that this module knows, so that nobody would find out
+        whether it is right.
     """
     text, found = page.read_text("utf-8"), list[Block]()
     for match in _BLOCK.finditer(text):
         hidden = match["hidden"]
-        body = match["hidden_text"] if hidden else re.sub(f"(?m)^{match['indent']}", "", match["text"])
+        body = (
+            match["hidden_text"] if hidden else re.sub(f"(?m)^{match['indent']}", "", match["text"])
+        )
         line = text.count("\n", 0, match.start("hidden_text" if hidden else "text")) + 1
         block = Block(page, line, hidden or match["language"], body, match["reason"] or "")
         if block.language not in RUN | PARSED | SHOWN:
@@ -72,7 +77,8 @@ def blocks(page: Path) -> list[Block]:
 
 
 def steps(text: str) -> list[Step]:
-    """The commands of a console block. `$ echo $?` and the number below it belong to the command before."""
+    """The commands of a console block. `$ echo $?` and the number below it belong to the command
+    before."""
     found, lines = list[Step](), iter(text.splitlines())
     for line in lines:
         if not line.startswith("$ "):
@@ -98,7 +104,8 @@ def steps(text: str) -> list[Step]:
 
 
 def printed(quoted: str, output: str) -> bool:
-    """Return True if a line was printed: spaces, figures and drawn keys may differ, and the text behind `[...]`."""
+    """Return True if a line was printed: spaces, figures and drawn keys may differ, and the text
+    behind `[...]`."""
     line, rest = re.subn(r"\[\.\.\.\]$", "", quoted)
     expected = _without_figures(line)
     said = [_without_figures(each) for each in output.splitlines()]

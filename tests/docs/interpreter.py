@@ -1,7 +1,8 @@
-"""Runs in the reader's environment: executes the blocks of a page, one after the other, in one namespace.
+"""Runs in the reader's environment: executes the blocks of a page, one after the other, in one
+namespace.
 
-Each line of standard input is a JSON object with `name`, `line` and `code`; the answer is a JSON text on descriptor 3: empty, or
-the traceback. What blocks print goes where standard output goes.
+Each line of standard input is a JSON object with `name`, `line` and `code`; the answer is a JSON
+text on descriptor 3: empty, or the traceback. What blocks print goes where standard output goes.
 """
 
 import ast

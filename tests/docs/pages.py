@@ -14,7 +14,12 @@ def pages() -> list[Path]:
     """All pages; those that take longest first, so that workers end together."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return sorted(
-        found, key=lambda page: -sum(block.language in ("console", "bash") and not block.reason for block in blocks(page))
+        found,
+        key=lambda page: (
+            -sum(
+                block.language in ("console", "bash") and not block.reason for block in blocks(page)
+            )
+        ),
     )
 
 

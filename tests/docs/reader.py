@@ -1,8 +1,10 @@
-"""Somebody who reads a page and types what it says: a directory, a virtual environment, a shell and an interpreter.
+"""Somebody who reads a page and types what it says: a directory, a virtual environment, a shell and
+an interpreter.
 
-The environment has this checkout's wheel and what it depends on, and no index: `pip install 'hicache-storage[server]'` finds
-everything installed, and any other package refused. With `HICACHE_DOCS_WHEELS` it is an empty one instead, and pip gets this
-project from the wheel in that directory and all else from where pip gets it: `make quickstarts`.
+The environment has this checkout's wheel and what it depends on, and no index: `pip install
+'hicache-storage[server]'` finds everything installed, and any other package refused. With
+`HICACHE_DOCS_WHEELS` it is an empty one instead, and pip gets this project from the wheel in that
+directory and all else from where pip gets it: `make quickstarts`.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class PageError(AssertionError):
 
 
 class Reader:
-    """Runs blocks in a directory of their own. Whoever makes one closes it: that ends what was left running."""
+    """Runs blocks in a directory of their own. Whoever makes one closes it: that ends what was left
+    running."""
 
     def __init__(self, home: Path, page: Path) -> None:
         self._home, self._where = home, home
@@ -115,17 +118,23 @@ class Reader:
             raise PageError(f"{block}: exit status {status}, not {expected}\n$ {command}\n{said}")
 
     def _shell(self, command: str) -> tuple[int, str]:
-        """Run a command where the last one left off: in its directory, with its variables. Servers outlive the shell."""
+        """Run a command where the last one left off: in its directory, with its variables. Servers
+        outlive the shell."""
         where, output = self._home / ".where", self._home / ".output"
         script = (
-            f"set -a; [[ -e {self._variables} ]] && . {self._variables}; cd {shlex.quote(str(self._where))}; set -o pipefail\n"
+            f"set -a; [[ -e {self._variables} ]] && . {self._variables}; cd "
+            f"{shlex.quote(str(self._where))}; set -o pipefail\n"
             f"{command}\nstatus=$?; pwd > {where}; export -p > {self._variables}; exit $status"
         )
         with output.open("w+") as sink:
             shell = subprocess.Popen(
-                ["/bin/bash", "-c", script], env=self._environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink,
+                ["/bin/bash", "-c", script],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             if _is_background(command):
                 self._servers.append(shell.pid)
             try:
@@ -133,18 +142,24 @@ class Reader:
             except subprocess.TimeoutExpired:
                 os.killpg(shell.pid, signal.SIGKILL)
                 shell.wait()
-                raise PageError(f"took longer than {SECONDS} s: $ {command}\n{output.read_text()}") from None
+                raise PageError(
+                    f"took longer than {SECONDS} s: $ {command}\n{output.read_text()}"
+                ) from None
         if where.exists():
             self._where = Path(where.read_text().strip())
         return status, output.read_text("utf-8", errors="replace")
 
     def _await(self, block: Block, command: str) -> None:
-        """Wait until a server accepts on the ports that its command names, as somebody does who looks at what it says."""
+        """Wait until a server accepts on the ports that its command names, as somebody does who
+        looks at what it says."""
         deadline = time.monotonic() + 60
         for port in {local for local in self._ports.values() if local in command}:
             while not accepts(int(port)):
                 if time.monotonic() > deadline:
-                    raise PageError(f"{block}: nobody listens at {port}\n$ {command}\n{(self._home / '.output').read_text()}")
+                    raise PageError(
+                        f"{block}: nobody listens at {port}\n$ "
+                        f"{command}\n{(self._home / '.output').read_text()}"
+                    )
                 time.sleep(0.02)
 
     def _execute(self, block: Block) -> None:
@@ -166,9 +181,15 @@ class Reader:
         command = f'exec 3>&{writing} {writing}>&-; exec python -P "{Path(__file__).with_name("interpreter.py")}"'
         with (self._home / ".printed").open("w") as sink:
             started = subprocess.Popen(
-                ["/bin/bash", "-c", command], cwd=self._where, env=self._environment, text=True, stdin=subprocess.PIPE, stdout=sink,
-                stderr=sink, pass_fds=[writing],
-            )  # fmt: skip
+                ["/bin/bash", "-c", command],
+                cwd=self._where,
+                env=self._environment,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=sink,
+                stderr=sink,
+                pass_fds=[writing],
+            )
         os.close(writing)
         self._answers = os.fdopen(reading)
         return started
@@ -177,25 +198,43 @@ class Reader:
         """A text with this reader's ports and directories."""
         for place in PLACES:
             text = re.sub(rf"(?<![\w.]){place}", str(self._home / place[1:]), text)
-        return PORTS.sub(lambda match: self._ports.setdefault(match[1], str(free_ports(1)[0])), text)
+        return PORTS.sub(
+            lambda match: self._ports.setdefault(match[1], str(free_ports(1)[0])), text
+        )
 
 
 def _furnished(home: Path) -> dict[str, str]:
-    """An environment in which everything is installed: that of the tests, with this checkout's wheel before it."""
+    """An environment in which everything is installed: that of the tests, with this checkout's
+    wheel before it."""
     scripts, packages = _make_venv(home, with_pip=False)
     (packages / "_checkout.pth").write_text(f"{_unpacked_wheel()}\n")
-    # What our environment has, torch above all, does not have to be installed again; what is installed here comes first.
-    (packages / "zz_current_environment.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    for name, code in (("pip", "-m pip"), ("pytest", "-m pytest"), ("hicache", f'"{home}/venv/hicache.py"')):
+    # What our environment has, torch above all, does not have to be installed again; what is
+    # installed here comes first.
+    (packages / "zz_current_environment.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
+    for name, code in (
+        ("pip", "-m pip"),
+        ("pytest", "-m pytest"),
+        ("hicache", f'"{home}/venv/hicache.py"'),
+    ):
         (scripts / name).write_text(f'#!/bin/sh\nexec "{scripts}/python" -P {code} "$@"\n')
         (scripts / name).chmod(0o755)
-    (home / "venv" / "hicache.py").write_text("from hicache_storage.cli.main import main\n\nmain()\n")
+    (home / "venv" / "hicache.py").write_text(
+        "from hicache_storage.cli.main import main\n\nmain()\n"
+    )
     # Everything that is needed is installed, the build backend included.
-    return {**_environment(home), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}
+    return {
+        **_environment(home),
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
 
 
 def _fresh(home: Path) -> dict[str, str]:
-    """An environment in which nothing is installed but torch, of the size that a machine without a GPU needs."""
+    """An environment in which nothing is installed but torch, of the size that a machine without a
+    GPU needs."""
     _make_venv(home, with_pip=True)
     environment = {**os.environ, **_environment(home), "PIP_FIND_LINKS": WHEELS}
     command = ["pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), "torch"]
@@ -213,14 +252,19 @@ def _make_venv(home: Path, *, with_pip: bool) -> tuple[Path, Path]:
 def _environment(home: Path) -> dict[str, str]:
     path = f"{home / 'venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
     return {
-        "PATH": path, "HOME": str(home), "TMPDIR": os.environ.get("TMPDIR", "/tmp"), "COLUMNS": "200", "LANG": "C.UTF-8",
+        "PATH": path,
+        "HOME": str(home),
+        "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
+        "COLUMNS": "200",
+        "LANG": "C.UTF-8",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    }  # fmt: skip
+    }
 
 
 @cache
 def _unpacked_wheel() -> Path:
-    """This checkout's own wheel, as pip would unpack it: what is missing there is missing for every user."""
+    """This checkout's own wheel, as pip would unpack it: what is missing there is missing for every
+    user."""
     import atexit
     import shutil
     import tempfile

@@ -94,7 +94,10 @@ def test_a_language_that_nobody_checks_is_refused(tmp_path):
         ("```yaml\na: [\n```\n", "is no yaml"),
         ("```toml\na = \n```\n", "is no toml"),
         ("```ini\na = 1\n```\n", "is no ini"),
-        ("```console\n$ pip install hicache-storage-of-another-name\n```\n", "No matching distribution"),
+        (
+            "```console\n$ pip install hicache-storage-of-another-name\n```\n",
+            "No matching distribution",
+        ),
         ("<!-- output is compared -->\n```console\n$ echo one\ntwo\n```\n", "quoted: two"),
     ],
 )
@@ -105,9 +108,11 @@ def test_what_does_not_do_what_the_page_says_is_found(read, text, said):
 
 def test_a_page_is_read_in_one_environment(read):
     read(
-        "```console\n$ mkdir here && cd here\n$ name=value\n$ python -m http.server 18000 --bind 127.0.0.1 &\n"
+        "```console\n$ mkdir here && cd here\n$ name=value\n$ python -m http.server 18000 --bind "
+        "127.0.0.1 &\n"
         "$ [[ $PWD = */here && $name = value ]]\n```\n\n"
-        "```python\nfrom urllib.request import urlopen\nassert urlopen('http://127.0.0.1:18000').status == 200\n```\n"
+        "```python\nfrom urllib.request import urlopen\nassert "
+        "urlopen('http://127.0.0.1:18000').status == 200\n```\n"
     )
 
 

@@ -23,7 +23,9 @@ import options
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in pages() if "<!-- options of" in page.read_text("utf-8")], ids=lambda page: page.stem
+    "page",
+    [page for page in pages() if "<!-- options of" in page.read_text("utf-8")],
+    ids=lambda page: page.stem,
 )
 def test_tables_of_options_are_those_of_the_models(page: Path) -> None:
     text = page.read_text("utf-8")
@@ -42,14 +44,20 @@ def test_every_option_says_what_it_does(model: str) -> None:
 
 def test_the_driver_reference_names_all_that_a_driver_inherits() -> None:
     page = (ROOT / "docs" / "reference" / "driver-api.md").read_text("utf-8")
-    inherited = [name for name in vars(ObjectStorage) if not name.startswith("_") and not hasattr(HiCacheStorage, name)]
+    inherited = [
+        name
+        for name in vars(ObjectStorage)
+        if not name.startswith("_") and not hasattr(HiCacheStorage, name)
+    ]
     assert [name for name in inherited if not re.search(rf"\b{name}\b", page)] == []
 
 
 @pytest.mark.parametrize("name", diagrams.DRAWINGS)
 def test_drawings_are_as_they_are_drawn(name: str) -> None:
     file = diagrams.IMAGES / f"{name}.svg"
-    assert file.read_text("utf-8") == diagrams.DRAWINGS[name]().svg(), "run: .venv/bin/python scripts/docs/diagrams.py"
+    assert file.read_text("utf-8") == diagrams.DRAWINGS[name]().svg(), (
+        "run: .venv/bin/python scripts/docs/diagrams.py"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,10 @@ def test_what_is_wrong_with_a_site_is_found(html: str, said: str, tmp_path: Path
 
 def test_a_right_site_has_no_problems(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / "index.html").write_text('<h1 id="top"><a href="../#x">up</a><a href="https://example.org/">out</a>')
-    (tmp_path / "index.html").write_text('<p id="x"><a href="d/#top">down</a><link rel="canonical" href="https://example.org/">')
+    (tmp_path / "d" / "index.html").write_text(
+        '<h1 id="top"><a href="../#x">up</a><a href="https://example.org/">out</a>'
+    )
+    (tmp_path / "index.html").write_text(
+        '<p id="x"><a href="d/#top">down</a><link rel="canonical" href="https://example.org/">'
+    )
     assert list(links.problems(tmp_path)) == []

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.docs
 
 WIDTH: Final = 1280
-"""Of a small notebook's screen. What is wider is cut off, and with it the last column, which says what to do."""
+"""Of a small notebook's screen. What is wider is cut off, and with it the last column, which says
+what to do."""
 TOO_WIDE: Final = """
 return [...document.querySelectorAll('.md-typeset table')]
   .filter((table) => table.scrollWidth > table.closest('.md-typeset__scrollwrap').clientWidth + 1)
@@ -28,7 +29,12 @@ return [...document.querySelectorAll('.md-typeset table')]
 
 def test_tables_fit_their_pages(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    subprocess.run([sys.executable, "-m", "mkdocs", "build", "-q", "-d", tmp_path], cwd=ROOT, env=environment, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", tmp_path],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
     with browser() as page:
         for name in ("troubleshooting", "observability", "metadata-server", "hf3fs"):
             page.open(f"file://{tmp_path}/{name}/index.html", width=WIDTH)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_storage.engines.bridge_metrics import MAX_REASONS, BandwidthMeter, BatchSample, RefusedCalls
+from hicache_storage.engines.bridge_metrics import (
+    MAX_REASONS,
+    BandwidthMeter,
+    BatchSample,
+    RefusedCalls,
+)
 from hicache_storage.engines.placeholder_pool import PlaceholderPool
 from hicache_storage.spec import HostPool, InvalidTransferError, PoolName
 
@@ -18,8 +23,14 @@ class TestRefusals:
         assert refusals.count == 4
         errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert errors == [
-            "hicache bridge for SGLang: refused batch_get_v1, pool kv: InvalidTransferError: too short",
-            "hicache bridge for SGLang: refused batch_get_v1, pool mamba: InvalidTransferError: too short",
+            (
+                "hicache bridge for SGLang: refused batch_get_v1, pool kv: InvalidTransferError: too "
+                "short"
+            ),
+            (
+                "hicache bridge for SGLang: refused batch_get_v1, pool mamba: InvalidTransferError: "
+                "too short"
+            ),
         ]
 
     def test_reasons_are_not_remembered_without_bound(self, caplog):
@@ -27,7 +38,9 @@ class TestRefusals:
         for number in range(MAX_REASONS + 10):
             refusals.note("batch_exists", "", InvalidTransferError(str(number)))
         assert refusals.count == MAX_REASONS + 10
-        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == MAX_REASONS
+        assert (
+            len([record for record in caplog.records if record.levelname == "ERROR"]) == MAX_REASONS
+        )
 
 
 class TestMeter:
@@ -59,7 +72,10 @@ class TestMeter:
         self.move(kit, meter, storage, pool, ["a"], writes=True)
         assert meter.drain(writes=True) == []
 
-    @pytest.mark.parametrize(("batch", "speed"), [(BatchSample(1, 2_000_000_000, 0.5), 4.0), (BatchSample(1, 1, 0.0), 0.0)])
+    @pytest.mark.parametrize(
+        ("batch", "speed"),
+        [(BatchSample(1, 2_000_000_000, 0.5), 4.0), (BatchSample(1, 1, 0.0), 0.0)],
+    )
     def test_speed(self, batch, speed):
         assert batch.gigabytes_per_second == speed
 

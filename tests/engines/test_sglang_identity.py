@@ -86,38 +86,58 @@ class TestConfiguration:
         assert (CONFIG.driver, CONFIG.driver_config, CONFIG.tenant) == ("file", {}, "")
 
     def test_the_deadline_lets_sglang_stop_its_threads(self):
-        """SGLang 0.5.23 joins a thread for 10 seconds and then raises, out of detach and out of a cache flush."""
+        """SGLang 0.5.23 joins a thread for 10 seconds and then raises, out of detach and out of a
+        cache flush."""
         assert 0 < CONFIG.deadline_seconds < 9
 
     def test_everything_given(self):
         given = {
-            "driver_config": {"path": "p"}, "tenant": "t", "revision": "r", "salt": "s", "kv_dtype": "fp8_e4m3",
+            "driver_config": {"path": "p"},
+            "tenant": "t",
+            "revision": "r",
+            "salt": "s",
+            "kv_dtype": "fp8_e4m3",
             "deadline_seconds": 2,
-        }  # fmt: skip
+        }
         config = bridge_config({**OPTIONS, **given})
         assert {name: getattr(config, name) for name in given} == given
 
     def test_engine_keys_are_accepted(self):
         assert bridge_config({**dict.fromkeys(ENGINE_KEYS, 1), **OPTIONS}) == CONFIG
 
-    @pytest.mark.parametrize("options", [None, {}, {"driver": "file"}, {"driver": "file", "interface_v1": 0}])
+    @pytest.mark.parametrize(
+        "options", [None, {}, {"driver": "file"}, {"driver": "file", "interface_v1": 0}]
+    )
     def test_interface_v1_is_needed(self, options):
         with pytest.raises(ConfigError, match=r'set "interface_v1": 1'):
             bridge_config(options)
 
     @pytest.mark.parametrize(
-        ("key", "near"), [("drivr", "driver"), ("prefetch_treshold", "prefetch_threshold"), ("driver_configs", "driver_config")]
+        ("key", "near"),
+        [
+            ("drivr", "driver"),
+            ("prefetch_treshold", "prefetch_threshold"),
+            ("driver_configs", "driver_config"),
+        ],
     )
     def test_an_unknown_key_names_the_nearest(self, key, near):
         with pytest.raises(ConfigError, match=f"unknown key '{key}'.*did you mean '{near}'"):
             bridge_config({**OPTIONS, key: 1})
 
     def test_an_unknown_key_without_a_near_one_lists_all(self):
-        with pytest.raises(ConfigError, match=r"unknown key 'zzz'.*known keys: driver, driver_config"):
+        with pytest.raises(
+            ConfigError, match=r"unknown key 'zzz'.*known keys: driver, driver_config"
+        ):
             bridge_config({**OPTIONS, "zzz": 1})
 
     @pytest.mark.parametrize(
-        "options", [{"driver_config": "path"}, {"deadline_seconds": 0}, {"deadline_seconds": "soon"}, {"tenant": 7}]
+        "options",
+        [
+            {"driver_config": "path"},
+            {"deadline_seconds": 0},
+            {"deadline_seconds": "soon"},
+            {"tenant": 7},
+        ],
     )
     def test_a_bad_value_is_named(self, options):
         with pytest.raises(ConfigError, match=next(iter(options))):
@@ -128,7 +148,13 @@ class TestConfiguration:
             bridge_config({"interface_v1": 1})
 
     @pytest.mark.parametrize(
-        "fields", [{"tp_lcm_size": 8}, {"should_split_heads": True}, {"model_name": None}, {"model_name": ""}]
+        "fields",
+        [
+            {"tp_lcm_size": 8},
+            {"should_split_heads": True},
+            {"model_name": None},
+            {"model_name": ""},
+        ],
     )
     def test_engines_that_cannot_be_served(self, fields):
         with pytest.raises(ConfigError):
@@ -138,21 +164,34 @@ class TestConfiguration:
 class TestIdentity:
     def test_what_the_engine_says(self):
         engine = Engine(tp_rank=3, pp_rank=1, attn_cp_rank=1, dp_rank=2)
-        who = identity(engine, Anchor(start_layer=16, layer_num=16), tenant="t", revision="r", salt="s")
-        assert (who.model, who.kv_dtype, who.layout, who.page_size) == ("llama", "bfloat16", "page_first", 64)
+        who = identity(
+            engine, Anchor(start_layer=16, layer_num=16), tenant="t", revision="r", salt="s"
+        )
+        assert (who.model, who.kv_dtype, who.layout, who.page_size) == (
+            "llama",
+            "bfloat16",
+            "page_first",
+            64,
+        )
         assert (who.tp_rank, who.tp_size, who.pp_rank, who.pp_size) == (3, 8, 1, 2)
         assert (who.cp_rank, who.cp_size, who.dp_rank) == (1, 2, 2)
         assert (who.layer_start, who.layer_end) == (16, 32)
         assert (who.tenant, who.revision, who.salt) == ("t", "r", "s")
         assert not who.kv_replicated
 
-    @pytest.mark.parametrize(("version", "revision"), [("", "r"), ("default", "r"), ("2", '["r", "2"]')])
+    @pytest.mark.parametrize(
+        ("version", "revision"), [("", "r"), ("default", "r"), ("2", '["r", "2"]')]
+    )
     def test_a_version_of_the_weights_is_part_of_their_revision(self, version, revision):
         config = bridge_config({**OPTIONS, "revision": "r"})
-        assert storage_identity(Engine(), config, Anchor(), weight_version=version).revision == revision
+        assert (
+            storage_identity(Engine(), config, Anchor(), weight_version=version).revision
+            == revision
+        )
 
     def test_fields_that_decide_never_collide(self):
-        """Findings D8 and D12: each of these is missing from the keys of at least one of SGLang's own drivers."""
+        """Findings D8 and D12: each of these is missing from the keys of at least one of SGLang's
+        own drivers."""
         variants = {
             "nothing": identity(),
             "model": identity(Engine(model_name="qwen")),
@@ -176,7 +215,9 @@ class TestIdentity:
             assert one.fingerprint() != other.fingerprint(), f"{name} and {other_name} share pages"
 
     def test_dp_ranks_share(self):
-        assert identity(Engine(dp_rank=0)).fingerprint() == identity(Engine(dp_rank=3)).fingerprint()
+        assert (
+            identity(Engine(dp_rank=0)).fingerprint() == identity(Engine(dp_rank=3)).fingerprint()
+        )
 
     def test_replicas_share_kv_and_not_mamba_states(self):
         ranks = [identity(Engine(tp_rank=rank, is_mla_model=True)) for rank in range(8)]
@@ -188,11 +229,19 @@ class TestIdentity:
     @pytest.mark.parametrize("dcp_size", [1, 2, 4])
     def test_one_writer_for_each_dcp_shard_and_it_is_sglangs(self, dcp_size):
         engines = [
-            Engine(tp_rank=rank, is_mla_model=True, dcp_size=dcp_size, dcp_rank=rank % dcp_size, attn_cp_size=1)
+            Engine(
+                tp_rank=rank,
+                is_mla_model=True,
+                dcp_size=dcp_size,
+                dcp_rank=rank % dcp_size,
+                attn_cp_size=1,
+            )
             for rank in range(8)
         ]
         ranks = [identity(engine) for engine in engines]
-        assert [rank.is_writer("kv") for rank in ranks] == [engine.is_storage_writer for engine in engines]
+        assert [rank.is_writer("kv") for rank in ranks] == [
+            engine.is_storage_writer for engine in engines
+        ]
         shards = [rank.fingerprint("kv") for rank in ranks]
         assert len(set(shards)) == dcp_size
         assert all(shards[rank] == shards[rank % dcp_size] for rank in range(8))
@@ -201,7 +250,14 @@ class TestIdentity:
     def test_dcp_within_cp_keeps_all_shards_apart(self):
         shards = {
             identity(
-                Engine(tp_rank=dcp, is_mla_model=True, dcp_size=2, dcp_rank=dcp, attn_cp_rank=cp, attn_cp_size=2)
+                Engine(
+                    tp_rank=dcp,
+                    is_mla_model=True,
+                    dcp_size=2,
+                    dcp_rank=dcp,
+                    attn_cp_rank=cp,
+                    attn_cp_size=2,
+                )
             ).fingerprint()
             for dcp in range(2)
             for cp in range(2)
@@ -264,25 +320,42 @@ class TestPools:
     )
     def test_side_pools_that_hold_heads_beside_replicated_kv(self, pool, name, engine, served):
         engine = replace(Engine(), **engine)
-        assert (unserved_reason(engine, SimpleNamespace(**pool), name, identity(engine)) == "") == served
+        assert (
+            unserved_reason(engine, SimpleNamespace(**pool), name, identity(engine)) == ""
+        ) == served
 
 
 def test_ranks_of_one_engine_have_ports_of_their_own():
     ranks = [
-        Engine(tp_rank=tp, tp_size=4, pp_rank=pp, pp_size=2, attn_cp_rank=cp, attn_cp_size=2, dp_rank=dp)
+        Engine(
+            tp_rank=tp,
+            tp_size=4,
+            pp_rank=pp,
+            pp_size=2,
+            attn_cp_rank=cp,
+            attn_cp_size=2,
+            dp_rank=dp,
+        )
         for dp in range(2)
         for pp in range(2)
         for cp in range(2)
         for tp in range(4)
     ]
     assert [rank_number(rank) for rank in ranks] == list(range(32))
-    assert rank_labels(ranks[7]) == {"model_name": "llama", "tp_rank": "3", "pp_rank": "0", "dp_rank": "0"}
+    assert rank_labels(ranks[7]) == {
+        "model_name": "llama",
+        "tp_rank": "3",
+        "pp_rank": "0",
+        "dp_rank": "0",
+    }
 
 
 def test_replicas_of_plain_dp_have_ports_of_their_own():
     """SGLang gives each of them the `dp_rank` 0; that of DP attention counts as it is."""
     plain = {"pp_size": 1, "attn_cp_size": 1}
-    ranks = [(Engine(tp_rank=tp, tp_size=2, **plain), replica) for replica in range(3) for tp in range(2)]
+    ranks = [
+        (Engine(tp_rank=tp, tp_size=2, **plain), replica) for replica in range(3) for tp in range(2)
+    ]
     assert [rank_number(*rank) for rank in ranks] == list(range(6))
     assert [rank_labels(*rank)["dp_rank"] for rank in ranks] == ["0", "0", "1", "1", "2", "2"]
     attention = [Engine(tp_size=1, dp_rank=dp, **plain) for dp in range(3)]
@@ -290,12 +363,17 @@ def test_replicas_of_plain_dp_have_ports_of_their_own():
 
 
 class TestVariants:
-    """Options of the engine that change the KV of a prompt, and neither the model's name nor its weights."""
+    """Options of the engine that change the KV of a prompt, and neither the model's name nor its
+    weights."""
 
     def revision(self, version="", declared="", **options):
         config = bridge_config({**OPTIONS, "revision": declared})
         found = storage_identity(
-            Engine(), config, Anchor(), weight_version=version, variant=model_variant(SimpleNamespace(**options))
+            Engine(),
+            config,
+            Anchor(),
+            weight_version=version,
+            variant=model_variant(SimpleNamespace(**options)),
         )
         return found.revision
 
@@ -323,14 +401,18 @@ class TestVariants:
         }
         assert len(revisions) == 12
         again = '{"rope_scaling": {"factor": 4.0,  "type": "yarn"}}'
-        assert self.revision(json_model_override_args=scaled) == self.revision(json_model_override_args=again)
+        assert self.revision(json_model_override_args=scaled) == self.revision(
+            json_model_override_args=again
+        )
 
     def test_scales_of_fp8_kv_by_what_is_in_their_file(self, tmp_path):
         one, copy, other = tmp_path / "one.json", tmp_path / "copy.json", tmp_path / "other.json"
         one.write_text('{"kv_cache": 1}')
         copy.write_text('{"kv_cache": 1}')
         other.write_text('{"kv_cache": 2}')
-        revisions = [self.revision(quantization_param_path=str(path)) for path in (one, copy, other)]
+        revisions = [
+            self.revision(quantization_param_path=str(path)) for path in (one, copy, other)
+        ]
         assert revisions[0] == revisions[1] != revisions[2]
         assert "" not in revisions
 

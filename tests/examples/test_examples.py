@@ -12,9 +12,19 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_demo_restores_what_a_killed_writer_acknowledged(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py", "--gib", "0.5", "--path", tmp_path / "store"],
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            ROOT / "examples" / "demo.py",
+            "--gib",
+            "0.5",
+            "--path",
+            tmp_path / "store",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed with SIGKILL while it stored the second conversation" in done.stdout
     assert "every acknowledged page came back, every byte verified" in done.stdout
@@ -22,8 +32,14 @@ def test_the_demo_restores_what_a_killed_writer_acknowledged(tmp_path):
 
 def test_the_code_in_the_readme_prints_what_it_says(tmp_path):
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    expected = [line.split("#", 1)[1].strip() for line in block.splitlines() if line.strip().startswith("print(")]
+    expected = [
+        line.split("#", 1)[1].strip()
+        for line in block.splitlines()
+        if line.strip().startswith("print(")
+    ]
     program = block.replace("/tmp/hicache", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == expected

@@ -16,8 +16,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATES = [
-    0, 0.583333, 0.750000, 0.821429, 0.861111, 0.886364, 0.903846, 0.916667, 0.926471, 0.934211, 0.940476, 0.945652,
-]  # fmt: skip
+    0,
+    0.583333,
+    0.750000,
+    0.821429,
+    0.861111,
+    0.886364,
+    0.903846,
+    0.916667,
+    0.926471,
+    0.934211,
+    0.940476,
+    0.945652,
+]
 """By round, for requests and outputs of four checkpoints each."""
 OVERALL = Fraction(517, 576)
 SMALL = {"request": 64, "output": 64, "page": 4, "state_chunk": 4, "interval": 16}
@@ -39,7 +50,8 @@ def overall(result):
 
 
 def test_with_storage_few_slots_serve_like_many(example, tmp_path):
-    """Slots for two running requests and KV of three sessions on the device, two sessions on the host, the rest in files."""
+    """Slots for two running requests and KV of three sessions on the device, two sessions on the
+    host, the rest in files."""
     found = example.play(example.Workload(**SMALL), 4, tmp_path / "store", sessions=3)
     assert rates(found) == RATES
     assert overall(found) == OVERALL
@@ -69,7 +81,9 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
     workload = example.Workload(**SMALL)
     storage = example.create_storage(
         "file",
-        example.StorageIdentity(model="m", kv_dtype="int32", page_size=workload.page, layout="page_first"),
+        example.StorageIdentity(
+            model="m", kv_dtype="int32", page_size=workload.page, layout="page_first"
+        ),
         {"path": str(tmp_path / "store")},
     )
     server = example.Server(workload.sizes(8, sessions=2, offload=True), storage)
@@ -88,11 +102,24 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
 
 
 def test_the_command_writes_what_it_found(tmp_path):
-    """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024, checkpoints every 256."""
+    """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
+    checkpoints every 256."""
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "multiturn.py", "--json", tmp_path / "r.json", "--plot", tmp_path / "r.svg", "--sweep", "32"],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            EXAMPLES / "multiturn.py",
+            "--json",
+            tmp_path / "r.json",
+            "--plot",
+            tmp_path / "r.svg",
+            "--sweep",
+            "32",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert [round(rate, 6) for rate in report["rounds"]] == RATES
@@ -107,11 +134,15 @@ def test_the_command_writes_what_it_found(tmp_path):
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses what CUDA refuses: to compute with tensors of two devices. Only copies may have them, and single numbers."""
+    """Refuses what CUDA refuses: to compute with tensors of two devices. Only copies may have them,
+    and single numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         places = {each.device for each in args if isinstance(each, torch.Tensor) and each.dim()}
-        if len(places) > 1 and func.overloadpacket not in (torch.ops.aten.copy_, torch.ops.aten._to_copy):
+        if len(places) > 1 and func.overloadpacket not in (
+            torch.ops.aten.copy_,
+            torch.ops.aten._to_copy,
+        ):
             raise RuntimeError(f"{func} was given tensors on {sorted(map(str, places))}")
         return func(*args, **(kwargs or {}))
 
@@ -120,7 +151,10 @@ def test_the_model_computes_where_its_pools_are(example):
     """On a device that is not the CPU; this one computes nothing, but is another one."""
     server = importlib.import_module("toy_hybrid_server")
     config = server.stack_config(example.Workload(**SMALL).sizes(8, sessions=2, offload=True))
-    pools = [config.pools[name].device_pool(8, page, torch.device("meta")) for name, page in (("kv", 4), ("mamba", 1))]
+    pools = [
+        config.pools[name].device_pool(8, page, torch.device("meta"))
+        for name, page in (("kv", 4), ("mamba", 1))
+    ]
     model = server.Model(*pools)
     with OneDevice():
         model.write_kv(torch.arange(4), [1, 2, 3, 4], 0)

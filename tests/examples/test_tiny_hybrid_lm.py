@@ -1,4 +1,5 @@
-"""The tiny language model: its logits do not depend on where a prefix came from, and would differ if a byte did."""
+"""The tiny language model: its logits do not depend on where a prefix came from, and would differ
+if a byte did."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from hicache_storage.spec import PoolName
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SEED = 3
 SMALL = ("--clients", "6", "--rounds", "3", "--running", "2")
-"""With as many clients none has a third of all tokens, so that one of them stays on the device, whoever was answered first."""
+"""With as many clients none has a third of all tokens, so that one of them stays on the device,
+whoever was answered first."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,14 +38,26 @@ def example():
     """The example's modules, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))
-        names = ("arithmetic", "chat", "mamba", "model", "places", "requests", "server", "sizes", "sparse")
+        names = (
+            "arithmetic",
+            "chat",
+            "mamba",
+            "model",
+            "places",
+            "requests",
+            "server",
+            "sizes",
+            "sparse",
+        )
         modules = {name: importlib.import_module(f"tiny_hybrid_lm_parts.{name}") for name in names}
         yield type("Example", (), {**modules, "main": importlib.import_module("tiny_hybrid_lm")})
 
 
 @pytest.fixture(scope="module", params=["mamba", "dsa"])
 def model(request, example):
-    sizes = example.sizes.Sizes(device_tokens=512, host_tokens=512, device_states=4, host_states=4, seed=SEED)
+    sizes = example.sizes.Sizes(
+        device_tokens=512, host_tokens=512, device_states=4, host_states=4, seed=SEED
+    )
     return example.main.MODELS[request.param](sizes)
 
 
@@ -51,7 +65,9 @@ def pools_of(model):
     """Device pools with noise in every byte that nobody has written."""
     pools = {}
     for name, geometry in model.config.pools.items():
-        pools[name] = geometry.device_pool(*((4, 1) if name == PoolName.MAMBA else (512, 16)), torch.device("cpu"))
+        pools[name] = geometry.device_pool(
+            *((4, 1) if name == PoolName.MAMBA else (512, 16)), torch.device("cpu")
+        )
         for layer in range(pools[name].layer_num):
             for slot in range(0, pools[name].size, pools[name].page_size):
                 for part in pools[name].page_layer(slot, layer):
@@ -63,9 +79,17 @@ tokens = st.lists(st.integers(0, 127), min_size=1, max_size=90)
 
 
 @settings(max_examples=25, deadline=None)
-@given(first=tokens, second=tokens, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8), places=st.randoms())
-def test_logits_do_not_depend_on_what_is_computed_together(example, model, first, second, cuts, places):
-    """Two sequences in chunks of any length, alone and together, in scattered pages: the bits of a single pass."""
+@given(
+    first=tokens,
+    second=tokens,
+    cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    places=st.randoms(),
+)
+def test_logits_do_not_depend_on_what_is_computed_together(
+    example, model, first, second, cuts, places
+):
+    """Two sequences in chunks of any length, alone and together, in scattered pages: the bits of a
+    single pass."""
     pages = places.sample(range(32), 12)
     rows = (torch.tensor(pages).unsqueeze(1) * 16 + torch.arange(16)).view(2, -1)
     pools, found, done = pools_of(model), ([], []), [0, 0]
@@ -81,7 +105,9 @@ def test_logits_do_not_depend_on_what_is_computed_together(example, model, first
                 owners.append(each)
                 done[each] += len(chunk)
         if segments:
-            for each, logits in zip(owners, model.forward(segments, pools, lambda _: None), strict=True):
+            for each, logits in zip(
+                owners, model.forward(segments, pools, lambda _: None), strict=True
+            ):
                 found[each].append(logits)
         turn += 1
     for sequence, logits in zip(sequences, found, strict=True):
@@ -90,7 +116,9 @@ def test_logits_do_not_depend_on_what_is_computed_together(example, model, first
 
 def test_every_layer_is_waited_for_before_it_is_computed(example, model):
     waited = []
-    model.forward([example.model.Segment([1, 2, 3], 0, torch.arange(16))], pools_of(model), waited.append)
+    model.forward(
+        [example.model.Segment([1, 2, 3], 0, torch.arange(16))], pools_of(model), waited.append
+    )
     layers = {layer for geometry in model.config.pools.values() for layer in geometry.layers}
     assert waited == sorted(layers)
 
@@ -103,7 +131,8 @@ def parts_of(model):
 
 
 def test_logits_depend_on_every_part_of_the_cache(example, model):
-    """Put a page's elements, or a state's, into the reverse order, in any layer and part: the next logits are others."""
+    """Put a page's elements, or a state's, into the reverse order, in any layer and part: the next
+    logits are others."""
     sequence = [(7 * place * place) % 128 for place in range(97)]
     expected = model.recompute(sequence)[96:]
 
@@ -114,7 +143,9 @@ def test_logits_depend_on_every_part_of_the_cache(example, model):
             name, layer, part = damaged
             tensor = pools[name].page_layer(1 if name == PoolName.MAMBA else 32, layer)[part]
             tensor.copy_(tensor.flatten().flip(0).view_as(tensor))
-        return model.forward([example.model.Segment(sequence[96:], 96, rows, 1)], pools, lambda _: None)[0]
+        return model.forward(
+            [example.model.Segment(sequence[96:], 96, rows, 1)], pools, lambda _: None
+        )[0]
 
     assert torch.equal(last_logits(), expected)
     for damaged in parts_of(model):
@@ -122,7 +153,8 @@ def test_logits_depend_on_every_part_of_the_cache(example, model):
 
 
 def played(example, tmp_path, **fields):
-    """A small conversation over a new store, with everything that the command checks; how it went."""
+    """A small conversation over a new store, with everything that the command checks; how it
+    went."""
     talk = example.chat.Talk(clients=5, rounds=fields.pop("rounds", 3), running=2, seed=SEED)
     options = example.main.Options(talk=talk, **fields)
     storage = example.places.store(options.storage, options.given, tmp_path, "tests", {})
@@ -149,7 +181,9 @@ def test_prefixes_of_every_tier_give_the_bits_of_a_recomputation(example, tmp_pa
 
 def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
     _, _, conversation = played(example, tmp_path, dtype="bfloat16")
-    assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
+    assert all(
+        turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns
+    )
 
 
 @pytest.mark.gpu
@@ -158,7 +192,9 @@ def test_bfloat16_stays_within_its_tolerance(example, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gpu_restores_what_it_computed(example, tmp_path, kind, dtype):
     _, _, conversation = played(example, tmp_path, model=kind, dtype=dtype, device="cuda")
-    assert all(turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns)
+    assert all(
+        turn.equal and turn.restored.tokens == turn.restorable for turn in conversation.turns
+    )
 
 
 @pytest.mark.parametrize("kind", ["mamba", "dsa"])
@@ -176,7 +212,11 @@ def test_a_damaged_page_costs_hits_and_no_logit(example, tmp_path, kind, capsys)
 def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
     """The comparison with a recomputation detects differences, also with a tolerance."""
     sizes = example.sizes.Sizes(
-        device_tokens=512, host_tokens=512, device_states=16, host_states=16, dtype=example.main.DTYPES[dtype]
+        device_tokens=512,
+        host_tokens=512,
+        device_states=16,
+        host_states=16,
+        dtype=example.main.DTYPES[dtype],
     )
     model = example.mamba.mamba_model(sizes)
     talk = example.chat.Talk(clients=2, rounds=2, request=(40, 40), output=(24, 24))
@@ -193,7 +233,9 @@ def test_a_hit_with_wrong_bytes_is_seen(example, dtype):
 
 
 def test_the_server_gives_back_what_it_took(example):
-    sizes = example.sizes.Sizes(device_tokens=512, host_tokens=512, device_states=16, host_states=16)
+    sizes = example.sizes.Sizes(
+        device_tokens=512, host_tokens=512, device_states=16, host_states=16
+    )
     model = example.sparse.sparse_model(sizes)
     talk = example.chat.Talk(clients=3, rounds=2)
     conversation = example.chat.Conversation([[], [], []])
@@ -218,7 +260,11 @@ def test_unused_tiers_and_missing_losses_are_refused(example, tmp_path):
 
 def command(*options):
     return subprocess.run(
-        [sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options], capture_output=True, text=True, timeout=250, check=False
+        [sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
     )
 
 
@@ -233,7 +279,9 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     assert "  L1" in first
 
 
-@pytest.mark.parametrize(("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")])
+@pytest.mark.parametrize(
+    ("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")]
+)
 def test_servers_keep_the_pages_for_a_second_process(driver, kind):
     """With `--start-server`, hf3fs has its metadata server, and Mooncake a master and a store."""
     done = command("--storage", driver, "--model", kind, "--start-server", "--restart", *SMALL)

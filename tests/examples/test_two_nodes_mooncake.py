@@ -1,4 +1,5 @@
-"""The two-node run of the Mooncake driver, in namespaces where this user may make some and on loopback."""
+"""The two-node run of the Mooncake driver, in namespaces where this user may make some and on
+loopback."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "two_nodes_mooncake.py"
 @pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["where it can", "loopback"])
 def test_what_one_node_stores_the_other_reads(options):
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--pages", "16", *options], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, EXAMPLE, "--pages", "16", *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("16 of 16 pages") == 4

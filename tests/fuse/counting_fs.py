@@ -1,6 +1,7 @@
 """A pass-through FUSE file system that counts requests and delays each.
 
-It stands for a network mount: what costs time there is the number of requests, and that can be counted exactly.
+It stands for a network mount: what costs time there is the number of requests, and that can be
+counted exactly.
 
     with CountingMount(backing, point, delay_us=200) as mount:
         before = mount.counts()
@@ -29,9 +30,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 OPERATIONS = (
-    "getattr", "opendir", "readdir", "open", "create", "read", "write", "flush", "truncate", "unlink", "rename", "mkdir",
-    "rmdir", "utimens", "fsync", "fsyncdir", "statfs", "link",
-)  # fmt: skip
+    "getattr",
+    "opendir",
+    "readdir",
+    "open",
+    "create",
+    "read",
+    "write",
+    "flush",
+    "truncate",
+    "unlink",
+    "rename",
+    "mkdir",
+    "rmdir",
+    "utimens",
+    "fsync",
+    "fsyncdir",
+    "statfs",
+    "link",
+)
 _COUNTS = struct.Struct(f"<{len(OPERATIONS)}Q")
 _STAT_FIELDS = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
 
@@ -43,10 +60,13 @@ class CountingMount:
         backing: the directory behind it.
         point: where it is mounted; made if it is missing.
         delay_us: how long each request takes at least, in microseconds.
-        cache_seconds: how long the kernel believes names and attributes. Long, so that counts do not depend on the time.
+        cache_seconds: how long the kernel believes names and attributes. Long, so that counts do
+            not depend on the time.
     """
 
-    def __init__(self, backing: Path, point: Path, *, delay_us: int = 0, cache_seconds: float = 3600.0) -> None:
+    def __init__(
+        self, backing: Path, point: Path, *, delay_us: int = 0, cache_seconds: float = 3600.0
+    ) -> None:
         self.backing, self.point = backing, point
         self._options = [f"--delay-us={delay_us}", f"--cache-seconds={cache_seconds}"]
         descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
@@ -72,7 +92,14 @@ class CountingMount:
         self.point.mkdir(parents=True, exist_ok=True)
         self.backing.mkdir(parents=True, exist_ok=True)
         outside = os.stat(self.point).st_dev
-        command = [sys.executable, __file__, str(self.backing), str(self.point), self._shared, *self._options]
+        command = [
+            sys.executable,
+            __file__,
+            str(self.backing),
+            str(self.point),
+            self._shared,
+            *self._options,
+        ]
         process = subprocess.Popen(command)
         self._processes.append(process)
         until = time.monotonic() + 120
@@ -83,7 +110,9 @@ class CountingMount:
 
     def unmount(self, *, lazily: bool = False) -> None:
         """Take the file system away; `lazily` also while files in it are open."""
-        subprocess.run(["fusermount3", "-u", *(["-z"] if lazily else []), str(self.point)], check=True)
+        subprocess.run(
+            ["fusermount3", "-u", *(["-z"] if lazily else []), str(self.point)], check=True
+        )
         if not lazily:
             self._processes[-1].wait(30)
 
@@ -98,7 +127,11 @@ class CountingMount:
 
     def since(self, before: dict[str, int]) -> dict[str, int]:
         """Requests since then; operations without any are left out."""
-        return {name: count - before[name] for name, count in self.counts().items() if count != before[name]}
+        return {
+            name: count - before[name]
+            for name, count in self.counts().items()
+            if count != before[name]
+        }
 
 
 class _Passthrough:
@@ -194,7 +227,17 @@ class _Passthrough:
 
     def statfs(self, path: str) -> dict[str, int]:
         status = os.statvfs(self._path("statfs", path))
-        names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax")
+        names = (
+            "f_bsize",
+            "f_frsize",
+            "f_blocks",
+            "f_bfree",
+            "f_bavail",
+            "f_files",
+            "f_ffree",
+            "f_favail",
+            "f_namemax",
+        )
         return {name: getattr(status, name) for name in names}
 
 
@@ -219,11 +262,17 @@ def _serve() -> None:
     seconds = options.cache_seconds
     try:
         mfusepy.FUSE(
-            operations, options.point, foreground=True,
-            attr_timeout=seconds, entry_timeout=seconds, negative_timeout=0,
-        )  # fmt: skip
+            operations,
+            options.point,
+            foreground=True,
+            attr_timeout=seconds,
+            entry_timeout=seconds,
+            negative_timeout=0,
+        )
     except RuntimeError as error:
-        sys.exit(f"cannot mount: {error} ({errno.errorcode.get(error.args[0] if error.args else 0, '')})")
+        sys.exit(
+            f"cannot mount: {error} ({errno.errorcode.get(error.args[0] if error.args else 0, '')})"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Children that are forked while four threads call their parent's storage (rule LC-5): none of them may hang."""
+"""Children that are forked while four threads call their parent's storage (rule LC-5): none of them
+may hang."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.hostile
 
 @pytest.fixture
 def storage(kit, tmp_path):
-    """A file store below the default layers, with a pool for each caller's pages and the child's."""
+    """A file store below the default layers, with a pool for each caller's pages and the
+    child's."""
     made = create_storage("file", kit.identity(), {"path": str(tmp_path / "store")})
     pool = kit.pool(pages=(CALLERS + 1) * PAGES)
     made.register_mem_host_pool_v2(pool, "kv")
@@ -55,7 +57,13 @@ def used(storage, make):
     storage.close()
     own = make()
     try:
-        served = own.batch_get_v2([PoolTransfer("kv", torch.arange(PAGES * 2), keys=[f"0-{page}" for page in range(PAGES)])])
+        served = own.batch_get_v2(
+            [
+                PoolTransfer(
+                    "kv", torch.arange(PAGES * 2), keys=[f"0-{page}" for page in range(PAGES)]
+                )
+            ]
+        )
     finally:
         own.close()
     return f"{refused} {sum(served['kv'])}"
@@ -97,6 +105,7 @@ def test_children_of_a_process_that_calls(storage, kit, tmp_path, interval):
             thread.join()
     wrong = [text for text in said if text not in {f"6 {PAGES}", HUNG}]
     print(
-        f"\nforked {len(said)} children beside {CALLERS} callers: {said.count(HUNG)} hung, {len(wrong)} were told something else"
+        f"\nforked {len(said)} children beside {CALLERS} callers: {said.count(HUNG)} hung, "
+        f"{len(wrong)} were told something else"
     )
     assert (said.count(HUNG), wrong[:3], failures[:3]) == (0, [], [])

@@ -1,4 +1,5 @@
-"""A local disk that really stalls: ext4 under `fsfreeze`, and ext4 on a device that answers nothing any more.
+"""A local disk that really stalls: ext4 under `fsfreeze`, and ext4 on a device that answers nothing
+any more.
 
 Needs root and loop devices. Every stall is ended by a process of its own, should this one die.
 """
@@ -50,7 +51,10 @@ def ext4(image: Path, point: Path):
     finally:
         # Threads that were left behind may have files open for another moment.
         until = time.monotonic() + 20
-        while subprocess.run(["umount", str(point)], check=False, capture_output=True).returncode and time.monotonic() < until:
+        while (
+            subprocess.run(["umount", str(point)], check=False, capture_output=True).returncode
+            and time.monotonic() < until
+        ):
             time.sleep(0.1)
 
 
@@ -74,7 +78,12 @@ class Engine:
     def __init__(self, path: Path, **options: object):
         self.pool = ScratchPool(2 * PAGES, COMPONENTS)
         settings = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
-        self.storage = create_storage("file", identity(), {"path": str(path), "capacity": "100MiB", **options}, options=settings)
+        self.storage = create_storage(
+            "file",
+            identity(),
+            {"path": str(path), "capacity": "100MiB", **options},
+            options=settings,
+        )
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.storage.open()
 
@@ -91,7 +100,9 @@ class Engine:
         self.pool.memory[:] = bytes(len(self.pool.memory))
         answer = self.storage.batch_get_v2(self._transfer(keys))["kv"]
         for number, key in enumerate(keys):
-            assert not answer[number] or bytes(self.pool.page(number)) == content(key, 0, sum(COMPONENTS))
+            assert not answer[number] or bytes(self.pool.page(number)) == content(
+                key, 0, sum(COMPONENTS)
+            )
         return sum(answer)
 
     def hit(self, keys):
@@ -148,16 +159,26 @@ def test_calls_end_in_time_while_ext4_is_frozen(tmp_path):
 
 @pytest.mark.parametrize("hung_reads", ["auto", "bounce_buffer"])
 def test_calls_end_in_time_while_the_device_below_ext4_answers_nothing(tmp_path, hung_reads):
-    with CountingMount(tmp_path / "backing", tmp_path / "fuse") as fuse, ext4(fuse.point / "image", tmp_path / "mount") as mount:
+    with (
+        CountingMount(tmp_path / "backing", tmp_path / "fuse") as fuse,
+        ext4(fuse.point / "image", tmp_path / "mount") as mount,
+    ):
         path = mount / "store"
-        engine, known, cold = Engine(path, hung_reads=hung_reads), chain("known", PAGES), chain("cold", PAGES)
+        engine, known, cold = (
+            Engine(path, hung_reads=hung_reads),
+            chain("known", PAGES),
+            chain("cold", PAGES),
+        )
         assert (engine.put(known), engine.put(cold)) == (PAGES, PAGES)
         forget_cached(path)
         # What the loop device has read from its file is cached too.
         run("sh", "-c", "sync; echo 1 > /proc/sys/vm/drop_caches")
         assert (engine.get(known), engine.get(known), engine.hit(known)) == (PAGES, PAGES, PAGES)
         server = fuse._processes[-1].pid
-        print(f"\next4 on a device that answers nothing, deadline {DEADLINE_SECONDS} s, hung_reads {hung_reads}")
+        print(
+            f"\next4 on a device that answers nothing, deadline {DEADLINE_SECONDS} s, hung_reads "
+            f"{hung_reads}"
+        )
         with stalled(["kill", "-STOP", server], ["kill", "-CONT", server]):
             assert timed("get, on the disk", lambda: engine.get(cold)) == 0
             make_all_calls(engine, known, cold)

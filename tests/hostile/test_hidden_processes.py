@@ -1,4 +1,5 @@
-"""Two users on one store, with a /proc that hides each other's processes: real users, in a mount namespace of their own."""
+"""Two users on one store, with a /proc that hides each other's processes: real users, in a mount
+namespace of their own."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ def test_two_users_leave_each_others_drafts_alone(tmp_path, hidepid):
     for path in (tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o777)
     writer = f'"{sys.executable}" -c "$0" "{tmp_path}/store"'
-    script = (
-        f"mount -t proc -o hidepid={hidepid} proc /proc && umask 0 && ({writer} 65533 {SECONDS} & {writer} 65534 {SECONDS}; wait)"
-    )
+    script = f"mount -t proc -o hidepid={hidepid} proc /proc && umask 0 && ({writer} 65533 {SECONDS} & {writer} 65534 {SECONDS}; wait)"
     done = subprocess.run(
         ["unshare", "-m", "--propagation", "private", "sh", "-c", script, WRITER],
-        check=True, capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
     answers = [list(map(int, line.split())) for line in done.stdout.split("\n") if line]
     print(f"\nhidepid={hidepid}: pages set, stored, faults: {answers}")
     assert len(answers) == 2

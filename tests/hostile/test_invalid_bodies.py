@@ -1,4 +1,5 @@
-"""A client that sends invalid bodies of the size that is allowed, as fast as it can, and everybody else."""
+"""A client that sends invalid bodies of the size that is allowed, as fast as it can, and everybody
+else."""
 
 from __future__ import annotations
 
@@ -61,11 +62,19 @@ def bodies():
             ("middle of long keys", lookup([*long[: len(long) // 2], 7, *long[len(long) // 2 :]])),
             ("too many keys", lookup(short)),
             ("many scopes", {"scopes": [{"scope": "0:kv", "keys": []}] * (SIZE // 27)}),
-            ("as many as are decoded, the last wrong", lookup([*short[: DEFAULTS.keys * 19 // 10], None])),
+            (
+                "as many as are decoded, the last wrong",
+                lookup([*short[: DEFAULTS.keys * 19 // 10], None]),
+            ),
             ("numbers for keys", lookup([1] * (SIZE // 3))),
             ("empty lists for keys", {"keys": [[]] * (SIZE // 4)}),
         ):
-            yield f"{name}: {kind}", "/v2/lookup", content_type, encoded(message, content_type)[:SIZE]
+            yield (
+                f"{name}: {kind}",
+                "/v2/lookup",
+                content_type,
+                encoded(message, content_type)[:SIZE],
+            )
         whole = encoded(lookup(long), content_type)
         yield f"{name}: truncated", "/v2/lookup", content_type, whole[: len(whole) - 3]
         nested = b"[" * SIZE if content_type == JSON else b"\x81\xa6scopes" + b"\x91" * (SIZE - 8)
@@ -73,20 +82,34 @@ def bodies():
     digits = b"1" * (SIZE - 100)
     yield "JSON: huge number", "/v2/lookup", JSON, b'{"scopes":[],"pin_seconds":-0.' + digits + b"}"
     yield "JSON: huge integer", "/v2/unpin", JSON, b'{"pins":[' + digits + b"]}"
-    yield "JSON: a text that does not end", "/v2/lookup", JSON, b'{"scopes":[' + b'\\",' * (SIZE // 3 - 10)
+    yield (
+        "JSON: a text that does not end",
+        "/v2/lookup",
+        JSON,
+        b'{"scopes":[' + b'\\",' * (SIZE // 3 - 10),
+    )
     yield "JSON: quotes", "/v2/lookup", JSON, b'"' * SIZE
     pairs = [["k", ""]] * (SIZE // 9 - 20)
-    yield "JSON: pairs, the last wrong", "/0/reserve_and_allocate_page_indices", JSON, encoded({"keys": [*pairs, None]}, JSON)
+    yield (
+        "JSON: pairs, the last wrong",
+        "/0/reserve_and_allocate_page_indices",
+        JSON,
+        encoded({"keys": [*pairs, None]}, JSON),
+    )
 
 
-@pytest.mark.parametrize(("path", "content_type", "body"), [pytest.param(*rest, id=name) for name, *rest in bodies()])
+@pytest.mark.parametrize(
+    ("path", "content_type", "body"), [pytest.param(*rest, id=name) for name, *rest in bodies()]
+)
 def test_health_answers_while_invalid_bodies_come(path, content_type, body, request):
     assert len(body) <= SIZE
     with served(f"{SERVE} --store memory:") as (place, _):
         port = urlsplit(place.url).port
         health = HTTPConnection("127.0.0.1", port, timeout=120)
         sender = subprocess.Popen(
-            [sys.executable, "-c", SENDER, str(port), path, content_type], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-c", SENDER, str(port), path, content_type],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         try:
             sender.stdin.write(body)
@@ -110,8 +133,10 @@ def test_health_answers_while_invalid_bodies_come(path, content_type, body, requ
     sent, *statuses = said[-1].split()
     latencies.sort()
     print(
-        f"\n{request.node.callspec.id}: {len(body) / 2**20:.1f} MiB, {sent} bodies in {SECONDS:g} s, answered {' '.join(statuses)}; "
-        f"/healthz {len(latencies)} times, median {1e3 * latencies[len(latencies) // 2]:.1f} ms, worst {1e3 * latencies[-1]:.1f} ms"
+        f"\n{request.node.callspec.id}: {len(body) / 2**20:.1f} MiB, {sent} bodies in {SECONDS:g} "
+        f"s, answered {' '.join(statuses)}; "
+        f"/healthz {len(latencies)} times, median {1e3 * latencies[len(latencies) // 2]:.1f} ms, "
+        f"worst {1e3 * latencies[-1]:.1f} ms"
     )
     assert set(statuses) <= {"400", "413", "422"}
     assert latencies[-1] < MOST_SECONDS

@@ -1,4 +1,5 @@
-"""Stores of a hundred thousand small files: what a call takes beside a writer, at the first call, and within a deadline."""
+"""Stores of a hundred thousand small files: what a call takes beside a writer, at the first call,
+and within a deadline."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def ended(writer: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_heap():
-    """Leave what torch has imported out of collections, as engines do; a pass over it takes longer than what is measured."""
+    """Leave what torch has imported out of collections, as engines do; a pass over it takes longer
+    than what is measured."""
     gc.collect()
     gc.freeze()
     yield
@@ -90,7 +92,12 @@ def large_store(tmp_path_factory):
     try:
         lines = read_lines(writer)
         assert next(lines) == "ready\n"
-        reader, times, busy, seen = Rig(path, components=PAGE_BYTES), list[float](), list[float](), 0
+        reader, times, busy, seen = (
+            Rig(path, components=PAGE_BYTES),
+            list[float](),
+            list[float](),
+            0,
+        )
         assert reader.hit(["first"]) == 1
         os.set_blocking(writer.stdout.fileno(), False)
         started = time.monotonic()
@@ -119,9 +126,14 @@ def test_a_reader_beside_a_hundred_thousand_sets(large_store):
     _, times, busy, seconds = large_store
     times, busy = sorted(times), sorted(busy)
     p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
-    print(f"\n{SETS} one-page sets in {seconds:.0f} s; exists of a reader that looks every second ({len(times)} looks):")
+    print(
+        f"\n{SETS} one-page sets in {seconds:.0f} s; exists of a reader that looks every second "
+        f"({len(times)} looks):"
+    )
     print(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, max {times[-1]:.1f} ms")
-    print(f"processor time: p50 {percentile(busy, 0.5):.1f} ms, p99 {percentile(busy, 0.99):.1f} ms")
+    print(
+        f"processor time: p50 {percentile(busy, 0.5):.1f} ms, p99 {percentile(busy, 0.99):.1f} ms"
+    )
     # What the call itself takes; the clock also counts what else runs on the machine.
     assert percentile(busy, 0.5) < 20
 
@@ -152,7 +164,8 @@ def test_opening_it_with_a_deadline_and_without_logs(large_store):
         calls += 1
         assert calls < 500
     print(
-        f"\nwithout logs, deadline 0.2 s: first call {taken[0]:.2f} s, the longest of the others {max(taken[1:], default=0.0):.2f} s,"
+        f"\nwithout logs, deadline 0.2 s: first call {taken[0]:.2f} s, the longest of the others "
+        f"{max(taken[1:], default=0.0):.2f} s,"
     )
     print(f"all {SETS} pages found after {calls} calls and {sum(taken):.1f} s")
     reader.storage.close()
@@ -182,7 +195,10 @@ def test_the_first_call_into_many_bundles_keeps_its_deadline(tmp_path, batch):
         calls += 1
         assert calls < 200
     total = time.perf_counter() - started
-    print(f"\n{MANY_BUNDLES} bundles, {pages} pages, deadline 0.2 s: the first call took {first:.2f} s")
+    print(
+        f"\n{MANY_BUNDLES} bundles, {pages} pages, deadline 0.2 s: the first call took {first:.2f} "
+        f"s"
+    )
     print(f"all found after {calls} calls and {total:.1f} s")
     reader.storage.close()
     assert first < 1.2

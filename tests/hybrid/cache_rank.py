@@ -1,4 +1,5 @@
-"""A radix cache on each of several ranks: the same requests everywhere, with storages that lose, fail and hang by themselves."""
+"""A radix cache on each of several ranks: the same requests everywhere, with storages that lose,
+fail and hang by themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ALL = 10**6
 
 
 class Weather:
-    """What the calls of one rank's storage meet: nothing, or now and then a failure, a loss, or a call that hangs."""
+    """What the calls of one rank's storage meet: nothing, or now and then a failure, a loss, or a
+    call that hangs."""
 
     def __init__(self, seed, objects):
         self.random, self.objects = random.Random(seed), objects
@@ -46,7 +48,11 @@ class Weather:
 
     def __call__(self, operation):
         with self._changed:
-            chance = self.random.random() if self.bad and operation in ("exist", "read", "write") else 1.0
+            chance = (
+                self.random.random()
+                if self.bad and operation in ("exist", "read", "write")
+                else 1.0
+            )
             if chance < 0.1:
                 raise OSError("the storage is down")
             if chance < 0.2:
@@ -68,7 +74,9 @@ class CacheRank(Rank):
         self._begin(GRID)
         self._attach(MemoryStorage(identity(self.parallel), objects))
         with (
-            mock.patch.object(Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0),
+            mock.patch.object(
+                Job, "overdue", lambda job, seconds: not job.query() and self.weather.hanging > 0
+            ),
             mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.01),
         ):
             common = random.Random(self.settings["seed"])
@@ -78,13 +86,18 @@ class CacheRank(Rank):
             self._end()
 
     def sparse(self):
-        """MLA and an indexer, the same bytes on all TP ranks of a CP shard, in one store: every page is a hit on every rank."""
+        """MLA and an indexer, the same bytes on all TP ranks of a CP shard, in one store: every
+        page is a hit on every rank."""
         self.stack.close()
         self.stack = self.make_stack(states=0)
         self.controller = self.stack.controller
         self.label = f"cp {self.parallel.cp_rank} pp {self.parallel.pp_rank}"
         self._begin(None)
-        storage = create_storage("file", identity(self.parallel, kv_replicated=True), {"path": self.settings["path"] + "-sparse"})
+        storage = create_storage(
+            "file",
+            identity(self.parallel, kv_replicated=True),
+            {"path": self.settings["path"] + "-sparse"},
+        )
         self.controller.attach(storage)
         lengths = (3, 8, 5)
         for chain, pages in enumerate(lengths):
@@ -97,7 +110,8 @@ class CacheRank(Rank):
             self._serve(chain, pages)
         self._end()
 
-    # One step ----------------------------------------------------------------------------------------------------
+    # One step
+    # ----------------------------------------------------------------------------------------------------
 
     def _step(self, common, number):
         chain, pages = common.randrange(3), 2 * common.randint(1, TURNS)
@@ -126,10 +140,16 @@ class CacheRank(Rank):
         self.tell("match", match.length, match.host_length, loaded is not None)
         rows = loaded.device_indices if loaded else match.device_indices
         assert self.stack.holds("device", HybridIndices(rows), labels), "a hit with other bytes"
-        self._check_state(loaded.state_slot if loaded else match.state_slot, labels[: match.length // PAGE])
+        self._check_state(
+            loaded.state_slot if loaded else match.state_slot, labels[: match.length // PAGE]
+        )
         if loaded and loaded.state_slot is not None:
             self.states.free(torch.tensor([loaded.state_slot]))
-        new = self.cache.alloc_kv(len(prompt) - match.length) if match.length < len(prompt) else rows[:0]
+        new = (
+            self.cache.alloc_kv(len(prompt) - match.length)
+            if match.length < len(prompt)
+            else rows[:0]
+        )
         if new is not None:
             self._insert(prompt, rows, new, labels)
         self.cache.unlock(lock)
@@ -140,13 +160,22 @@ class CacheRank(Rank):
         self.stack.compute.synchronize()
         self.stack.fill("device", HybridIndices(new), labels[rows.numel() // PAGE :])
         if state is not None:
-            self.stack.fill("device", HybridIndices(new[:0], {MAMBA: state}, {MAMBA: (0,)}), [], labels[: len(prompt) // PAGE])
-        result = self.cache.insert(prompt, torch.cat([rows, new]), {} if state is None else {len(prompt): int(state)})
+            self.stack.fill(
+                "device",
+                HybridIndices(new[:0], {MAMBA: state}, {MAMBA: (0,)}),
+                [],
+                labels[: len(prompt) // PAGE],
+            )
+        result = self.cache.insert(
+            prompt, torch.cat([rows, new]), {} if state is None else {len(prompt): int(state)}
+        )
         self.tell("inserted", result.length, result.new_states)
 
     def _check_state(self, slot, labels):
         if slot is not None and labels:
-            state = HybridIndices(torch.empty(0, dtype=torch.int64), {MAMBA: torch.tensor([slot])}, {MAMBA: (0,)})
+            state = HybridIndices(
+                torch.empty(0, dtype=torch.int64), {MAMBA: torch.tensor([slot])}, {MAMBA: (0,)}
+            )
             assert self.stack.holds("device", state, [], labels), "another state"
 
     def _visit_again(self, chain, pages, common):
@@ -170,7 +199,11 @@ class CacheRank(Rank):
 
     def _squeeze(self, chain, pages, common):
         evicted = self.cache.evict(common.randrange(40), common.randrange(4))
-        self.tell("evicted", *astuple(evicted), *astuple(self.cache.evict_host(common.randrange(40), common.randrange(4))))
+        self.tell(
+            "evicted",
+            *astuple(evicted),
+            *astuple(self.cache.evict_host(common.randrange(40), common.randrange(4))),
+        )
 
     def _lose(self, chain, pages, common):
         self.weather.lose(0.02)
@@ -185,15 +218,20 @@ class CacheRank(Rank):
         self._attach(MemoryStorage(identity(self.parallel), self.weather.objects))
         self.cache.storage_changed()
 
-    # Parts of steps ----------------------------------------------------------------------------------------------
+    # Parts of steps
+    # ----------------------------------------------------------------------------------------------
 
     def _begin(self, grid):
         entries = self.stack.group.entries
         self.states = entries[MAMBA].device_pool if grid else None
         config = RadixCacheConfig(
-            page_size=PAGE, checkpoint_grid=grid, write_policy=WritePolicy(self.settings.get("policy", "write_through"))
+            page_size=PAGE,
+            checkpoint_grid=grid,
+            write_policy=WritePolicy(self.settings.get("policy", "write_through")),
         )
-        self.cache = HiMambaRadixCache(config, self.controller, entries[KV].device_pool, self.states)
+        self.cache = HiMambaRadixCache(
+            config, self.controller, entries[KV].device_pool, self.states
+        )
 
     def _attach(self, storage):
         self.storage, storage.before = storage, self.weather
@@ -204,7 +242,10 @@ class CacheRank(Rank):
 
     def _restorable(self, chain, pages):
         keys = page_hashes(tokens(pages, chain), PAGE)
-        side = [PoolTransfer(MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES), PoolTransfer(INDEXER, keys=keys)]
+        side = [
+            PoolTransfer(MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES),
+            PoolTransfer(INDEXER, keys=keys),
+        ]
         return list(self.storage.batch_exists_v2(keys, side).restorable_prefix_pages)
 
     def _fetch(self, chain, pages):
@@ -230,4 +271,7 @@ class CacheRank(Rank):
         assert self.cache.usage().device_tokens == self.cache.usage().host_tokens == 0
         until(lambda: self.stack.free() == self.stack.total())
         for entry in self.stack.group.entries.values():
-            assert entry.device_pool is None or entry.device_pool.available_size() == entry.device_pool.size
+            assert (
+                entry.device_pool is None
+                or entry.device_pool.available_size() == entry.device_pool.size
+            )

@@ -96,7 +96,8 @@ class Store:
         return storage
 
     def fill(self, pages, ends=(), *, seed=0, stack=None):
-        """Store a chain of pages with states at some endpoints, through a stack of its own; its tokens and keys."""
+        """Store a chain of pages with states at some endpoints, through a stack of its own; its
+        tokens and keys."""
         own = stack is None
         stack = stack or Stack(pages=pages, states=max(1, len(ends)))
         keys = page_hashes(tokens(pages, seed), PAGE)

@@ -1,4 +1,5 @@
-"""How many random programs are run: few in the unit suite, `HICACHE_PROGRAMS` times as many and longer ones in `make fuzz`."""
+"""How many random programs are run: few in the unit suite, `HICACHE_PROGRAMS` times as many and
+longer ones in `make fuzz`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ SECONDS = 300 * FACTOR
 """After which a test of programs has failed."""
 
 PICKS = st.integers(0, 63)
-"""Which one, of however many there are. How many depends on how far other threads are, and what is drawn must not."""
+"""Which one, of however many there are. How many depends on how far other threads are, and what is
+drawn must not."""
 
 
 def programs(examples: int) -> settings:
@@ -38,8 +40,14 @@ def machine(kind, examples: int):
 def assert_found(kind) -> None:
     """Programs of a state machine fail before many have been tried."""
     quick = settings(
-        programs(0), max_examples=600, stateful_step_count=40, phases=[Phase.generate], database=None, derandomize=True,
-        report_multiple_bugs=False, print_blob=False,
-    )  # fmt: skip
+        programs(0),
+        max_examples=600,
+        stateful_step_count=40,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
     with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
         run_state_machine_as_test(kind, settings=quick)

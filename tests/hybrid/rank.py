@@ -1,7 +1,7 @@
 """One rank of several processes, run by `test_ranks`: `python rank.py SCENARIOS RANK FOLDER JSON`.
 
-Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their own. What a rank was told
-is written to FOLDER/SCENARIO.RANK.json; the test compares.
+Ranks take the same decisions from `common`, and meet presence, faults and host pressure of their
+own. What a rank was told is written to FOLDER/SCENARIO.RANK.json; the test compares.
 """
 
 from __future__ import annotations
@@ -77,10 +77,13 @@ class Rank:
         self.controller = self.stack.controller
 
     def make_stack(self, **changes):
-        return Stack(**{"states": 4, "parallel": self.parallel, "rank_group": self.rank_group, **changes})
+        return Stack(
+            **{"states": 4, "parallel": self.parallel, "rank_group": self.rank_group, **changes}
+        )
 
     def tell(self, *what):
-        """What has to be the same on every rank; printed, so that a rank that hangs is known by the last of it."""
+        """What has to be the same on every rank; printed, so that a rank that hangs is known by the
+        last of it."""
         self.told.append(what)
         print(*what, flush=True)
 
@@ -89,12 +92,17 @@ class Rank:
         self.stack.close()
         assert not self.stack.simulator.races
 
-    # Scenarios ---------------------------------------------------------------------------------------------------
+    # Scenarios
+    # ---------------------------------------------------------------------------------------------------
 
     def sets(self):
         """D19: the endpoints that two ranks can restore differ, and have 3 in common."""
         for seed, ends in enumerate(self.settings["ends"]):
-            keys, storage = self.filled(seed, [True] * PAGES, [end in ends[self.parallel.rank] for end in range(1, PAGES + 1)])
+            keys, storage = self.filled(
+                seed,
+                [True] * PAGES,
+                [end in ends[self.parallel.rank] for end in range(1, PAGES + 1)],
+            )
             self.controller.attach(storage)
             result = self.fetched(seed, keys)
             self.tell("restored", result.tokens // PAGE)
@@ -102,25 +110,44 @@ class Rank:
             self.controller.detach()
 
     def chances(self):
-        """Random presence on every rank; faults, host pressure and early ends in some of the rounds."""
+        """Random presence on every rank; faults, host pressure and early ends in some of the
+        rounds."""
         rules = PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
         impatient = HybridCacheController(
-            self.stack.group, parallel=self.parallel, rank_group=self.rank_group, rules=rules,
-            storage_call_seconds=CALL_SECONDS, stop_seconds=CALL_SECONDS,
-        )  # fmt: skip
+            self.stack.group,
+            parallel=self.parallel,
+            rank_group=self.rank_group,
+            rules=rules,
+            storage_call_seconds=CALL_SECONDS,
+            stop_seconds=CALL_SECONDS,
+        )
         for number in range(self.settings["rounds"]):
             seed = f"{self.settings['seed']}/{number}"
             common = random.Random(seed)
             faulty, early = common.random() < 0.6, common.random() < 0.2
             keys, storage = self.filled(seed, *presence(seed, self.parallel.rank))
             if faulty:
-                storage = FaultLayer(storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS))
-            others = self.stack.take("host", pressure(seed, self.parallel.rank)[0], range(pressure(seed, self.parallel.rank)[1]))
+                storage = FaultLayer(
+                    storage, FaultOptions(seed=self.parallel.rank * 1000 + number, **FAULTS)
+                )
+            others = self.stack.take(
+                "host",
+                pressure(seed, self.parallel.rank)[0],
+                range(pressure(seed, self.parallel.rank)[1]),
+            )
             self.controller = impatient if faulty else self.stack.controller
             self.controller.attach(storage)
             result = self.fetched(seed, keys, polls=common.randrange(6) if early else None)
             self.stack.group.free_host(others)
-            self.tell("round", number, faulty, early, result.tokens // PAGE, result.outcome, *result.hashes)
+            self.tell(
+                "round",
+                number,
+                faulty,
+                early,
+                result.tokens // PAGE,
+                result.outcome,
+                *result.hashes,
+            )
             written = self.written(keys, common)
             stored = self.stored(keys, result)
             self.tell("written", written, "stored", stored)
@@ -140,23 +167,37 @@ class Rank:
                 self.tell("attached")
             except HiCacheError as error:
                 mine = "no" in str(error).split()
-                self.tell("refused", mine == (broken == self.parallel.rank), storage._lifecycle.closed, self.controller.attached)
+                self.tell(
+                    "refused",
+                    mine == (broken == self.parallel.rank),
+                    storage._lifecycle.closed,
+                    self.controller.attached,
+                )
             assert self.controller.prefetch("r", tokens(PAGES)) is None
         self.controller.attach(self.filled(9, [True] * PAGES, [True] * PAGES)[1])
         self.tell("restored", self.fetched(9, page_hashes(tokens(PAGES, 9), PAGE)).tokens // PAGE)
 
     def unlike(self):
         """Ranks with other rules, other pools or more slots would wait for each other later."""
-        rules = [PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)]
+        rules = [
+            PrefetchRules(threshold_tokens=number) for number in range(self.parallel.replica_size)
+        ]
         entries = list(self.stack.group.entries.values())
-        groups = [HostPoolGroup(entries), HostPoolGroup([entry for entry in entries if entry.name != MAMBA])]
+        groups = [
+            HostPoolGroup(entries),
+            HostPoolGroup([entry for entry in entries if entry.name != MAMBA]),
+        ]
         larger = Stack(pages=16 + self.parallel.rank, states=4)
         larger.close()
         for group, own in (
-            (groups[0], rules[self.parallel.rank]), (groups[self.parallel.rank > 0], rules[0]), (larger.group, rules[0])
-        ):  # fmt: skip
+            (groups[0], rules[self.parallel.rank]),
+            (groups[self.parallel.rank > 0], rules[0]),
+            (larger.group, rules[0]),
+        ):
             try:
-                HybridCacheController(group, rules=own, parallel=self.parallel, rank_group=self.rank_group)
+                HybridCacheController(
+                    group, rules=own, parallel=self.parallel, rank_group=self.rank_group
+                )
             except ConfigError as error:
                 self.tell("refused", str(error).split(";")[0])
 
@@ -200,7 +241,8 @@ class Rank:
             threading.Event().wait()
         self.rank_group.all_reduce_min([1])
 
-    # Steps -------------------------------------------------------------------------------------------------------
+    # Steps
+    # -------------------------------------------------------------------------------------------------------
 
     def filled(self, seed, kv, states):
         """A store of this rank with some pages of a chain."""
@@ -213,8 +255,15 @@ class Rank:
             ends = (1,) if end in with_states else ()
             host = self.stack.take("host", 1, ends)
             self.stack.fill("host", host, keys[end - 1 : end])
-            present = [name for name in self.stack.group.entries if (kv[end - 1] if name != MAMBA else bool(ends))]
-            transfers = [PoolTransfer(name, self.stack.group.slots(host, name), keys=[keys[end - 1]]) for name in present]
+            present = [
+                name
+                for name in self.stack.group.entries
+                if (kv[end - 1] if name != MAMBA else bool(ends))
+            ]
+            transfers = [
+                PoolTransfer(name, self.stack.group.slots(host, name), keys=[keys[end - 1]])
+                for name in present
+            ]
             assert all(all(pages) for pages in storage.batch_set_v2(transfers).values())
             self.stack.group.free_host(host)
         fresh = MemoryStorage(identity(self.parallel), storage.objects)
@@ -222,7 +271,8 @@ class Rank:
         return keys, fresh
 
     def fetched(self, seed, keys, polls=None, labels=None):
-        """Prefetch a chain, to its end or for so many polls; what came is what belongs to the labels, by default the keys."""
+        """Prefetch a chain, to its end or for so many polls; what came is what belongs to the
+        labels, by default the keys."""
         operation = self.controller.prefetch("r", tokens(PAGES, seed))
         if polls is None:
             until(lambda: operation.poll() and operation.done)
@@ -263,12 +313,21 @@ def refuse(pool, name):
 
 def main(kinds):
     """Run scenarios one after the other, each on a rank of one of these kinds."""
-    names, rank, folder, settings = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
+    names, rank, folder, settings = (
+        sys.argv[1].split(","),
+        int(sys.argv[2]),
+        Path(sys.argv[3]),
+        json.loads(sys.argv[4]),
+    )
     # A rank that hangs says where, in all of its threads.
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=WORLD_SECONDS)
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=WORLD_SECONDS),
     )
     for name in names:
         print("scenario", name, flush=True)
@@ -278,7 +337,9 @@ def main(kinds):
             faulthandler.dump_traceback_later(settings["scenario_seconds"], exit=True)
         getattr(place, name)()
         place.close()
-        (folder / f"{name}.{rank}.json").write_text(json.dumps({"told": place.told, "own": place.own}))
+        (folder / f"{name}.{rank}.json").write_text(
+            json.dumps({"told": place.told, "own": place.own})
+        )
 
 
 if __name__ == "__main__":

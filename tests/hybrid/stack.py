@@ -1,7 +1,7 @@
 """A small hybrid model's pools on the stream simulator, and a controller over them.
 
-KV in pages of 4 tokens, an indexer that uses KV's slots, and Mamba states. Every page is filled with bytes drawn from the
-key it is for, so that a page in the wrong place is seen.
+KV in pages of 4 tokens, an indexer that uses KV's slots, and Mamba states. Every page is filled
+with bytes drawn from the key it is for, so that a page in the wrong place is seen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import random
 
 import torch
 
-from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, HybridIndices, PoolEntry, PrefetchRules
+from hicache_storage.hybrid import (
+    HostPoolGroup,
+    HybridCacheController,
+    HybridIndices,
+    PoolEntry,
+    PrefetchRules,
+)
 from hicache_storage.pools import (
     IndexerDevicePool,
     IndexerHostPool,
@@ -33,7 +39,9 @@ ATTENTION, MAMBA_LAYERS = LayerMap([0, 2]), LayerMap([1, 3])
 def kv_pools(slots):
     fields = {"page_size": PAGE, "layer_num": 2, "head_num": 1, "head_dim": 3, "dtype": torch.int16}
     return PoolPair(
-        MHADevicePool(size=2 * slots, device="cpu", **fields), MHAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+        MHADevicePool(size=2 * slots, device="cpu", **fields),
+        MHAHostPool(size=slots, pin_memory=False, **fields),
+        ATTENTION,
     )
 
 
@@ -49,12 +57,19 @@ def indexer_pools(slots):
 def mla_pools(slots):
     fields = {"page_size": PAGE, "layer_num": 2, "kv_cache_dim": 3, "dtype": torch.int16}
     return PoolPair(
-        MLADevicePool(size=2 * slots, device="cpu", **fields), MLAHostPool(size=slots, pin_memory=False, **fields), ATTENTION
+        MLADevicePool(size=2 * slots, device="cpu", **fields),
+        MLAHostPool(size=slots, pin_memory=False, **fields),
+        ATTENTION,
     )
 
 
 def mamba_pools(slots):
-    shapes = {"temporal_shape": (2, 2), "conv_shapes": [(3,)], "temporal_dtype": torch.int16, "conv_dtype": torch.int16}
+    shapes = {
+        "temporal_shape": (2, 2),
+        "conv_shapes": [(3,)],
+        "temporal_dtype": torch.int16,
+        "conv_dtype": torch.int16,
+    }
     return PoolPair(
         MambaDevicePool(size=2 * slots, layer_num=2, device="cpu", **shapes),
         MambaHostPool(size=slots, layer_num=2, pin_memory=False, **shapes),
@@ -79,11 +94,16 @@ class Stack:
     def __init__(self, *, pages=16, states=8, poolwise=False, seed=0, **options):
         self.simulator = StreamSimulator(seed)
         self.compute = self.simulator.stream("compute")
-        pairs = {KV: (kv_pools if states else mla_pools)(pages * PAGE), INDEXER: indexer_pools(pages * PAGE)}
+        pairs = {
+            KV: (kv_pools if states else mla_pools)(pages * PAGE),
+            INDEXER: indexer_pools(pages * PAGE),
+        }
         pairs |= {MAMBA: mamba_pools(states)} if states else {}
         device, compute = self.simulator, self.compute
         transfers = None if poolwise else HybridTransfers(device, compute, pairs)
-        self.engines = {name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()}
+        self.engines = {
+            name: PageTransfers.between(device, compute, *pair[:2]) for name, pair in pairs.items()
+        }
         if transfers is not None:
             self.engines = transfers.engines
         self.device = {name: pair.device_pool for name, pair in pairs.items()}
@@ -95,13 +115,20 @@ class Stack:
         }
         self.group = HostPoolGroup(
             PoolEntry(
-                **{"name": name, "host_pool": pair.host_pool, "device_pool": pair.device_pool, **fields[name]},
+                **{
+                    "name": name,
+                    "host_pool": pair.host_pool,
+                    "device_pool": pair.device_pool,
+                    **fields[name],
+                },
                 copies=self.engines[name],
                 layer_mapper=pair.layers,
             )
             for name, pair in pairs.items()
         )
-        options.setdefault("rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0))
+        options.setdefault(
+            "rules", PrefetchRules(threshold_tokens=PAGE, policy="wait_complete", occupancy=1.0)
+        )
         options.setdefault("stop_seconds", 30.0)
         self.controller = HybridCacheController(self.group, transfers=transfers, **options)
 
@@ -109,19 +136,25 @@ class Stack:
         self.controller.close()
         self.simulator.close()
 
-    # Bytes -------------------------------------------------------------------------------------------------------
+    # Bytes
+    # -------------------------------------------------------------------------------------------------------
 
     def fill(self, where, indices, keys, ends=()):
-        """Fill the pages of a span, on the device or on the host, with what belongs to their keys."""
+        """Fill the pages of a span, on the device or on the host, with what belongs to their
+        keys."""
         for tensor, wanted in self._pages(where, indices, keys, ends):
             tensor.copy_(wanted)
 
     def holds(self, where, indices, keys, ends=()):
         """Whether all pages of a span are what belongs to their keys."""
-        return all(torch.equal(tensor, wanted) for tensor, wanted in self._pages(where, indices, keys, ends))
+        return all(
+            torch.equal(tensor, wanted)
+            for tensor, wanted in self._pages(where, indices, keys, ends)
+        )
 
     def _pages(self, where, indices, keys, before):
-        """Each tensor of the span, with what belongs there; endpoint 0 takes its key from the end of `before`."""
+        """Each tensor of the span, with what belongs there; endpoint 0 takes its key from the end
+        of `before`."""
         for name in self.group.entries:
             slots, ends = self.group.slots(indices, name), self.group.endpoints(indices, name)
             if slots is None or not ends:
@@ -130,9 +163,13 @@ class Stack:
                 key = keys[end - 1] if end else before[-1]
                 slot = slots.view(len(ends), -1)[number, 0].item()
                 for layer in range(2):
-                    for part, tensor in enumerate(getattr(self, where)[name].page_layer(slot, layer)):
+                    for part, tensor in enumerate(
+                        getattr(self, where)[name].page_layer(slot, layer)
+                    ):
                         seed = random.Random(f"{key}/{name}/{layer}/{part}").getrandbits(32)
-                        noise = torch.randint(0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed))
+                        noise = torch.randint(
+                            0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)
+                        )
                         yield tensor, noise.to(tensor.dtype)
 
     def take(self, tier, pages, ends=()):
@@ -150,7 +187,9 @@ class Stack:
         return dict(zip(names, self.group.host.available(names), strict=True))
 
     def total(self):
-        return {name: self.group.entries[name].host_pool.size for name in sorted({KV, *self.group.side})}
+        return {
+            name: self.group.entries[name].host_pool.size for name in sorted({KV, *self.group.side})
+        }
 
 
 def tokens(pages, seed=0):

@@ -1,4 +1,5 @@
-"""One of two ranks that build a stack, run by `test_stack`: `python -m tests.hybrid.stack_rank RANK FOLDER`."""
+"""One of two ranks that build a stack, run by `test_stack`: `python -m tests.hybrid.stack_rank RANK
+FOLDER`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,18 @@ from tests.hybrid.stacks import Session, build, mamba_config
 
 def main():
     rank, folder = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
     storage = StorageConfig(driver="file", model="m", options={"path": f"{folder}/store"})
     config = mamba_config(parallel=ParallelConfig.of_rank(rank, tp_size=2), storage=storage)
     refusals = (
         # One rank has been told that it is the other, or one of four.
         lambda: TorchRankGroup.of(ParallelConfig.of_rank(0, tp_size=2)),
         lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, tp_size=4 if rank else 2)),
-        lambda: TorchRankGroup.of(ParallelConfig.of_rank(rank, **{"pp_size" if rank else "tp_size": 2})),
+        lambda: TorchRankGroup.of(
+            ParallelConfig.of_rank(rank, **{"pp_size" if rank else "tp_size": 2})
+        ),
         lambda: build(replace(config, device_tokens=config.device_tokens * (1 + rank))),
         lambda: build(replace(config, storage=replace(storage, driver="none")) if rank else config),
     )

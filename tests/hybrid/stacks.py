@@ -26,7 +26,11 @@ GRID = 8
 ATTENTION = AttentionGeometry(layers=(0, 2), head_num=2, head_dim=4, dtype=torch.int16)
 LATENT = MLAGeometry(layers=(0, 2), kv_lora_rank=6, qk_rope_head_dim=2, dtype=torch.int16)
 MAMBA = MambaGeometry(
-    layers=(1, 3), temporal_shape=(2, 3), conv_shapes=((3, 2),), temporal_dtype=torch.int32, conv_dtype=torch.int16
+    layers=(1, 3),
+    temporal_shape=(2, 3),
+    conv_shapes=((3, 2),),
+    temporal_dtype=torch.int32,
+    conv_dtype=torch.int16,
 )
 INDEXER = IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=2)
 COMMON = {
@@ -39,7 +43,13 @@ COMMON = {
 
 
 def mamba_config(**changes):
-    fields = {"attention": ATTENTION, "mamba": MAMBA, "device_states": 8, "host_states": 8, "checkpoint_interval": GRID}
+    fields = {
+        "attention": ATTENTION,
+        "mamba": MAMBA,
+        "device_states": 8,
+        "host_states": 8,
+        "checkpoint_interval": GRID,
+    }
     return MambaStackConfig(**{**COMMON, **fields, **changes})
 
 
@@ -49,7 +59,9 @@ def dsa_config(**changes):
 
 def build(config, **options):
     """The stack of a config, with 30 s for what is to end."""
-    kind = build_mamba_hybrid_stack if isinstance(config, MambaStackConfig) else build_dsa_hybrid_stack
+    kind = (
+        build_mamba_hybrid_stack if isinstance(config, MambaStackConfig) else build_dsa_hybrid_stack
+    )
     return kind(replace(config, stop_seconds=30.0), **options)
 
 
@@ -58,7 +70,8 @@ class Session:
 
     Args:
         seed: of the tokens, and of the bytes, which are the same in every stack.
-        length: more or fewer checkpoints than two; the tokens begin with the same. With bigram keys there is one token more.
+        length: more or fewer checkpoints than two; the tokens begin with the same. With bigram keys
+            there is one token more.
     """
 
     LENGTH = 2 * GRID
@@ -82,7 +95,8 @@ class Session:
         return self.cache.insert(self.tokens, rows, states)
 
     def restore(self):
-        """Load the prefix, wait for it, and compare its bytes; how many tokens came, and what came from the host."""
+        """Load the prefix, wait for it, and compare its bytes; how many tokens came, and what came
+        from the host."""
         match = self.cache.match(self.tokens)
         if not match.length:
             return 0, 0
@@ -91,7 +105,9 @@ class Session:
         loaded = self.cache.load(lock, state)
         self.stack.controller.layer_counter(self.cache.start_loading()).synchronize()
         found = match.state_slot if loaded.state_slot is None else loaded.state_slot
-        for tensor, wanted in self._memory(loaded.device_indices, {} if found is None else {match.length: found}):
+        for tensor, wanted in self._memory(
+            loaded.device_indices, {} if found is None else {match.length: found}
+        ):
             assert torch.equal(tensor.cpu(), wanted)
         self.cache.unlock(lock)
         if state is not None:
@@ -125,6 +141,10 @@ class Session:
             for number, slot in pages:
                 for layer in range(pool.layer_num):
                     for part, tensor in enumerate(pool.page_layer(slot, layer)):
-                        seed = random.Random(f"{self._seed}/{name}/{number}/{layer}/{part}").getrandbits(32)
-                        noise = torch.randint(0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed))
+                        seed = random.Random(
+                            f"{self._seed}/{name}/{number}/{layer}/{part}"
+                        ).getrandbits(32)
+                        noise = torch.randint(
+                            0, 256, tensor.shape, generator=torch.Generator().manual_seed(seed)
+                        )
                         yield tensor, noise.to(tensor.dtype)

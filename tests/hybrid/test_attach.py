@@ -7,7 +7,12 @@ import threading
 import pytest
 
 from hicache_storage.hybrid import ParallelConfig, StorageAttachedError
-from hicache_storage.spec import ConfigError, InvalidPoolError, StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec import (
+    ConfigError,
+    InvalidPoolError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+)
 from tests.hybrid.stack import PAGE, identity, tokens
 from tests.hybrid.test_prefetch import Raising, fetched
 from tests.hybrid.waiting import until
@@ -23,7 +28,11 @@ def earlier():
 
 
 def threads():
-    return sorted(thread.name for thread in set(threading.enumerate()) - EARLIER if thread.name.startswith("hicache-"))
+    return sorted(
+        thread.name
+        for thread in set(threading.enumerate()) - EARLIER
+        if thread.name.startswith("hicache-")
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,14 @@ def test_the_identity_follows_from_the_rank():
     parallel = ParallelConfig.of_rank(5, tp_size=2, cp_size=2, pp_size=2)
     assert (parallel.tp_rank, parallel.cp_rank, parallel.pp_rank) == (1, 0, 1)
     made = identity(parallel)
-    assert (made.tp_rank, made.cp_rank, made.pp_rank, made.tp_size, made.cp_size, made.pp_size) == (1, 0, 1, 2, 2, 2)
+    assert (made.tp_rank, made.cp_rank, made.pp_rank, made.tp_size, made.cp_size, made.pp_size) == (
+        1,
+        0,
+        1,
+        2,
+        2,
+        2,
+    )
     parallel.check(made)
 
 
@@ -159,7 +175,10 @@ def test_ranks_are_counted_with_tp_innermost(sizes):
     [
         (lambda: ParallelConfig(tp_rank=1), "tp_rank must be in"),
         (lambda: ParallelConfig(cp_rank=-1), "cp_rank must be in"),
-        (lambda: ParallelConfig.of_rank(4, tp_size=2, cp_size=2), r"rank must be in \[0, 4\), got 4"),
+        (
+            lambda: ParallelConfig.of_rank(4, tp_size=2, cp_size=2),
+            r"rank must be in \[0, 4\), got 4",
+        ),
         (lambda: ParallelConfig.of_rank(-1, tp_size=2), "rank must be in"),
         (lambda: ParallelConfig.of_rank(0, pp_size=0), "pp_size must be at least 1"),
     ],

@@ -1,4 +1,5 @@
-"""Backups of one rank: what is stored stays, the rest is tried again, and the pages rest as long as they are used."""
+"""Backups of one rank: what is stored stays, the rest is tried again, and the pages rest as long as
+they are used."""
 
 from __future__ import annotations
 
@@ -67,16 +68,26 @@ class Partial(Raising):
         answer, kept = {}, []
         for transfer in transfers:
             rows = transfer.host_indices.view(len(transfer.keys), -1)
-            answer[transfer.name] = [self.keeps(len(self.calls), transfer.name, key) for key in transfer.keys]
+            answer[transfer.name] = [
+                self.keeps(len(self.calls), transfer.name, key) for key in transfer.keys
+            ]
             chosen = [number for number, keep in enumerate(answer[transfer.name]) if keep]
-            kept.append(PoolTransfer(transfer.name, rows[chosen].view(-1), keys=[transfer.keys[number] for number in chosen]))
+            kept.append(
+                PoolTransfer(
+                    transfer.name,
+                    rows[chosen].view(-1),
+                    keys=[transfer.keys[number] for number in chosen],
+                )
+            )
         self._inner.batch_set_v2(kept, info)
         return answer
 
 
 def test_what_was_stored_is_kept_and_the_rest_tried_again(stack, store):
     """The peer stored 3 of 4 pages, counted none, and never tried again."""
-    storage = Partial(store.open(), lambda call, pool, key: call > 1 or (pool, key) != (KV, KEYS[2]))
+    storage = Partial(
+        store.open(), lambda call, pool, key: call > 1 or (pool, key) != (KV, KEYS[2])
+    )
     stack.controller.attach(storage)
     host = filled(stack, 4, ends=(4,))
     assert backed_up(stack, host) == BackupResult(1, 4, complete=True)
@@ -84,11 +95,16 @@ def test_what_was_stored_is_kept_and_the_rest_tried_again(stack, store):
     assert stack.controller.stats().backup_retries == 1
 
 
-@pytest.mark.parametrize(("pool", "page", "stored"), [(KV, 3, 3), (INDEXER, 1, 1), (MAMBA, 1, 1), (MAMBA, 5, 5), (KV, 0, 0)])
+@pytest.mark.parametrize(
+    ("pool", "page", "stored"),
+    [(KV, 3, 3), (INDEXER, 1, 1), (MAMBA, 1, 1), (MAMBA, 5, 5), (KV, 0, 0)],
+)
 def test_what_is_never_stored_is_given_up(stack, store, pool, page, stored):
     storage = Partial(store.open(), lambda call, name, key: (name, key) != (pool, KEYS[page]))
     stack.controller.attach(storage)
-    assert backed_up(stack, filled(stack, 6, ends=(2, 6))) == BackupResult(1, stored, complete=False)
+    assert backed_up(stack, filled(stack, 6, ends=(2, 6))) == BackupResult(
+        1, stored, complete=False
+    )
     assert len(storage.calls) == 3
     stats = stack.controller.stats()
     assert (stats.pages_backed_up, stats.pages_dropped, stats.backup_retries) == (13, 1, 2)
@@ -106,7 +122,8 @@ def test_calls_take_so_many_pages_of_all_pools(stack, store, monkeypatch):
 
 
 class Forgetful(Raising):
-    """A storage that says of no page in `lost` that it is there, and of none at all once it is `down`."""
+    """A storage that says of no page in `lost` that it is there, and of none at all once it is
+    `down`."""
 
     def __init__(self, inner, lost):
         super().__init__(inner, "", None)
@@ -119,37 +136,53 @@ class Forgetful(Raising):
 
 
 def test_what_is_missing_before_a_span_is_told(stack, store):
-    """An L3 evicts the beginning of a conversation that is alive on the host: what is stored behind it is of no use."""
+    """An L3 evicts the beginning of a conversation that is alive on the host: what is stored behind
+    it is of no use."""
     storage = Forgetful(store.open(), set())
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 4), prefix=()) == BackupResult(1, 4, complete=True)
     assert storage.lookups == 0
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(2, 2, complete=True)
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
+        2, 2, complete=True
+    )
     assert storage.lookups == 1
     storage.lost = {KEYS[2], KEYS[3]}
-    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == BackupResult(3, 2, complete=True, lost_from=2)
+    assert backed_up(stack, filled(stack, 2), KEYS[6:8], KEYS[:6]) == BackupResult(
+        3, 2, complete=True, lost_from=2
+    )
     storage.lost = {KEYS[0]}
-    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == BackupResult(4, 2, complete=True, lost_from=0)
+    assert backed_up(stack, filled(stack, 2), KEYS[8:10], KEYS[:8]) == BackupResult(
+        4, 2, complete=True, lost_from=0
+    )
 
 
 def test_a_storage_that_is_down_has_lost_nothing(stack, store):
-    """It has not even what it has just taken; a storm of rewriting would meet it when it is back."""
+    """It has not even what it has just taken; a storm of rewriting would meet it when it is
+    back."""
     storage = Forgetful(store.open(), set())
     stack.controller.attach(storage)
     storage.down = True
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(1, 2, complete=True)
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
+        1, 2, complete=True
+    )
     storage.down, storage.lost = False, {KEYS[0], KEYS[4]}
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(2, 2, complete=True)
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
+        2, 2, complete=True
+    )
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), OSError("down")])
 def test_looking_for_what_is_missing_may_fail(stack, store, error):
     stack.controller.attach(Raising(store.open(), "batch_exists_v2", error))
-    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(1, 2, complete=True)
+    assert backed_up(stack, filled(stack, 2), KEYS[4:6], KEYS[:4]) == BackupResult(
+        1, 2, complete=True
+    )
     assert stack.controller.stats().storage_errors == 2
 
 
-@pytest.mark.parametrize("answer", [SystemExit(1), OSError("down"), None, {}, [True], lambda answer: {KV: [True]}])
+@pytest.mark.parametrize(
+    "answer", [SystemExit(1), OSError("down"), None, {}, [True], lambda answer: {KV: [True]}]
+)
 def test_a_storage_that_fails_stores_nothing(stack, store, answer):
     stack.controller.attach(Raising(store.open(), "batch_set_v2", answer))
     host = filled(stack, 3)
@@ -198,10 +231,14 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
     stack.controller.attach(storage)
     storage.before = hang
     hosts = [filled(stack, 2), filled(stack, 3)]
-    numbers = [stack.controller.write_storage(host, KEYS[: host.anchor.numel() // PAGE]) for host in hosts]
+    numbers = [
+        stack.controller.write_storage(host, KEYS[: host.anchor.numel() // PAGE]) for host in hosts
+    ]
     assert hang.entered.wait(60)
     getattr(stack.controller, end)()
-    told = [BackupResult(number, 0, complete=False) for number in numbers] if end == "detach" else []
+    told = (
+        [BackupResult(number, 0, complete=False) for number in numbers] if end == "detach" else []
+    )
     assert stack.controller.completed_backups() == told
     for host in hosts:
         stack.controller.free_host(host)
@@ -225,7 +262,9 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
 
     parallel = ParallelConfig(tp_rank=tp_rank, tp_size=2)
     stack = make_stack(parallel=parallel, rank_group=Two())
-    storage = Partial(kit.storage(identity(parallel, kv_replicated=replicated)), lambda call, pool, key: True)
+    storage = Partial(
+        kit.storage(identity(parallel, kv_replicated=replicated)), lambda call, pool, key: True
+    )
     kit.opened.append(storage._inner)
     stack.controller.attach(storage)
     assert backed_up(stack, filled(stack, 2, ends=(2,))).complete
@@ -237,7 +276,11 @@ def test_a_replicated_pool_has_one_writer(make_stack, kit, replicated, tp_rank, 
     [
         (HybridIndices(torch.arange(2 * PAGE)), KEYS[:1], "one for each of 2 pages, got 1"),
         (HybridIndices(torch.arange(2 * PAGE - 1)), KEYS[:2], "anchor"),
-        (HybridIndices(torch.arange(0), {MAMBA: torch.arange(1)}, {MAMBA: (0,)}), [], "prefix_hashes is empty"),
+        (
+            HybridIndices(torch.arange(0), {MAMBA: torch.arange(1)}, {MAMBA: (0,)}),
+            [],
+            "prefix_hashes is empty",
+        ),
     ],
 )
 def test_spans_that_do_not_fit_are_refused(stack, host, hashes, message):

@@ -39,7 +39,11 @@ def test_every_pool_comes_back_as_it_went(stack):
     stack.controller.layer_counter(consumer).synchronize()
     assert stack.holds("device", loaded, KEYS)
     assert until(stack.controller.completed_loads) == [1]
-    assert stack.controller.stats().tokens_written_back == stack.controller.stats().tokens_loaded == 5 * PAGE
+    assert (
+        stack.controller.stats().tokens_written_back
+        == stack.controller.stats().tokens_loaded
+        == 5 * PAGE
+    )
 
 
 def test_operations_of_a_step_are_one_and_told_once(stack):
@@ -60,7 +64,8 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
 
 @pytest.mark.parametrize(("poolwise", "arrived"), [(False, [0, 1]), (True, [0, 1, 3])])
 def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, arrived):
-    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's; layer 2 of KV is late."""
+    """Attention layers 0 and 2 are KV's and the indexer's, 1 and 3 are Mamba's; layer 2 of KV is
+    late."""
     stack = make_stack(poolwise=poolwise)
     _, host = written(stack, 2, ends=(2,))
     stack.controller.load(host, [1])
@@ -84,7 +89,8 @@ def test_a_layer_is_waited_for_in_the_pools_that_have_it(make_stack, poolwise, a
 
 
 def test_a_step_waits_for_earlier_loads_too(stack):
-    """A request whose prefix is being loaded for another one, which may have been given up, loads nothing itself."""
+    """A request whose prefix is being loaded for another one, which may have been given up, loads
+    nothing itself."""
     _, host = written(stack, 2, ends=(2,))
     device = stack.controller.load(host, [1])
     hold = stack.simulator.hold([stack.device[KV].layers[0][0]], 60)
@@ -127,7 +133,9 @@ def test_what_is_freed_in_flight_is_not_handed_out(stack):
     hold = stack.simulator.hold([stack.engines[INDEXER]._host_pages._buffers[0]], 60)
     stack.controller.start_writing()
     stack.compute.synchronize()
-    assert stack.controller.write(stack.take("device", 1), 2) is None, "the indexer's copy uses KV's slots"
+    assert stack.controller.write(stack.take("device", 1), 2) is None, (
+        "the indexer's copy uses KV's slots"
+    )
     hold.release()
     until(lambda: stack.free() == stack.total())
     assert stack.controller.stats().writes_without_room == 1
@@ -157,7 +165,10 @@ def test_without_room_nothing_is_taken(make_stack):
     assert stack.group.device.available([KV, MAMBA]) == before
     assert stack.controller.start_writing() == 0
     assert stack.controller.start_loading() == -1
-    assert (stack.controller.stats().writes_without_room, stack.controller.stats().loads_without_room) == (1, 1)
+    assert (
+        stack.controller.stats().writes_without_room,
+        stack.controller.stats().loads_without_room,
+    ) == (1, 1)
 
 
 def test_refused_spans_take_nothing(stack):

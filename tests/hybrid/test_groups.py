@@ -1,4 +1,5 @@
-"""Pools as one: atomic allocation in a fixed order, derived slots, and entries that do not fit each other."""
+"""Pools as one: atomic allocation in a fixed order, derived slots, and entries that do not fit each
+other."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from hypothesis import strategies as st
 from hicache_storage.hybrid import HostPoolGroup, HybridIndices, PoolEntry, SingleRank
 from hicache_storage.hybrid.pools.tiers import CollectiveAllocator, PoolTier
 from hicache_storage.pools import SlotAllocator
-from hicache_storage.spec import InvalidPoolError, InvalidTransferError, PoolHitPolicy, PoolName, SlotError
+from hicache_storage.spec import (
+    InvalidPoolError,
+    InvalidTransferError,
+    PoolHitPolicy,
+    PoolName,
+    SlotError,
+)
 from hicache_storage.transfer import HostSlots
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE
 
@@ -132,7 +139,8 @@ def test_an_eviction_that_fails_leaves_what_is_free(tier, caplog):
     assert "eviction failed" in caplog.text
 
 
-# Groups --------------------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_derived_pools_use_their_sources_slots(stack):
@@ -189,7 +197,9 @@ class Copies:
 
 def entry(name, pool=None, **fields):
     pool = pool or Pool()
-    fields.setdefault("device_pool", None if "indices_from_pool" in fields else SlotAllocator(64, pool.page_size))
+    fields.setdefault(
+        "device_pool", None if "indices_from_pool" in fields else SlotAllocator(64, pool.page_size)
+    )
     return PoolEntry(name=name, host_pool=pool, copies=Copies(pool), **fields)
 
 
@@ -201,23 +211,45 @@ KV_ENTRY = {"name": "kv", "is_primary_index_anchor": True}
     [
         ([], "set for one pool, is for 0"),
         ([{"name": "kv"}], "set for one pool, is for 0"),
-        ([KV_ENTRY, {"name": "swa", "is_primary_index_anchor": True}], "set for one pool, is for 2"),
+        (
+            [KV_ENTRY, {"name": "swa", "is_primary_index_anchor": True}],
+            "set for one pool, is for 2",
+        ),
         ([KV_ENTRY, {"name": "kv"}], "names must differ"),
         ([KV_ENTRY, {"name": "swa", "device_pool": None}], "'swa': device_pool is missing"),
         ([KV_ENTRY, {"name": "swa", "hit_policy": "block_groups"}], "'swa': hit_policy must be"),
-        ([KV_ENTRY, {"name": "swa", "hit_policy": "trailing_pages", "window_pages": 0}], "'swa': hit_policy must be"),
-        ([{**KV_ENTRY, "hit_policy": "trailing_pages"}], "'kv': the anchor"),
-        ([KV_ENTRY, {"name": "indexer", "indices_from_pool": "swa"}], "'indexer': indices_from_pool names 'swa'"),
         (
-            [KV_ENTRY, {"name": "a", "indices_from_pool": "kv"}, {"name": "b", "indices_from_pool": "a"}],
+            [KV_ENTRY, {"name": "swa", "hit_policy": "trailing_pages", "window_pages": 0}],
+            "'swa': hit_policy must be",
+        ),
+        ([{**KV_ENTRY, "hit_policy": "trailing_pages"}], "'kv': the anchor"),
+        (
+            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "swa"}],
+            "'indexer': indices_from_pool names 'swa'",
+        ),
+        (
+            [
+                KV_ENTRY,
+                {"name": "a", "indices_from_pool": "kv"},
+                {"name": "b", "indices_from_pool": "a"},
+            ],
             "'b': indices_from_pool names 'a'",
         ),
         (
-            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "hit_policy": "trailing_pages"}],
+            [
+                KV_ENTRY,
+                {"name": "indexer", "indices_from_pool": "kv", "hit_policy": "trailing_pages"},
+            ],
             "'indexer': hit_policy and window_pages must be those of 'kv'",
         ),
-        ([KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(page_size=2)}], "'indexer': host_pool must have"),
-        ([KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(size=28)}], "'indexer': host_pool must have"),
+        (
+            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(page_size=2)}],
+            "'indexer': host_pool must have",
+        ),
+        (
+            [KV_ENTRY, {"name": "indexer", "indices_from_pool": "kv", "pool": Pool(size=28)}],
+            "'indexer': host_pool must have",
+        ),
     ],
 )
 def test_entries_that_do_not_fit_are_refused(entries, message):
@@ -237,4 +269,6 @@ def test_entries_that_do_not_fit_are_refused(entries, message):
     ],
 )
 def test_the_pages_that_a_prefix_needs(policy, window, endpoint, ends):
-    assert entry("swa", hit_policy=PoolHitPolicy(policy), window_pages=window).window(endpoint) == ends
+    assert (
+        entry("swa", hit_policy=PoolHitPolicy(policy), window_pages=window).window(endpoint) == ends
+    )

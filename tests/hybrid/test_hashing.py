@@ -86,7 +86,9 @@ def test_a_key_says_all_tokens_before(tokens, page_size, cut):
     keys = page_hashes(tokens, page_size)
     assert len(keys) == len(tokens) // page_size
     head = min(cut, len(keys))
-    rest = page_hashes(tokens[head * page_size :], page_size, prior=keys[head - 1] if head else None)
+    rest = page_hashes(
+        tokens[head * page_size :], page_size, prior=keys[head - 1] if head else None
+    )
     assert keys[:head] + rest == keys
     if keys:
         assert page_hashes([tokens[0] ^ 1, *tokens[1:]], page_size)[-1] != keys[-1]

@@ -14,7 +14,11 @@ from tests.hybrid.stack import MAMBA, PAGE, empty
 
 
 def span(pages, ends=(), first=0):
-    side = ({MAMBA: torch.arange(first, first + len(ends))}, {MAMBA: tuple(ends)}) if ends else ({}, {})
+    side = (
+        ({MAMBA: torch.arange(first, first + len(ends))}, {MAMBA: tuple(ends)})
+        if ends
+        else ({}, {})
+    )
     return HybridIndices(torch.arange(first * PAGE, (first + pages) * PAGE), *side)
 
 
@@ -26,7 +30,13 @@ def described(indices):
     )
 
 
-@given(st.integers(0, 8).flatmap(lambda pages: st.tuples(st.just(pages), st.sets(st.integers(0, pages)), st.integers(0, pages))))
+@given(
+    st.integers(0, 8).flatmap(
+        lambda pages: st.tuples(
+            st.just(pages), st.sets(st.integers(0, pages)), st.integers(0, pages)
+        )
+    )
+)
 def test_a_cut_span_is_joined_again(case):
     pages, ends, at = case
     whole = span(pages, sorted(ends))
@@ -47,14 +57,32 @@ def test_nothing_is_false():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: HybridIndices(torch.arange(4, dtype=torch.int32)), "anchor: slots must be one row of int64"),
-        (lambda: HybridIndices(torch.zeros(2, 2, dtype=torch.int64)), "anchor: slots must be one row of int64"),
+        (
+            lambda: HybridIndices(torch.arange(4, dtype=torch.int32)),
+            "anchor: slots must be one row of int64",
+        ),
+        (
+            lambda: HybridIndices(torch.zeros(2, 2, dtype=torch.int64)),
+            "anchor: slots must be one row of int64",
+        ),
         (lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(1)}), "give both"),
         (lambda: HybridIndices(torch.arange(4), {}, {MAMBA: (1,)}), "give both"),
-        (lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(3)}, {MAMBA: (1, 2)}), "3 slots do not fit"),
-        (lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(2)}, {MAMBA: (2, 1)}), "do not fit the endpoints"),
-        (lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(1)}, {MAMBA: (-1,)}), "do not fit the endpoints"),
-        (lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(1)}, {MAMBA: ()}), "do not fit the endpoints"),
+        (
+            lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(3)}, {MAMBA: (1, 2)}),
+            "3 slots do not fit",
+        ),
+        (
+            lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(2)}, {MAMBA: (2, 1)}),
+            "do not fit the endpoints",
+        ),
+        (
+            lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(1)}, {MAMBA: (-1,)}),
+            "do not fit the endpoints",
+        ),
+        (
+            lambda: HybridIndices(torch.arange(4), {MAMBA: torch.arange(1)}, {MAMBA: ()}),
+            "do not fit the endpoints",
+        ),
     ],
 )
 def test_contradictions_are_refused(make, message):
@@ -68,7 +96,8 @@ def test_one_operation_is_returned_as_it_is():
 
 
 def test_merged_operations_keep_everything():
-    """Of all nodes and pools, also a state that is copied alone behind the span that it belongs to."""
+    """Of all nodes and pools, also a state that is copied alone behind the span that it belongs
+    to."""
     parts = [
         CacheOperation(span(2, (1, 2)), span(2, (1, 2), first=9), [1, 2], priority=3),
         CacheOperation(span(0, (0,), first=5), span(0, (0,), first=6), [3], priority=1),

@@ -8,7 +8,11 @@ from hicache_storage.hybrid import PrefetchPolicy, PrefetchRules, PrefetchTimeou
 from hicache_storage.hybrid.policies import max_fitting_endpoint
 from hicache_storage.spec import ConfigError
 
-BEST, COMPLETE, TIMEOUT = PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.WAIT_COMPLETE, PrefetchPolicy.TIMEOUT
+BEST, COMPLETE, TIMEOUT = (
+    PrefetchPolicy.BEST_EFFORT,
+    PrefetchPolicy.WAIT_COMPLETE,
+    PrefetchPolicy.TIMEOUT,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +30,8 @@ def test_when_pages_are_written(policy, on_hits, on_eviction):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seconds"), [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)]
+    ("tokens", "seconds"),
+    [(0, 1.0), (1024, 1.25), (512, 1.125), (4096, 2.0), (2**20, 3.0), (10_240, 3.0), (8192, 3.0)],
 )
 def test_the_timeout_grows_to_its_maximum(tokens, seconds):
     assert PrefetchTimeout(maximum_seconds=3.0).seconds(tokens) == seconds
@@ -51,7 +56,14 @@ def test_how_long_a_request_waits(policy, elapsed, stops):
 
 @pytest.mark.parametrize(
     ("tokens", "page_size", "threshold", "worth"),
-    [(255, 64, 256, False), (256, 64, 256, True), (63, 64, 0, False), (64, 64, 0, True), (0, 1, 0, False), (1, 1, 0, True)],
+    [
+        (255, 64, 256, False),
+        (256, 64, 256, True),
+        (63, 64, 0, False),
+        (64, 64, 0, True),
+        (0, 1, 0, False),
+        (1, 1, 0, True),
+    ],
 )
 def test_what_is_worth_fetching(tokens, page_size, threshold, worth):
     assert PrefetchRules(threshold_tokens=threshold).is_worth(tokens, page_size) is worth
@@ -74,7 +86,15 @@ def test_how_much_is_fetched_at_a_time(occupied, size, occupancy, admitted):
 
 @pytest.mark.parametrize(
     ("restorable", "free", "longest"),
-    [([2, 8], 5, 2), ([2, 8], 8, 8), ([2, 8], 1, 0), ([], 9, 0), ([1, 2, 3, 4, 5], 3, 3), ([6], 5, 0), ([3, 6], 100, 6)],
+    [
+        ([2, 8], 5, 2),
+        ([2, 8], 8, 8),
+        ([2, 8], 1, 0),
+        ([], 9, 0),
+        ([1, 2, 3, 4, 5], 3, 3),
+        ([6], 5, 0),
+        ([3, 6], 100, 6),
+    ],
 )
 def test_a_prefix_is_cut_where_it_can_be_restored(restorable, free, longest):
     """D1: checkpoints 2 and 8 with 5 free pages are worth 2, not 5 and not 0."""

@@ -1,4 +1,5 @@
-"""Prefetches of one rank: what is delivered, what is cut where, how long a request waits, and what faults do."""
+"""Prefetches of one rank: what is delivered, what is cut where, how long a request waits, and what
+faults do."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def check(stack, result, keys, pages, ends):
     assert list(result.hashes) == keys[:pages]
     assert result.host.endpoints == ({MAMBA: ends} if ends else {})
     assert stack.holds("host", result.host, keys)
-    assert stack.free() == {KV: stack.total()[KV] - pages * PAGE, MAMBA: stack.total()[MAMBA] - len(ends)}
+    assert stack.free() == {
+        KV: stack.total()[KV] - pages * PAGE,
+        MAMBA: stack.total()[MAMBA] - len(ends),
+    }
     stack.controller.free_host(result.host)
     assert stack.free() == stack.total()
 
@@ -63,14 +67,18 @@ def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
 
 
 @pytest.mark.parametrize(("free_pages", "pages"), [(8, 8), (7, 2), (5, 2), (2, 2), (1, 0), (0, 0)])
-def test_a_short_host_gets_the_longest_restorable_prefix_that_fits(make_stack, store, free_pages, pages):
+def test_a_short_host_gets_the_longest_restorable_prefix_that_fits(
+    make_stack, store, free_pages, pages
+):
     """D1: checkpoints {2, 8} of 8 pages; with 5 free pages the peer reads 5 and restores none."""
     _, keys = store.fill(8, ends=(2, 8))
     stack = make_stack(pages=16)
     stack.controller.attach(store.open())
     others = stack.take("host", 16 - free_pages) if free_pages < 16 else None
     result = fetched(stack, 8)
-    assert result.outcome is (PrefetchOutcome.COMPLETE if pages == 8 else PrefetchOutcome.HOST_CAPACITY)
+    assert result.outcome is (
+        PrefetchOutcome.COMPLETE if pages == 8 else PrefetchOutcome.HOST_CAPACITY
+    )
     stack.group.free_host(others)
     check(stack, result, keys, pages, (pages,) if pages else ())
     assert stack.controller.stats().tokens_without_room == (8 - pages) * PAGE
@@ -109,7 +117,9 @@ def test_eviction_is_tried_before_the_cut(make_stack, store):
     assert asked == [3 * PAGE]
 
 
-@pytest.mark.parametrize(("pages", "ends", "hit"), [(0, (), 0), (4, (), 0), (4, (4,), 4), (8, (3,), 3)])
+@pytest.mark.parametrize(
+    ("pages", "ends", "hit"), [(0, (), 0), (4, (), 0), (4, (4,), 4), (8, (3,), 3)]
+)
 def test_the_hit_ends_where_every_pool_can_go_on(stack, store, pages, ends, hit):
     if pages:
         store.fill(pages, ends=ends)
@@ -126,22 +136,35 @@ def test_what_is_not_begun(make_stack, store):
     assert stack.controller.prefetch("r", tokens(2)) is None, "too short"
     first = stack.controller.prefetch("r", tokens(8))
     assert first is not None
-    assert stack.controller.prefetch("r", tokens(3)) is None, "half of the host's 16 pages are asked for"
+    assert stack.controller.prefetch("r", tokens(3)) is None, (
+        "half of the host's 16 pages are asked for"
+    )
     stack.controller.terminate_prefetch(first)
     assert stack.controller.prefetch("r", tokens(3)) is not None
     stats = stack.controller.stats()
-    assert (stats.prefetches, stats.prefetches_below_threshold, stats.prefetches_rate_limited) == (2, 1, 1)
+    assert (stats.prefetches, stats.prefetches_below_threshold, stats.prefetches_rate_limited) == (
+        2,
+        1,
+        1,
+    )
 
 
-# How long a request waits ---------------------------------------------------------------------------------------------
+# How long a request waits
+# ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("policy", "goes_on"), [("best_effort", True), ("wait_complete", False), ("timeout", True)])
+@pytest.mark.parametrize(
+    ("policy", "goes_on"), [("best_effort", True), ("wait_complete", False), ("timeout", True)]
+)
 def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, goes_on):
-    """The timeout holds also where KV is there and only a side pool is not (issue 35181 of the peer)."""
+    """The timeout holds also where KV is there and only a side pool is not (issue 35181 of the
+    peer)."""
     store.fill(8, ends=(8,))
     storage, hang = store.open(), gate("read")
-    rules = PrefetchRules(**{**WAIT, "policy": policy}, timeout=PrefetchTimeout(base_seconds=0, seconds_per_1024_tokens=0))
+    rules = PrefetchRules(
+        **{**WAIT, "policy": policy},
+        timeout=PrefetchTimeout(base_seconds=0, seconds_per_1024_tokens=0),
+    )
     stack = make_stack(rules=rules)
     stack.controller.attach(storage)
     operation = stack.controller.prefetch("r", tokens(8))
@@ -156,8 +179,11 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
         assert finished(stack, operation).tokens == 8 * PAGE
 
 
-def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(make_stack, store, gate, monkeypatch):
-    """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its way is not."""
+def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
+    make_stack, store, gate, monkeypatch
+):
+    """Calls of 4 pages end at checkpoints: a prefix that was saved is handed over, what is on its
+    way is not."""
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4)
     _, keys = store.fill(12, ends=(3, 7, 12))
     storage, hang = store.open(), gate("read")
@@ -194,14 +220,21 @@ def test_a_second_termination_hands_over_nothing(stack, store):
 
 def test_calls_end_at_checkpoints_that_are_not_too_early(monkeypatch):
     monkeypatch.setattr("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 8)
-    plan = [(step.start, step.end, step.with_windows) for step in plan_reads(21, [1, 6, 9, 21], with_windows=True)]
+    plan = [
+        (step.start, step.end, step.with_windows)
+        for step in plan_reads(21, [1, 6, 9, 21], with_windows=True)
+    ]
     assert plan == [(0, 6, True), (6, 14, False), (14, 21, True)]
-    plan = [(step.start, step.end, step.with_windows) for step in plan_reads(21, [1, 6, 9, 21], with_windows=False)]
+    plan = [
+        (step.start, step.end, step.with_windows)
+        for step in plan_reads(21, [1, 6, 9, 21], with_windows=False)
+    ]
     assert plan == [(0, 8, False), (8, 16, False), (16, 21, True)]
     assert BATCH_PAGES == 128
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
+# Faults
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_page_that_has_gone_cuts_to_the_checkpoint_before(stack, store, caplog):

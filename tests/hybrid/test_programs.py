@@ -1,4 +1,5 @@
-"""Random programs on one rank, with a storage that fails and hangs: no slot is lost or handed out twice, no byte is wrong."""
+"""Random programs on one rank, with a storage that fails and hangs: no slot is lost or handed out
+twice, no byte is wrong."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class Programs(RuleBasedStateMachine):
         super().__init__()
         self.mood, self.objects = Moody(), {}
         self.patches = (
-            mock.patch.object(Job, "overdue", lambda job, seconds: not job.query() and self.mood.mood == "hangs"),
+            mock.patch.object(
+                Job, "overdue", lambda job, seconds: not job.query() and self.mood.mood == "hangs"
+            ),
             mock.patch("hicache_storage.hybrid.storage_io.backups.RETRY_SECONDS", 0.0),
             mock.patch("hicache_storage.hybrid.storage_io.prefetch_jobs.BATCH_PAGES", 4),
         )
@@ -69,7 +72,8 @@ class Programs(RuleBasedStateMachine):
             patch.stop()
         assert not self.stack.simulator.races
 
-    # The storage -------------------------------------------------------------------------------------------------
+    # The storage
+    # -------------------------------------------------------------------------------------------------
 
     @rule(mood=st.sampled_from(["well", "fails", "hangs"]))
     def storage_is(self, mood):
@@ -100,7 +104,8 @@ class Programs(RuleBasedStateMachine):
         self.backups = {}
         assert self.controller.completed_backups() == []
 
-    # Pages -------------------------------------------------------------------------------------------------------
+    # Pages
+    # -------------------------------------------------------------------------------------------------------
 
     @rule(span=SPANS)
     def write(self, span):
@@ -110,7 +115,9 @@ class Programs(RuleBasedStateMachine):
         self.nodes += 1
         free = self.stack.free()
         host = self.controller.write(device, self.nodes)
-        assert (host is None) <= (free[KV] < pages * PAGE or free[MAMBA] < len(device.side.get(MAMBA, ())))
+        assert (host is None) <= (
+            free[KV] < pages * PAGE or free[MAMBA] < len(device.side.get(MAMBA, ()))
+        )
         if host is not None:
             self.controller.start_writing()
             assert until(self.controller.completed_writes) == [self.nodes]
@@ -175,12 +182,17 @@ class Programs(RuleBasedStateMachine):
             assert result.host.endpoints == {MAMBA: (result.tokens // PAGE,)}
             self.owned.append((result.host, keys))
 
-    # What always holds -------------------------------------------------------------------------------------------
+    # What always holds
+    # -------------------------------------------------------------------------------------------
 
     @invariant()
     def every_slot_has_one_owner(self):
         for name in (KV, MAMBA):
-            slots = [slot for host, _ in self.owned for slot in self.stack.group.owned(host).get(name, host.anchor[:0]).tolist()]
+            slots = [
+                slot
+                for host, _ in self.owned
+                for slot in self.stack.group.owned(host).get(name, host.anchor[:0]).tolist()
+            ]
             assert len(slots) == len(set(slots))
             assert len(slots) + self.stack.free()[name] <= self.stack.total()[name]
 

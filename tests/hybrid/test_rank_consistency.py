@@ -9,8 +9,18 @@ from unittest import mock
 
 import pytest
 
-from hicache_storage.hybrid import OtherRankError, ParallelConfig, PrefetchRules, StorageConfig, build_mamba_hybrid_stack
-from hicache_storage.hybrid.ranks.consistency import MAX_EXACT_NUMBER, check_consistent, make_on_all_ranks
+from hicache_storage.hybrid import (
+    OtherRankError,
+    ParallelConfig,
+    PrefetchRules,
+    StorageConfig,
+    build_mamba_hybrid_stack,
+)
+from hicache_storage.hybrid.ranks.consistency import (
+    MAX_EXACT_NUMBER,
+    check_consistent,
+    make_on_all_ranks,
+)
 from hicache_storage.hybrid.stack.builders import RANK_INVARIANT_FIELDS
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
@@ -57,8 +67,13 @@ def on_ranks(work, size=2):
 def test_what_differs_is_named():
     told = [{"a": 1, "b": "x", "c": 3}, {"a": 2, "b": "y", "c": 3}]
     first, second = on_ranks(lambda rank, rank_group: check_consistent(rank_group, told[rank]))
-    assert str(first) == "ranks differ in a (1 here, 1 to 2 in all), b; make it the same on every rank"
-    assert str(second) == "ranks differ in a (2 here, 1 to 2 in all), b; make it the same on every rank"
+    assert (
+        str(first) == "ranks differ in a (1 here, 1 to 2 in all), b; make it the same on every rank"
+    )
+    assert (
+        str(second)
+        == "ranks differ in a (2 here, 1 to 2 in all), b; make it the same on every rank"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,12 +89,20 @@ def test_what_differs_is_named():
 def test_any_two_values_can_be_told_apart(values):
     found = on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": values[rank]}))
     assert all(isinstance(error, ConfigError) for error in found)
-    assert on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": values[0]})) == [None, None]
+    assert on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": values[0]})) == [
+        None,
+        None,
+    ]
 
 
 def test_a_refusal_is_everyones():
     refusal = ConfigError("no")
-    found = on_ranks(lambda rank, rank_group: check_consistent(rank_group, {"a": rank}, refusal if rank else None), 3)
+    found = on_ranks(
+        lambda rank, rank_group: check_consistent(
+            rank_group, {"a": rank}, refusal if rank else None
+        ),
+        3,
+    )
     assert isinstance(found[0], OtherRankError)
     assert found[1] is found[2] is refusal
 
@@ -91,12 +114,15 @@ def test_what_cannot_be_made_on_one_rank_is_made_on_none(error):
             raise error
         return "made"
 
-    first, second = on_ranks(lambda rank, rank_group: make_on_all_ranks(rank_group, "thing", lambda: make(rank)))
+    first, second = on_ranks(
+        lambda rank, rank_group: make_on_all_ranks(rank_group, "thing", lambda: make(rank))
+    )
     assert str(first) == "another rank could not make its thing"
     assert second is error
 
 
-# Stacks ---------------------------------------------------------------------------------------------------------------
+# Stacks
+# ---------------------------------------------------------------------------------------------------------------
 
 STORAGE = StorageConfig(driver="file", model="m", options={"path": "/nowhere"})
 
@@ -131,31 +157,46 @@ def nothing_is_made():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_ranks_of_other_configs_are_refused(change, message):
-    found = on_ranks(lambda rank, rank_group: build(configs(rank, **(change if rank else {})), rank_group=rank_group))
+    found = on_ranks(
+        lambda rank, rank_group: build(
+            configs(rank, **(change if rank else {})), rank_group=rank_group
+        )
+    )
     for error in found:
         assert isinstance(error, ConfigError), error
-        assert re.fullmatch(f"ranks differ in {message}; make it the same on every rank", str(error)), error
+        assert re.fullmatch(
+            f"ranks differ in {message}; make it the same on every rank", str(error)
+        ), error
 
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_whose_bytes_a_storage_keeps_is_the_same_on_all():
     for name in ("model", "revision", "tenant", "adapter", "salt"):
         other = replace(STORAGE, **{name: "other"})
-        found = on_ranks(lambda rank, rank_group: build(configs(rank, storage=(STORAGE, other)[rank]), rank_group=rank_group))  # noqa: B023
-        assert [str(error) for error in found] == ["ranks differ in storage; make it the same on every rank"] * 2
+        found = on_ranks(
+            lambda rank, rank_group, storages=(STORAGE, other): build(
+                configs(rank, storage=storages[rank]), rank_group=rank_group
+            )
+        )
+        assert [str(error) for error in found] == [
+            "ranks differ in storage; make it the same on every rank"
+        ] * 2
 
 
 @pytest.mark.usefixtures("nothing_is_made")
 def test_stacks_of_two_kinds_are_refused():
     kinds = (mamba_config, dsa_config)
-    found = on_ranks(lambda rank, rank_group: build(configs(rank, kinds[rank]), rank_group=rank_group))
+    found = on_ranks(
+        lambda rank, rank_group: build(configs(rank, kinds[rank]), rank_group=rank_group)
+    )
     assert all("the kind of stack" in str(error) for error in found), found
 
 
 @pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("late", [False, True])
 def test_no_rank_waits_for_one_that_refuses(late):
-    """One rank's config is refused, where it is made or where it is looked at; its storage is closed all the same."""
+    """One rank's config is refused, where it is made or where it is looked at; its storage is
+    closed all the same."""
     storages = [MemoryStorage(configs(0).identity("m")) for _ in range(2)]
 
     def config(rank):
@@ -163,11 +204,15 @@ def test_no_rank_waits_for_one_that_refuses(late):
         return configs(rank, **(wrong if rank else {}))
 
     found = on_ranks(
-        lambda rank, rank_group: build_mamba_hybrid_stack(lambda: config(rank), storage=storages[rank], rank_group=rank_group)
+        lambda rank, rank_group: build_mamba_hybrid_stack(
+            lambda: config(rank), storage=storages[rank], rank_group=rank_group
+        )
     )
     assert isinstance(found[0], OtherRankError)
     assert isinstance(found[1], ConfigError)
-    assert ("config.storage names one, too" if late else "device_tokens must be a multiple") in str(found[1])
+    assert ("config.storage names one, too" if late else "device_tokens must be a multiple") in str(
+        found[1]
+    )
     assert all(storage._lifecycle.closed for storage in storages)
 
 
@@ -180,7 +225,9 @@ def test_a_storage_that_cannot_be_made_is_made_on_no_rank():
         return MemoryStorage(identity)
 
     with mock.patch("hicache_storage.hybrid.stack.stack.create_storage", create):
-        found = on_ranks(lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group))
+        found = on_ranks(
+            lambda rank, rank_group: build(configs(rank, storage=STORAGE), rank_group=rank_group)
+        )
     assert isinstance(found[0], OtherRankError)
     assert isinstance(found[1], SystemExit)
 

@@ -1,4 +1,5 @@
-"""Several processes with gloo: whatever each rank has and meets, all are told the same, and nobody waits for ever."""
+"""Several processes with gloo: whatever each rank has and meets, all are told the same, and nobody
+waits for ever."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.timeout(SECONDS + 90)
 
 
 def run(scenarios, folder, *, gone=(), **settings):
-    """Run scenarios on all ranks, one after the other; for each what every rank was told, and what is its own."""
+    """Run scenarios on all ranks, one after the other; for each what every rank was told, and what
+    is its own."""
     world = settings.get("tp", 1) * settings.get("cp", 1) * settings.get("pp", 1)
     command = [sys.executable, "-W", "error", "-m", "tests.hybrid.rank", ",".join(scenarios)]
     ranks = [
@@ -46,7 +48,10 @@ def run(scenarios, folder, *, gone=(), **settings):
         for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True))
     )
     assert not any(process.returncode for process in ranks), said
-    return {name: _agreed(folder, name, [rank for rank in range(world) if rank not in gone]) for name in scenarios}
+    return {
+        name: _agreed(folder, name, [rank for rank in range(world) if rank not in gone])
+        for name in scenarios
+    }
 
 
 def _agreed(folder, scenario, ranks):
@@ -73,7 +78,14 @@ def worlds(tmp_path_factory):
             scenarios, shape = WORLDS[name]
             folder = tmp_path_factory.mktemp(name)
             made[name] = run(
-                scenarios, folder, **shape, rounds=ROUNDS, steps=STEPS, seed="ranks", path=str(folder / "store"), ends=ENDS
+                scenarios,
+                folder,
+                **shape,
+                rounds=ROUNDS,
+                steps=STEPS,
+                seed="ranks",
+                path=str(folder / "store"),
+                ends=ENDS,
             )
         return made[name]
 
@@ -81,7 +93,8 @@ def worlds(tmp_path_factory):
 
 
 def test_endpoints_are_intersected(worlds):
-    """The peer agrees on the smaller of the largest, which one of the ranks cannot restore, and discards all."""
+    """The peer agrees on the smaller of the largest, which one of the ranks cannot restore, and
+    discards all."""
     found = worlds("pp2")["sets"]
     assert [what[1] for what in found[0]["told"] if what[0] == "restored"] == [3, 0, 8, 5, 0]
 
@@ -92,7 +105,13 @@ def expected(seed, ranks):
     for rank in range(ranks):
         kv, states = presence(seed, rank)
         pages, used = pressure(seed, rank)
-        hit = common_hit(kv, [PoolPresence("mamba", states, PoolHitPolicy.TRAILING_PAGES), PoolPresence("indexer", kv)])
+        hit = common_hit(
+            kv,
+            [
+                PoolPresence("mamba", states, PoolHitPolicy.TRAILING_PAGES),
+                PoolPresence("indexer", kv),
+            ],
+        )
         restorable &= {end for end in hit.restorable_prefix_pages if end <= 16 - pages and used < 4}
     return restorable
 
@@ -114,7 +133,8 @@ def test_all_ranks_are_told_the_same(worlds, name):
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_caches_of_all_ranks_stay_the_same(worlds, name):
-    """What is fetched in good weather is the longest prefix that the stores of all ranks have, and of every byte its owner's."""
+    """What is fetched in good weather is the longest prefix that the stores of all ranks have, and
+    of every byte its owner's."""
     found = worlds(name)["serving"]
     fetched = [what[1:] for what in found[0]["told"] if what[0] == "fetched"]
     for bad, number, length in fetched:
@@ -128,9 +148,14 @@ def test_caches_of_all_ranks_stay_the_same(worlds, name):
 
 
 def test_replicated_kv_of_every_shard_is_a_hit(worlds):
-    """MLA with an indexer under CP, through the cache: one TP rank of each shard writes, and all ranks hit."""
+    """MLA with an indexer under CP, through the cache: one TP rank of each shard writes, and all
+    ranks hit."""
     found = worlds("tp2-cp2")["sparse"]
-    assert [what[1] for what in found[0]["told"] if what[0] == "fetched"] == [3 * PAGE, 8 * PAGE, 5 * PAGE]
+    assert [what[1] for what in found[0]["told"] if what[0] == "fetched"] == [
+        3 * PAGE,
+        8 * PAGE,
+        5 * PAGE,
+    ]
     for pool in ("kv", "indexer"):
         assert [one["own"].get(pool, 0) for one in found] == [16, 0, 16, 0]
 
@@ -138,17 +163,24 @@ def test_replicated_kv_of_every_shard_is_a_hit(worlds):
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_storage_is_attached_everywhere_or_nowhere(worlds, name):
     found = worlds(name)["attaching"]
-    assert found[0]["told"][:-1] == [["refused", True, True, False]] * len(found) + [["restored", PAGES]]
+    assert found[0]["told"][:-1] == [["refused", True, True, False]] * len(found) + [
+        ["restored", PAGES]
+    ]
 
 
 def test_ranks_that_differ_are_refused(worlds):
     found = worlds("pp2")["unlike"]
-    what = ["prefetch rules", "pools, slots of host pools, slots of device pools", "slots of host pools, slots of device pools"]
+    what = [
+        "prefetch rules",
+        "pools, slots of host pools, slots of device pools",
+        "slots of host pools, slots of device pools",
+    ]
     assert found[0]["told"][:-1] == [["refused", f"ranks differ in {each}"] for each in what]
 
 
 def test_each_shard_of_a_replicated_pool_is_written_once(worlds):
-    """With a writer of global rank 0 alone, the second CP shard is never written and nothing is ever hit."""
+    """With a writer of global rank 0 alone, the second CP shard is never written and nothing is
+    ever hit."""
     found = worlds("tp2-cp2")["shards"]
     assert found[0]["told"][:2] == [["stored", PAGES, True], ["restored", PAGES]]
     assert [one["own"].get("kv", 0) for one in found] == [PAGES, 0, PAGES, 0]
@@ -162,6 +194,8 @@ def test_a_lost_rank_is_told(tmp_path):
 
 def test_a_rank_that_hangs_fails_the_test_and_says_where(tmp_path):
     with pytest.raises(
-        AssertionError, match=r"(?s)rank 0, ended with 1:.*in stuck.*rank 1, ended with 1:.*in all_reduce_min.*in stuck"
+        AssertionError,
+        match=r"(?s)rank 0, ended with 1:.*in stuck.*rank 1, ended with 1:.*in all_reduce_min.*in "
+        r"stuck",
     ):
         run(["stuck"], tmp_path, tp=2, scenario_seconds=3)

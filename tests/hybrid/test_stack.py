@@ -1,4 +1,5 @@
-"""Stacks built from a config: bytes go through all tiers, storages come and go, and nothing is left at the end."""
+"""Stacks built from a config: bytes go through all tiers, storages come and go, and nothing is left
+at the end."""
 
 from __future__ import annotations
 
@@ -12,16 +13,31 @@ import pytest
 import torch
 
 from hicache_storage import create_storage
-from hicache_storage.hybrid import OtherRankError, ParallelConfig, StorageAttachedError, StorageConfig
+from hicache_storage.hybrid import (
+    OtherRankError,
+    ParallelConfig,
+    StorageAttachedError,
+    StorageConfig,
+)
 from hicache_storage.hybrid.hashing import page_hashes
-from hicache_storage.spec import ConfigError, InvalidPoolError, PoolName, StorageIdentity, StorageUnavailableError
+from hicache_storage.spec import (
+    ConfigError,
+    InvalidPoolError,
+    PoolName,
+    StorageIdentity,
+    StorageUnavailableError,
+)
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
 from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
 from tests.hybrid.waiting import until
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = {"mamba": mamba_config, "mamba-mla": lambda **changes: mamba_config(attention=LATENT, **changes), "dsa": dsa_config}
+CONFIGS = {
+    "mamba": mamba_config,
+    "mamba-mla": lambda **changes: mamba_config(attention=LATENT, **changes),
+    "dsa": dsa_config,
+}
 
 
 @pytest.fixture(params=CONFIGS)
@@ -80,7 +96,9 @@ def test_the_layout_by_heads_takes_states_along():
 
 
 def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
-    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}))
+    settings = config(
+        storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)})
+    )
     with build(settings) as first:
         Session(first).insert()
         assert first.drain(60)
@@ -92,7 +110,8 @@ def test_a_stack_goes_on_where_another_has_stopped(config, tmp_path):
 
 
 def test_pages_that_are_deleted_behind_its_back_are_written_again(config, tmp_path):
-    """An L3 may lose what is alive on the host. Found out when something is stored behind it, and mended once."""
+    """An L3 may lose what is alive on the host. Found out when something is stored behind it, and
+    mended once."""
     options = {"path": str(tmp_path)}
     settings = config(storage=StorageConfig(driver="file", model="m", options=options))
     with build(settings) as stack:
@@ -120,7 +139,14 @@ def test_storages_of_other_fields_do_not_meet(config, tmp_path):
     with build(config(storage=StorageConfig(driver="file", model="m", options=options))) as first:
         Session(first).insert()
         assert first.drain(60)
-    for fields in ({"model": "n"}, {"tenant": "t"}, {"revision": "r"}, {"adapter": "a"}, {"salt": "s"}, {"kv_dtype": "fp8"}):
+    for fields in (
+        {"model": "n"},
+        {"tenant": "t"},
+        {"revision": "r"},
+        {"adapter": "a"},
+        {"salt": "s"},
+        {"kv_dtype": "fp8"},
+    ):
         storage = StorageConfig(**{"driver": "file", "model": "m", "options": options, **fields})
         with build(config(storage=storage)) as other:
             session = Session(other)
@@ -214,13 +240,23 @@ def test_drain_gives_up_when_its_time_is_over(config):
 
 
 FAULTY = [
-    ("unknown driver", {"storage": StorageConfig(driver="none", model="m")}, "no driver named 'none'"),
-    ("bad option", {"storage": StorageConfig(driver="file", model="m", options={"paht": "x"})}, "did you mean 'path'"),
+    (
+        "unknown driver",
+        {"storage": StorageConfig(driver="none", model="m")},
+        "no driver named 'none'",
+    ),
+    (
+        "bad option",
+        {"storage": StorageConfig(driver="file", model="m", options={"paht": "x"})},
+        "did you mean 'path'",
+    ),
     ("memory", {"device_tokens": 1 << 50}, "cannot allocate"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "message"), [fault[1:] for fault in FAULTY], ids=[fault[0] for fault in FAULTY])
+@pytest.mark.parametrize(
+    ("fields", "message"), [fault[1:] for fault in FAULTY], ids=[fault[0] for fault in FAULTY]
+)
 def test_a_build_that_fails_leaves_nothing(config, fields, message):
     with pytest.raises((ConfigError, InvalidPoolError, LookupError), match=message):
         build(config(**fields))
@@ -228,7 +264,9 @@ def test_a_build_that_fails_leaves_nothing(config, fields, message):
 
 def test_a_device_that_is_not_there_is_named(config, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"device is 'cuda:1', and CUDA is not available here; pass 'cpu'"):
+    with pytest.raises(
+        ConfigError, match=r"device is 'cuda:1', and CUDA is not available here; pass 'cpu'"
+    ):
         build(config(device="cuda:1"))
 
 
@@ -247,14 +285,18 @@ def test_a_storage_that_cannot_be_attached_is_closed(config):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("page_size", 8), ("layout", "layer_first"), ("kv_replicated", None), ("tp_size", 2)]
+    ("field", "value"),
+    [("page_size", 8), ("layout", "layer_first"), ("kv_replicated", None), ("tp_size", 2)],
 )
 def test_a_storage_of_other_bytes_is_refused(config, field, value):
     settings = config()
     found = {
-        name: getattr(settings.identity("m"), name) for name in ("model", "kv_dtype", "page_size", "layout", "kv_replicated")
+        name: getattr(settings.identity("m"), name)
+        for name in ("model", "kv_dtype", "page_size", "layout", "kv_replicated")
     }
-    storage = MemoryStorage(StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value}))
+    storage = MemoryStorage(
+        StorageIdentity(**found | {field: not found["kv_replicated"] if value is None else value})
+    )
     with pytest.raises(ConfigError, match=f"the storage's identity has {field}="):
         build(settings, storage=storage)
     assert storage._lifecycle.closed
@@ -262,13 +304,17 @@ def test_a_storage_of_other_bytes_is_refused(config, field, value):
 
 
 def test_two_storages_are_one_too_many(config, tmp_path):
-    settings = config(storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)}))
+    settings = config(
+        storage=StorageConfig(driver="file", model="m", options={"path": str(tmp_path)})
+    )
     with pytest.raises(ConfigError, match=r"storage: config.storage names one, too"):
         build(settings, storage=in_dict(settings))
 
 
 def test_several_ranks_need_a_group(config):
-    with pytest.raises(ConfigError, match=r"parallel has 2 ranks .* torch.distributed is not initialized"):
+    with pytest.raises(
+        ConfigError, match=r"parallel has 2 ranks .* torch.distributed is not initialized"
+    ):
         build(config(parallel=ParallelConfig(tp_rank=1, tp_size=2)))
 
 
@@ -282,7 +328,9 @@ class Pair:
 
     def all_reduce_min(self, values):
         said = self._says.pop(0) if self._says else None
-        return list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
+        return (
+            list(values) if said is None else [min(pair) for pair in zip(values, said, strict=True)]
+        )
 
 
 def test_a_build_fails_with_that_of_another_rank(config):
@@ -292,8 +340,11 @@ def test_a_build_fails_with_that_of_another_rank(config):
 
 
 def test_memory_is_shared_out_as_the_rank_with_the_largest_pages_can():
-    """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's business."""
-    settings = mamba_config(parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6)
+    """The other rank has more layers: fewer of its pages fit. Numbers of slots are nobody else's
+    business."""
+    settings = mamba_config(
+        parallel=ParallelConfig(pp_rank=0, pp_size=2), host_tokens="2KiB", host_states=6
+    )
     with build(settings, rank_group=Pair(None, [2 * PAGE, 3])) as stack:
         assert settings.slots_of("kv")[1] == 8 * PAGE
         assert stack.host_pools[PoolName.KV].size == 2 * PAGE
@@ -317,11 +368,22 @@ def test_ranks_are_built_together(tmp_path):
     """Two processes over gloo: a fault of one is a refusal for both, and then both serve."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.hybrid.stack_rank", str(rank), str(tmp_path)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                sys.executable,
+                "-W",
+                "error",
+                "-m",
+                "tests.hybrid.stack_rank",
+                str(rank),
+                str(tmp_path),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=200) for process in ranks]
     finally:
@@ -329,10 +391,24 @@ def test_ranks_are_built_together(tmp_path):
             process.kill()
     assert [process.returncode for process in ranks] == [0, 0], outputs
     found = [json.loads(out) for out, _ in outputs]
-    assert found[0]["refused"] == ["OtherRankError", "OtherRankError", "ConfigError", "ConfigError", "OtherRankError"]
-    assert found[1]["refused"] == ["ConfigError", "ConfigError", "ConfigError", "ConfigError", "DriverNotFoundError"]
+    assert found[0]["refused"] == [
+        "OtherRankError",
+        "OtherRankError",
+        "ConfigError",
+        "ConfigError",
+        "OtherRankError",
+    ]
+    assert found[1]["refused"] == [
+        "ConfigError",
+        "ConfigError",
+        "ConfigError",
+        "ConfigError",
+        "DriverNotFoundError",
+    ]
     assert [one["restored"] for one in found] == [[Session.LENGTH, Session.LENGTH]] * 2
-    assert [one["closed"] for one in found] == ["the rank group is unusable: the rank group was closed"] * 2
+    assert [one["closed"] for one in found] == [
+        "the rank group is unusable: the rank group was closed"
+    ] * 2
     assert [one["threads"] for one in found] == [["MainThread"]] * 2
 
 
@@ -341,7 +417,9 @@ def test_bigram_keys_come_back_from_every_tier(config):
     settings, objects = config(bigram=True, device_tokens=64, host_tokens=64), {}
     with build(settings, storage=in_dict(settings, objects)) as stack:
         write, stored = stack.controller.write_storage, []
-        stack.controller.write_storage = lambda host, keys, before: stored.append(keys) or write(host, keys, before)
+        stack.controller.write_storage = lambda host, keys, before: (
+            stored.append(keys) or write(host, keys, before)
+        )
         session = Session(stack, length=3 * GRID)
         session.insert()
         assert stack.drain(60)
@@ -356,7 +434,9 @@ def test_bigram_keys_come_back_from_every_tier(config):
         stack.cache.reset()
         session.fetch()
         assert session.restore() == (24, 24)
-    assert [key for keys in stored for key in keys] == page_hashes(session.tokens, PAGE, bigram=True)
+    assert [key for keys in stored for key in keys] == page_hashes(
+        session.tokens, PAGE, bigram=True
+    )
 
 
 def test_a_prefetch_that_is_over_keeps_nothing_waiting(config):

@@ -1,4 +1,5 @@
-"""Configs of stacks: what is wrong is refused by name, before anything is allocated; what is left out follows from the rest."""
+"""Configs of stacks: what is wrong is refused by name, before anything is allocated; what is left
+out follows from the rest."""
 
 from __future__ import annotations
 
@@ -15,17 +16,32 @@ from hicache_storage.hybrid import (
     WritePolicy,
 )
 from hicache_storage.spec import ConfigError, InvalidPoolError
-from tests.hybrid.stacks import ATTENTION, GRID, INDEXER, LATENT, MAMBA, PAGE, dsa_config, mamba_config
+from tests.hybrid.stacks import (
+    ATTENTION,
+    GRID,
+    INDEXER,
+    LATENT,
+    MAMBA,
+    PAGE,
+    dsa_config,
+    mamba_config,
+)
 
 COMMON_FAULTS = [
     ({"page_size": 0}, "page_size must be a whole number from 1 on, got 0"),
     ({"page_size": 4.0}, "page_size must be a whole number from 1 on, got 4.0"),
-    ({"device_tokens": 10}, r"device_tokens must be a multiple of page_size \(4\), got 10; pass 12"),
+    (
+        {"device_tokens": 10},
+        r"device_tokens must be a multiple of page_size \(4\), got 10; pass 12",
+    ),
     ({"device_tokens": 0}, "device_tokens must be a whole number from 1 on, got 0"),
     ({"host_tokens": 7}, r"host_tokens must be a multiple of page_size \(4\), got 7; pass 8"),
     ({"host_tokens": "7 pages"}, "host_tokens: '7 pages' is not a size"),
     ({"host_tokens": "1B"}, "host_tokens is '1B', and a page takes [0-9]+ bytes"),
-    ({"layout": "token_first"}, "layout must be one of layer_first, page_first, .*; got 'token_first'"),
+    (
+        {"layout": "token_first"},
+        "layout must be one of layer_first, page_first, .*; got 'token_first'",
+    ),
     ({"backend": "auto"}, "backend must be one of direct, kernel, mapped; got 'auto'"),
     ({"device": "gpu"}, "device must name a torch device such as 'cuda:0' or 'cpu', got 'gpu'"),
     ({"device": "meta"}, "device must be of kind cuda or cpu, got 'meta'"),
@@ -41,7 +57,9 @@ COMMON_FAULTS = [
 
 
 @pytest.mark.parametrize("make", [mamba_config, dsa_config])
-@pytest.mark.parametrize(("fields", "message"), COMMON_FAULTS, ids=[next(iter(fields)) for fields, _ in COMMON_FAULTS])
+@pytest.mark.parametrize(
+    ("fields", "message"), COMMON_FAULTS, ids=[next(iter(fields)) for fields, _ in COMMON_FAULTS]
+)
 def test_a_bad_field_is_named(make, fields, message):
     with pytest.raises(ConfigError, match=message):
         make(**fields)
@@ -50,14 +68,26 @@ def test_a_bad_field_is_named(make, fields, message):
 @pytest.mark.parametrize(
     ("make", "fields", "message"),
     [
-        (mamba_config, {"device_states": 0}, "device_states must be a whole number from 1 on, got 0"),
+        (
+            mamba_config,
+            {"device_states": 0},
+            "device_states must be a whole number from 1 on, got 0",
+        ),
         (mamba_config, {"host_states": 0}, "host_states must be a whole number from 1 on, got 0"),
         (mamba_config, {"host_states": "many"}, "host_states: 'many' is not a size"),
         (mamba_config, {"host_states": "3B"}, "host_states is '3B', and a page takes 72 bytes"),
-        (mamba_config, {"checkpoint_interval": 0}, "checkpoint_interval must be a whole number from 1 on, got 0"),
         (
             mamba_config,
-            {"attention": AttentionGeometry(layers=(0, 1), head_num=1, head_dim=1, dtype=torch.int16)},
+            {"checkpoint_interval": 0},
+            "checkpoint_interval must be a whole number from 1 on, got 0",
+        ),
+        (
+            mamba_config,
+            {
+                "attention": AttentionGeometry(
+                    layers=(0, 1), head_num=1, head_dim=1, dtype=torch.int16
+                )
+            },
             r"mamba.layers and attention.layers both have \[1\]",
         ),
         (
@@ -78,22 +108,43 @@ def test_what_contradicts_the_model_is_named(make, fields, message):
 
 
 GOOD_STATES = {
-    "layers": (0,), "temporal_shape": (1,), "conv_shapes": ((1,),), "temporal_dtype": torch.int8, "conv_dtype": torch.int8,
-}  # fmt: skip
+    "layers": (0,),
+    "temporal_shape": (1,),
+    "conv_shapes": ((1,),),
+    "temporal_dtype": torch.int8,
+    "conv_dtype": torch.int8,
+}
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AttentionGeometry(layers=(), head_num=1, head_dim=1, dtype=torch.int8), "layers must name at least one layer"),
-        (lambda: AttentionGeometry(layers=(1, 0), head_num=1, head_dim=1, dtype=torch.int8), "layers must be ascending numbers"),
-        (lambda: AttentionGeometry(layers=(0,), head_num=0, head_dim=1, dtype=torch.int8), "head_num must be at least 1"),
-        (lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=0, dtype=torch.int8), "head_dim must be at least 1"),
         (
-            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, v_head_dim=0, dtype=torch.int8),
+            lambda: AttentionGeometry(layers=(), head_num=1, head_dim=1, dtype=torch.int8),
+            "layers must name at least one layer",
+        ),
+        (
+            lambda: AttentionGeometry(layers=(1, 0), head_num=1, head_dim=1, dtype=torch.int8),
+            "layers must be ascending numbers",
+        ),
+        (
+            lambda: AttentionGeometry(layers=(0,), head_num=0, head_dim=1, dtype=torch.int8),
+            "head_num must be at least 1",
+        ),
+        (
+            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=0, dtype=torch.int8),
+            "head_dim must be at least 1",
+        ),
+        (
+            lambda: AttentionGeometry(
+                layers=(0,), head_num=1, head_dim=1, v_head_dim=0, dtype=torch.int8
+            ),
             "v_head_dim must be at least 1",
         ),
-        (lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, dtype="int8"), "dtype must be a torch.dtype"),
+        (
+            lambda: AttentionGeometry(layers=(0,), head_num=1, head_dim=1, dtype="int8"),
+            "dtype must be a torch.dtype",
+        ),
         (
             lambda: MLAGeometry(layers=(0,), kv_lora_rank=0, qk_rope_head_dim=1, dtype=torch.int8),
             "kv_lora_rank must be at least 1",
@@ -102,14 +153,38 @@ GOOD_STATES = {
             lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=-1, dtype=torch.int8),
             "qk_rope_head_dim must not be negative",
         ),
-        (lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=0, dtype=None), "dtype must be a torch.dtype"),
-        (lambda: MambaGeometry(**GOOD_STATES | {"temporal_shape": (-1,)}), "temporal_shape must not hold negative numbers"),
-        (lambda: MambaGeometry(**GOOD_STATES | {"conv_shapes": ((0,),)}), r"conv_shapes\[0\] must hold positive numbers"),
-        (lambda: MambaGeometry(**GOOD_STATES | {"temporal_dtype": 1}), "temporal_dtype must be a torch.dtype"),
-        (lambda: MambaGeometry(**GOOD_STATES | {"conv_dtype": 1}), "conv_dtype must be a torch.dtype"),
-        (lambda: MambaGeometry(**GOOD_STATES | {"state_chunk": 0}), "state_chunk must be at least 1"),
-        (lambda: IndexerGeometry(layers=(0,), index_head_dim=0), "index_head_dim must be at least 1"),
-        (lambda: IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=3), r"quant_block_size \(3\) must divide"),
+        (
+            lambda: MLAGeometry(layers=(0,), kv_lora_rank=1, qk_rope_head_dim=0, dtype=None),
+            "dtype must be a torch.dtype",
+        ),
+        (
+            lambda: MambaGeometry(**GOOD_STATES | {"temporal_shape": (-1,)}),
+            "temporal_shape must not hold negative numbers",
+        ),
+        (
+            lambda: MambaGeometry(**GOOD_STATES | {"conv_shapes": ((0,),)}),
+            r"conv_shapes\[0\] must hold positive numbers",
+        ),
+        (
+            lambda: MambaGeometry(**GOOD_STATES | {"temporal_dtype": 1}),
+            "temporal_dtype must be a torch.dtype",
+        ),
+        (
+            lambda: MambaGeometry(**GOOD_STATES | {"conv_dtype": 1}),
+            "conv_dtype must be a torch.dtype",
+        ),
+        (
+            lambda: MambaGeometry(**GOOD_STATES | {"state_chunk": 0}),
+            "state_chunk must be at least 1",
+        ),
+        (
+            lambda: IndexerGeometry(layers=(0,), index_head_dim=0),
+            "index_head_dim must be at least 1",
+        ),
+        (
+            lambda: IndexerGeometry(layers=(0,), index_head_dim=4, quant_block_size=3),
+            r"quant_block_size \(3\) must divide",
+        ),
     ],
 )
 def test_a_bad_geometry_is_named(make, message):
@@ -125,7 +200,11 @@ def test_a_storage_has_a_driver_and_a_model(name):
 
 def test_memory_is_given_to_whole_pages():
     assert ATTENTION.page_bytes(PAGE) == 4 * 2 * 2 * (4 + 4) * 2
-    assert mamba_config(host_tokens=str(10 * ATTENTION.page_bytes(PAGE) + 1)).slots_of("kv") == (16 * PAGE, 10 * PAGE, PAGE)
+    assert mamba_config(host_tokens=str(10 * ATTENTION.page_bytes(PAGE) + 1)).slots_of("kv") == (
+        16 * PAGE,
+        10 * PAGE,
+        PAGE,
+    )
     assert MAMBA.page_bytes(1) == 2 * (6 * 4 + 6 * 2)
     assert mamba_config(host_states="1KB").slots_of("mamba") == (8, 1000 // 72, 1)
 
@@ -156,14 +235,24 @@ def test_text_is_taken_for_a_policy():
 @pytest.mark.parametrize(
     ("config", "dtype", "replicated"),
     [
-        (mamba_config(layout="page_head", parallel=ParallelConfig(tp_rank=1, tp_size=2)), "int16", False),
+        (
+            mamba_config(layout="page_head", parallel=ParallelConfig(tp_rank=1, tp_size=2)),
+            "int16",
+            False,
+        ),
         (dsa_config(parallel=ParallelConfig(tp_rank=1, tp_size=2)), "int16", True),
     ],
     ids=["mamba", "dsa"],
 )
 def test_the_identity_follows_from_the_config(config, dtype, replicated):
     identity = config.identity("m", revision="r", tenant="t", adapter="a", salt="s")
-    assert (identity.model, identity.revision, identity.tenant, identity.adapter, identity.salt) == ("m", "r", "t", "a", "s")
+    assert (
+        identity.model,
+        identity.revision,
+        identity.tenant,
+        identity.adapter,
+        identity.salt,
+    ) == ("m", "r", "t", "a", "s")
     assert (identity.kv_dtype, identity.page_size, identity.layout) == (dtype, PAGE, config.layout)
     assert (identity.tp_rank, identity.tp_size, identity.kv_replicated) == (1, 2, replicated)
     assert config.identity("m", kv_dtype="fp8_e4m3").kv_dtype == "fp8_e4m3"
@@ -172,6 +261,8 @@ def test_the_identity_follows_from_the_config(config, dtype, replicated):
 
 
 def test_heads_that_all_ranks_hold_are_written_once():
-    single = AttentionGeometry(layers=(0, 2), head_num=1, head_dim=4, dtype=torch.int16, replicated=True)
+    single = AttentionGeometry(
+        layers=(0, 2), head_num=1, head_dim=4, dtype=torch.int16, replicated=True
+    )
     assert mamba_config(attention=single).identity("m").kv_replicated
     assert mamba_config(attention=LATENT).identity("m").kv_replicated

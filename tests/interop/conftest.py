@@ -1,4 +1,5 @@
-"""Tests against a real SGLang. Without one they fail, they are not skipped; deselect them with `-m "not interop"`."""
+"""Tests against a real SGLang. Without one they fail, they are not skipped; deselect them with `-m
+"not interop"`."""
 
 from __future__ import annotations
 
@@ -118,7 +119,10 @@ def sglang_hf3fs(monkeypatch, tmp_path):
     """Attaches SGLang's own 3FS driver to ranks; takes its signal handlers away at the end."""
     from tests.interop.metadata import attach_sglang_hf3fs
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+    }
 
     def attach(rank: Rank, url: str, **options: int) -> object:
         return attach_sglang_hf3fs(rank, url, tmp_path, monkeypatch, **options)
@@ -157,6 +161,7 @@ def storage(request, tmp_path):
         return request.param, request.getfixturevalue("mooncake_options")
     config = {"path": str(tmp_path / "pages")}
     if request.param == "hf3fs":
-        # Each test has scopes of its own, because their names have the directory's identity in them.
+        # Each test has scopes of its own, because their names have the directory's identity in
+        # them.
         config |= {"metadata_url": request.getfixturevalue("metadata_url"), "file_size": "8MiB"}
     return request.param, config

@@ -1,4 +1,5 @@
-"""Drivers for the tests: one that keeps pages in a dict and can be broken, and one that breaks the contract itself."""
+"""Drivers for the tests: one that keeps pages in a dict and can be broken, and one that breaks the
+contract itself."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.hookspecs import DriverSpec
 from hicache_storage.layers import StorageLayer
-from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectStorage, ReadBatch, WriteBatch
+from hicache_storage.objects import (
+    Call,
+    LookupBatch,
+    Namespace,
+    ObjectStorage,
+    ReadBatch,
+    WriteBatch,
+)
 from hicache_storage.spec import Capabilities, DriverConfig, Durability, Sharing
 
 if TYPE_CHECKING:
@@ -22,7 +30,8 @@ SHELVES: dict[str, dict[str, bytes]] = defaultdict(dict)
 
 
 class Trouble:
-    """What goes wrong, at which of the driver's operations; shared by all storages of the process."""
+    """What goes wrong, at which of the driver's operations; shared by all storages of the
+    process."""
 
     def __init__(self) -> None:
         self.clear()
@@ -33,7 +42,8 @@ class Trouble:
         self.happened = 0
 
     def at(self, *operations: str, answer: Callable[[str], object]) -> None:
-        """From now on `answer` is called at these operations; it raises, or returns what to answer instead."""
+        """From now on `answer` is called at these operations; it raises, or returns what to answer
+        instead."""
         self.operations, self.answer = operations, answer
 
     def strike(self, operation: str) -> object:
@@ -65,14 +75,23 @@ class ShelfStorage(ObjectStorage):
         instead = TROUBLE.strike("exists")
         if instead is not None:
             return instead
-        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
+        return [
+            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
+            for batch in batches
+        ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         SEEN.append(("get", list(call.prefix_keys), call.request_id))
         instead = TROUBLE.strike("get")
         if instead is not None:
             return instead
-        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
+        return [
+            [
+                read.fill(self.objects.get(read.namespace.object_name(read.key)))
+                for read in batch.reads
+            ]
+            for batch in batches
+        ]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         SEEN.append(("set", list(call.prefix_keys), call.request_id))
@@ -80,7 +99,9 @@ class ShelfStorage(ObjectStorage):
         if instead is not None:
             return instead
         for batch in batches:
-            self.objects.update({write.namespace.object_name(write.key): write.tobytes() for write in batch.writes})
+            self.objects.update(
+                {write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}
+            )
         return [[True] * len(batch.writes) for batch in batches]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
@@ -94,7 +115,8 @@ class ShelfStorage(ObjectStorage):
 
 
 class UnrulyStorage(StorageLayer):
-    """A storage that does not keep the contract: it raises where it must not, and answers what nobody asked."""
+    """A storage that does not keep the contract: it raises where it must not, and answers what
+    nobody asked."""
 
     def __init__(self, identity: StorageIdentity, config: ShelfConfig) -> None:
         super().__init__(ShelfStorage(identity, config))
@@ -106,7 +128,11 @@ class UnrulyStorage(StorageLayer):
 
     def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
         instead = TROUBLE.strike("exists")
-        return super().batch_exists_v2(keys, pool_transfers, extra_info) if instead is None else instead
+        return (
+            super().batch_exists_v2(keys, pool_transfers, extra_info)
+            if instead is None
+            else instead
+        )
 
     def batch_get_v2(self, transfers, extra_info=None):
         instead = TROUBLE.strike("get")
@@ -132,5 +158,9 @@ SPECS = [
         config=f"{__name__}:{ShelfConfig.__name__}",
         capabilities=CAPABILITIES,
     )
-    for name, storage in (("shelf", ShelfStorage), ("unruly", UnrulyStorage), ("sealed", SealedStorage))
+    for name, storage in (
+        ("shelf", ShelfStorage),
+        ("unruly", UnrulyStorage),
+        ("sealed", SealedStorage),
+    )
 ]

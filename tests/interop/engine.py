@@ -1,7 +1,7 @@
 """One rank of SGLang without its model: real host pools and a real cache controller, on the CPU.
 
-What SGLang's tree cache does between the controller's threads is done here step by step: allocate host pages for a hit,
-hand the operation to the reading thread, and collect the acknowledgements.
+What SGLang's tree cache does between the controller's threads is done here step by step: allocate
+host pages for a hit, hand the operation to the reading thread, and collect the acknowledgements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ class Pools:
         return {PoolName.KV: self.kv, **self.side}
 
     def group(self) -> HostPoolGroup:
-        entries = [PoolEntry(PoolName.KV, self.kv, self.device, lambda layer: layer, is_primary_index_anchor=True)]
+        entries = [
+            PoolEntry(
+                PoolName.KV, self.kv, self.device, lambda layer: layer, is_primary_index_anchor=True
+            )
+        ]
         entries += [
             PoolEntry(PoolName(name), pool, None, lambda layer: None, host_evict_fn=lambda count: 0)
             for name, pool in self.side.items()
@@ -52,17 +56,37 @@ class Pools:
         return HostPoolGroup(entries)
 
 
-def mha_pools(layout: str, *, dtype: torch.dtype = torch.bfloat16, heads: int = 2, layers: int = 3, pages: int = PAGES) -> Pools:
+def mha_pools(
+    layout: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    heads: int = 2,
+    layers: int = 3,
+    pages: int = PAGES,
+) -> Pools:
     """KV of a model with multi-head attention."""
     size = pages * PAGE_SIZE
     device = MHATokenToKVPool(
-        size=size, page_size=PAGE_SIZE, dtype=dtype, head_num=heads, head_dim=16, layer_num=layers, device="cpu",
+        size=size,
+        page_size=PAGE_SIZE,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=16,
+        layer_num=layers,
+        device="cpu",
         enable_memory_saver=False,
-    )  # fmt: skip
+    )
     host = MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_SIZE, layout, pin_memory=False,
-        device_capacity_tokens=size, start_layer=0, end_layer=layers,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        PAGE_SIZE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=layers,
+    )
     return Pools(device, host)
 
 
@@ -70,24 +94,45 @@ def mla_pools(layout: str, *, dcp_size: int = 1, dcp_rank: int = 0) -> Pools:
     """KV of a model with latent attention, which every TP rank holds whole."""
     size, layers = PAGES * PAGE_SIZE, 3
     device = MLATokenToKVPool(
-        size=size, page_size=PAGE_SIZE, dtype=torch.bfloat16, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=layers,
-        device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
+        size=size,
+        page_size=PAGE_SIZE,
+        dtype=torch.bfloat16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
     host = MLATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, PAGE_SIZE * dcp_size, layout, pin_memory=False,
-        device_capacity_tokens=size, start_layer=0, end_layer=layers, target_layer_num=layers,
-        dcp_size=dcp_size, dcp_rank=dcp_rank,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        PAGE_SIZE * dcp_size,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=layers,
+        target_layer_num=layers,
+        dcp_size=dcp_size,
+        dcp_rank=dcp_rank,
+    )
     return Pools(device, host)
 
 
 def mamba_pool(layout: str, *, slot_states: int = 0) -> MambaPoolHost:
-    """Checkpoints of Mamba states: one temporal and two conv states, and side states where asked for."""
+    """Checkpoints of Mamba states: one temporal and two conv states, and side states where asked
+    for."""
     slots = 12
     info = MambaStateBufferInfo(
         temporal=torch.zeros(2, slots, 4, 8, dtype=torch.float32),
-        conv=(torch.zeros(2, slots, 6, 3, dtype=torch.bfloat16), torch.zeros(2, slots, 5, 3, dtype=torch.bfloat16)),
-        extra_checkpoint_buffers=tuple(torch.zeros(slots, 7, dtype=torch.float32) for _ in range(slot_states)),
+        conv=(
+            torch.zeros(2, slots, 6, 3, dtype=torch.bfloat16),
+            torch.zeros(2, slots, 5, 3, dtype=torch.bfloat16),
+        ),
+        extra_checkpoint_buffers=tuple(
+            torch.zeros(slots, 7, dtype=torch.float32) for _ in range(slot_states)
+        ),
     )
     return MambaPoolHost(info, 1.0, 0, device_capacity=slots, pin_memory=False, layout=layout)
 
@@ -159,15 +204,26 @@ class Prefetch:
 
 
 class Rank:
-    """A controller over host pools; `HybridCacheController` where there are side pools, or where asked for."""
+    """A controller over host pools; `HybridCacheController` where there are side pools, or where
+    asked for."""
 
-    def __init__(self, pools: Pools, *, metrics: bool = False, hybrid: bool = False, **parallel: int) -> None:
+    def __init__(
+        self, pools: Pools, *, metrics: bool = False, hybrid: bool = False, **parallel: int
+    ) -> None:
         self.pools = pools
         self.parallel = {
-            "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0, **parallel,
-        }  # fmt: skip
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_dcp_size": 1,
+            "attn_dcp_rank": 0,
+            **parallel,
+        }
         self.hybrid = hybrid or bool(pools.side)
-        allocator = SimpleNamespace(get_kvcache=lambda: pools.device, set_hicache_transfer_done_event=lambda *_: None)
+        allocator = SimpleNamespace(
+            get_kvcache=lambda: pools.device, set_hicache_transfer_done_event=lambda *_: None
+        )
         controller = HybridCacheController if self.hybrid else HiCacheController
         self.controller = controller(
             allocator,
@@ -185,7 +241,12 @@ class Rank:
         return self.controller.storage_backend
 
     def attach(
-        self, driver: str, driver_config: dict[str, object] | None = None, *, model: str = "llama", **extra: object
+        self,
+        driver: str,
+        driver_config: dict[str, object] | None = None,
+        *,
+        model: str = "llama",
+        **extra: object,
     ) -> None:
         config = {
             "backend_name": "hicache",
@@ -196,13 +257,21 @@ class Rank:
             "driver_config": driver_config or {},
             **extra,
         }
-        self.attach_config({name: value for name, value in config.items() if value is not None}, model=model)
+        self.attach_config(
+            {name: value for name, value in config.items() if value is not None}, model=model
+        )
 
-    def attach_config(self, config: dict[str, object], *, backend: str = "dynamic", model: str = "llama") -> None:
+    def attach_config(
+        self, config: dict[str, object], *, backend: str = "dynamic", model: str = "llama"
+    ) -> None:
         more = {"host_pools": self.controller.mem_pool_host.entries} if self.hybrid else {}
         with get_parallel().override(**self.parallel):
             self.controller.attach_storage_backend(
-                backend, prefetch_threshold=PAGE_SIZE, model_name=model, storage_backend_extra_config=config, **more
+                backend,
+                prefetch_threshold=PAGE_SIZE,
+                model_name=model,
+                storage_backend_extra_config=config,
+                **more,
             )
 
     def detach(self) -> None:
@@ -223,7 +292,9 @@ class Rank:
 
     def hashes(self, tokens: list[int], prefix_keys: list[str] | None = None) -> list[str]:
         """SGLang's page hashes: a chain, which goes on from the last of `prefix_keys`."""
-        return get_storage_hash_str(tokens, prefix_keys[-1] if prefix_keys else None, page_size=PAGE_SIZE)
+        return get_storage_hash_str(
+            tokens, prefix_keys[-1] if prefix_keys else None, page_size=PAGE_SIZE
+        )
 
     def backup(
         self,
@@ -235,7 +306,8 @@ class Rank:
     ) -> Backup:
         """Write pages of `tokens` to storage and wait for the acknowledgement.
 
-        They begin a sequence, or continue that of `prefix_keys`. `checkpoints` gives the side pools to write beside KV, and for how many of the last pages.
+        They begin a sequence, or continue that of `prefix_keys`. `checkpoints` gives the side pools
+        to write beside KV, and for how many of the last pages.
         """
         for number, pool in enumerate(self.pools.all().values()):
             scribble(pool, seed * 100 + number)
@@ -248,37 +320,63 @@ class Rank:
             slots = pool.alloc(count * pool.page_size)
             contents[name] = pages(pool, slots)
             transfers.append(
-                PoolTransfer(PoolName(name), host_indices=slots, keys=hashes[-count:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+                PoolTransfer(
+                    PoolName(name),
+                    host_indices=slots,
+                    keys=hashes[-count:],
+                    hit_policy=PoolHitPolicy.TRAILING_PAGES,
+                )
             )
         more = {"extra_pools": transfers} if self.hybrid else {}
-        identifier = self.controller.write_storage(indices, tokens, hash_value=hashes, prefix_keys=prefix_keys, **more)
+        identifier = self.controller.write_storage(
+            indices, tokens, hash_value=hashes, prefix_keys=prefix_keys, **more
+        )
         operation = self.controller.ack_backup_queue.get(timeout=WAIT_SECONDS)
         assert operation.id == identifier
         hits = dict(operation.pool_storage_result.extra_pool_hit_pages) if self.hybrid else {}
-        return Backup(tokens, hashes, contents, operation.completed_tokens, {str(name): count for name, count in hits.items()})
+        return Backup(
+            tokens,
+            hashes,
+            contents,
+            operation.completed_tokens,
+            {str(name): count for name, count in hits.items()},
+        )
 
     def wipe(self) -> None:
         for pool in self.pools.all().values():
             wipe(pool)
 
     def prefetch(
-        self, tokens: list[int], *, windows: dict[str, int] | None = None, prefix_keys: list[str] | None = None
+        self,
+        tokens: list[int],
+        *,
+        windows: dict[str, int] | None = None,
+        prefix_keys: list[str] | None = None,
     ) -> Prefetch:
-        """Ask for `tokens` and read what is there; `windows` gives the trailing pages that each side pool needs."""
+        """Ask for `tokens` and read what is there; `windows` gives the trailing pages that each
+        side pool needs."""
         transfers = [
-            PoolTransfer(PoolName(name), keys=["__placeholder__"] * count, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+            PoolTransfer(
+                PoolName(name),
+                keys=["__placeholder__"] * count,
+                hit_policy=PoolHitPolicy.TRAILING_PAGES,
+            )
             for name, count in (windows or {}).items()
         ]
         controller, last_hash = self.controller, prefix_keys[-1] if prefix_keys else None
         if self.hybrid:
             request = CacheRequestHandle("request", 0)
-            operation = controller.prefetch(request, tokens, last_hash, prefix_keys, extra_pools=transfers)
+            operation = controller.prefetch(
+                request, tokens, last_hash, prefix_keys, extra_pools=transfers
+            )
         else:
             operation = controller.prefetch("request", tokens, last_hash, prefix_keys)
         assert controller.prefetch_hit_queue.get(timeout=WAIT_SECONDS) is operation
         result = Prefetch(operation.storage_hit_count)
         if self.hybrid:
-            result.verdicts = {str(name): count for name, count in operation.query_pool_hit_pages.items()}
+            result.verdicts = {
+                str(name): count for name, count in operation.query_pool_hit_pages.items()
+            }
         if not result.hit_tokens:
             return result
         self._allocate(operation, transfers, result)
@@ -297,7 +395,9 @@ class Rank:
         assert indices is not None
         for transfer in transfers:
             pool = self.pools.side[transfer.name]
-            transfer.host_indices = pool.alloc(min(len(transfer.keys), hit // PAGE_SIZE) * pool.page_size)
+            transfer.host_indices = pool.alloc(
+                min(len(transfer.keys), hit // PAGE_SIZE) * pool.page_size
+            )
             result.indices[transfer.name.value] = transfer.host_indices
         operation.storage_hit_count, operation.host_indices = hit, indices
         operation.hash_value = operation.hash_value[: hit // PAGE_SIZE]
@@ -318,9 +418,12 @@ class Rank:
         return pages(self.pools.all()[name], result.indices[name])
 
     def delivered(self, result: Prefetch, backup: Backup, name: str = "kv") -> bool:
-        """Whether the prefetched pages of a pool are the ones that were backed up, and nothing else was written."""
+        """Whether the prefetched pages of a pool are the ones that were backed up, and nothing else
+        was written."""
         got, expected = self.contents(result, name), backup.contents[name]
-        same = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        same = len(got) == len(expected) and all(
+            torch.equal(a, b) for a, b in zip(got, expected, strict=True)
+        )
         return same and untouched(self.pools.all()[name], result.indices[name])
 
 

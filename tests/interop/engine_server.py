@@ -1,6 +1,8 @@
-"""SGLang's own server, a process of its own that runs on the CPU, started by the command of the quick start.
+"""SGLang's own server, a process of its own that runs on the CPU, started by the command of the
+quick start.
 
-Its scheduler, radix tree, cache controller and HTTP server are SGLang's. What stands in for CUDA kernels lies in `stand_in/`.
+Its scheduler, radix tree, cache controller and HTTP server are SGLang's. What stands in for CUDA
+kernels lies in `stand_in/`.
 """
 
 from __future__ import annotations
@@ -48,10 +50,12 @@ WAIT_SECONDS = 240.0
 METRICS_PORTS = (20_000, 30_000)
 ADMIN_KEY = "key"
 ON_CPU = (
-    f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 4096 --page-size {PAGE_SIZE} "
-    # A machine that is busy would else be answered with what has come in time; and a server that waits keeps it busy.
+    f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 4096 "
+    f"--page-size {PAGE_SIZE} "
+    # A machine that is busy would else be answered with what has come in time; and a server that
+    # waits keeps it busy.
     "--hicache-storage-prefetch-policy wait_complete --sleep-on-idle"
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -71,35 +75,62 @@ class Answer:
 
 def prompt(number: int) -> list[int]:
     """Pages of tokens and a few more; prompts of another number share no page."""
-    return [number, *(3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3) for place in range(1, REUSED + 5))]
+    return [
+        number,
+        *(
+            3 + (place * 7919 + place * place * 31) % (VOCABULARY - 3)
+            for place in range(1, REUSED + 5)
+        ),
+    ]
 
 
 def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:
-    """Do the quick start's step of writing `hicache.json` in `place`, and add a port for the metrics of each rank.
+    """Do the quick start's step of writing `hicache.json` in `place`, and add a port for the
+    metrics of each rank.
 
     Returns:
         What the file then holds; rank `r` has its metrics at port `metrics_port + r`.
     """
-    commands = [step.command for block in blocks(QUICK_START) if block.language == "console" for step in steps(block.text)]
+    commands = [
+        step.command
+        for block in blocks(QUICK_START)
+        if block.language == "console"
+        for step in steps(block.text)
+    ]
     for start in ("mkdir -p cache", "cat > hicache.json"):
         [command] = [each for each in commands if each.startswith(start)]
         subprocess.run(["bash", "-ec", command], cwd=place, check=True)
     file = place / "hicache.json"
-    configuration = json.loads(file.read_text()) | {"metrics_port": _free_ports(ranks), "metrics_host": "127.0.0.1"}
+    configuration = json.loads(file.read_text()) | {
+        "metrics_port": _free_ports(ranks),
+        "metrics_host": "127.0.0.1",
+    }
     file.write_text(json.dumps(configuration))
     return configuration
 
 
-def quick_start_command(model: Path, *, layout: str = "page_first", io_backend: str = "kernel") -> list[str]:
-    """The quick start's command that starts SGLang, for this model; its host pools may have another layout than there."""
+def quick_start_command(
+    model: Path, *, layout: str = "page_first", io_backend: str = "kernel"
+) -> list[str]:
+    """The quick start's command that starts SGLang, for this model; its host pools may have another
+    layout than there."""
     texts = [block.text for block in blocks(QUICK_START) if block.language == "console"]
-    [command] = [step.command for text in texts for step in steps(text) if step.command.startswith("sglang serve ")]
+    [command] = [
+        step.command
+        for text in texts
+        for step in steps(text)
+        if step.command.startswith("sglang serve ")
+    ]
     words = {"MODEL": str(model), "page_first": layout}
-    return [words.get(word, word) for word in shlex.split(command.replace("\\\n", " "))] + ["--hicache-io-backend", io_backend]
+    return [words.get(word, word) for word in shlex.split(command.replace("\\\n", " "))] + [
+        "--hicache-io-backend",
+        io_backend,
+    ]
 
 
 def other_models(served: str) -> list[str]:
-    """SGLang's models but the one served, which it would import on every start, for five seconds."""
+    """SGLang's models but the one served, which it would import on every start, for five
+    seconds."""
     [package] = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
     return [module.name for module in pkgutil.iter_modules([package]) if module.name != served]
 
@@ -115,34 +146,58 @@ class EngineServer:
         options: what to add to the command, which may be other values of what it has anyway.
     """
 
-    def __init__(self, place: Path, command: list[str], *, ranks: int, replicas: int = 1, options: str = "") -> None:
+    def __init__(
+        self, place: Path, command: list[str], *, ranks: int, replicas: int = 1, options: str = ""
+    ) -> None:
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
-        self.argv = [*command, *shlex.split(ON_CPU), "--admin-api-key", ADMIN_KEY, "--enable-cache-report"]
+        self.argv = [
+            *command,
+            *shlex.split(ON_CPU),
+            "--admin-api-key",
+            ADMIN_KEY,
+            "--enable-cache-report",
+        ]
         self.argv += ["--host", "127.0.0.1", "--port", str(self.port), "--tp-size", str(ranks)]
         self.argv += ["--dp-size", str(replicas), *shlex.split(options)]
         self.ranks = ranks * replicas
-        self.model = json.loads(Path(command[command.index("--model-path") + 1], "config.json").read_text())["model_type"]
+        self.model = json.loads(
+            Path(command[command.index("--model-path") + 1], "config.json").read_text()
+        )["model_type"]
         # Sockets lie in it, whose paths are short by law.
         self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
 
     def __enter__(self) -> Self:
         [program, *arguments] = self.argv
         path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
-        environment |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model)), "TMPDIR": self.temporary.name}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment |= {
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model)),
+            "TMPDIR": self.temporary.name,
+        }
         # The processor of each rank; SGLang would give each a NUMA node.
         processors = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.ranks)
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, processors))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(sysconfig.get_path("scripts"), program)), *arguments],
-                cwd=self.place, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                cwd=self.place,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill all its processes. To be asked to end takes SGLang seconds, and less would be lost."""
+        """Kill all its processes. To be asked to end takes SGLang seconds, and less would be
+        lost."""
         shared = self._shared_memory()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -157,7 +212,10 @@ class EngineServer:
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.getpgid(int(process.name)) == self.process.pid:
-                    found |= {Path(name) for name in re.findall(r"/dev/shm/sgl\S+", (process / "maps").read_text())}
+                    found |= {
+                        Path(name)
+                        for name in re.findall(r"/dev/shm/sgl\S+", (process / "maps").read_text())
+                    }
         return found
 
     def wait_until_up(self) -> Self:
@@ -188,7 +246,9 @@ class EngineServer:
         """
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, headers, method=method
+        )
         with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
             return answer.read().decode()
 
@@ -206,17 +266,23 @@ class EngineServer:
         )
 
     def counted(self, what: str, pool: str = "") -> list[int]:
-        """One of the counters of each rank's bridge, as Prometheus reads it; of one pool, or of all."""
+        """One of the counters of each rank's bridge, as Prometheus reads it; of one pool, or of
+        all."""
         first = json.loads((self.place / "hicache.json").read_text())["metrics_port"]
         return [_pages_counted(first + rank, what, pool) for rank in range(self.ranks)]
 
     def flush(self) -> None:
-        """Forget what is on the device and in host memory, as soon as nothing runs; what is stored stays."""
+        """Forget what is on the device and in host memory, as soon as nothing runs; what is stored
+        stays."""
         self.call("POST", f"/flush_cache?timeout={WAIT_SECONDS}")
 
     def update_weights(self, model: Path, version: str) -> None:
         """Serve another model of the same shape under the same name."""
-        self.call("POST", "/update_weights_from_disk", {"model_path": str(model), "weight_version": version})
+        self.call(
+            "POST",
+            "/update_weights_from_disk",
+            {"model_path": str(model), "weight_version": version},
+        )
 
     def detach(self) -> None:
         """Go on without storage."""
@@ -233,7 +299,8 @@ class EngineServer:
 
 
 def _free_ports(count: int) -> int:
-    """The first of some ports that are free, one after another; none that the kernel gives to whoever asks for any."""
+    """The first of some ports that are free, one after another; none that the kernel gives to
+    whoever asks for any."""
     while True:
         port = random.randrange(*METRICS_PORTS)
         if not any(accepts(port + rank) for rank in range(count)):
@@ -244,4 +311,6 @@ def _pages_counted(port: int, what: str, pool: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
         lines = answer.read().decode().splitlines()
     counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]
-    return sum(int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line)
+    return sum(
+        int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line
+    )

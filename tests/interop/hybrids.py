@@ -30,7 +30,8 @@ def comes_back(rank, backup):
 
 
 def pages_back(rank, backup):
-    """Pages of its KV that come back, after the host has evicted everything; right ones, where all do."""
+    """Pages of its KV that come back, after the host has evicted everything; right ones, where all
+    do."""
     rank.wipe()
     result = rank.prefetch(backup.tokens, windows=MAMBA)
     if result.completed_tokens == len(backup.tokens):

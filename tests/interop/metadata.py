@@ -1,4 +1,5 @@
-"""Metadata servers for the tests, ours and SGLang's own, each a process of its own; and SGLang's driver, pointed at one of them."""
+"""Metadata servers for the tests, ours and SGLang's own, each a process of its own; and SGLang's
+driver, pointed at one of them."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 60.0
 SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} '
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
+    f"--port {{port}} "
     "--log-level warning --quarantine-seconds 0.05 --lease-seconds 2 --store sqlite:///"
 )
 SGLANG_SERVE = (
-    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host 127.0.0.1 --port {{port}} "
+    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host "
+    f"127.0.0.1 --port {{port}} "
     "--save-interval 1 --persistence-path "
 )
 
@@ -46,19 +49,24 @@ def wait_until_saved(file: Path, live: dict[str, int]) -> None:
         saved = json.loads(file.read_text()) if file.exists() else {}
         if {name: len(rank["key_to_index"]) for name, rank in saved.items()} == live:
             return
-        assert time.monotonic() < deadline, f"SGLang's server has not saved {live}: {file.read_text()[:500]}"
+        assert time.monotonic() < deadline, (
+            f"SGLang's server has not saved {live}: {file.read_text()[:500]}"
+        )
         time.sleep(0.1)
 
 
 def live(url: str) -> dict[str, int]:
     """How many pages our server says there are, by scope."""
-    return {scope.scope: scope.live for scope in Remote(url).call("/v2/scopes", None, Scopes).scopes}
+    return {
+        scope.scope: scope.live for scope in Remote(url).call("/v2/scopes", None, Scopes).scopes
+    }
 
 
 def attach_sglang_hf3fs(
     rank: Rank, url: str, place: Path, monkeypatch: pytest.MonkeyPatch, *, file_size: int = 1 << 20
 ) -> object:
-    """Attach SGLang's driver as an engine does: named `hf3fs`, told the rest by a file, with its mock client."""
+    """Attach SGLang's driver as an engine does: named `hf3fs`, told the rest by a file, with its
+    mock client."""
     file = place / "hf3fs.json"
     file.write_text(
         json.dumps(

@@ -1,4 +1,5 @@
-"""Attaching, detaching, and what is refused on the way: cleanly, with a message that says what to change."""
+"""Attaching, detaching, and what is refused on the way: cleanly, with a message that says what to
+change."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def threads():
 
 
 def until_only(before):
-    """Wait until there are no other threads; one that has been told to end may need a moment for it."""
+    """Wait until there are no other threads; one that has been told to end may need a moment for
+    it."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not threads() <= before:
         assert time.monotonic() < until, threads() - before
@@ -58,9 +60,12 @@ def created(monkeypatch):
 
 @pytest.fixture
 def refused(ranks, trouble, created):
-    """Attaches where it must fail; then checks that nothing is left of it and that a right attach still works."""
+    """Attaches where it must fail; then checks that nothing is left of it and that a right attach
+    still works."""
 
-    def attach(error, match, *, pools=None, parallel=None, driver="shelf", driver_config=None, **extra):
+    def attach(
+        error, match, *, pools=None, parallel=None, driver="shelf", driver_config=None, **extra
+    ):
         rank = ranks(pools or mha_pools("page_first"), **(parallel or {}))
         before = threads()
         with pytest.raises(error, match=match):
@@ -91,7 +96,9 @@ def test_an_unknown_driver(refused):
 
 
 def test_an_unknown_option_of_the_driver(refused):
-    refused(ConfigError, r"unknown option 'shelv'; did you mean 'shelf'", driver_config={"shelv": "x"})
+    refused(
+        ConfigError, r"unknown option 'shelv'; did you mean 'shelf'", driver_config={"shelv": "x"}
+    )
 
 
 def test_no_driver(refused):
@@ -107,16 +114,28 @@ def test_a_model_without_a_name(refused):
 
 
 def test_fp8_of_an_unknown_kind(refused):
-    refused(InvalidPoolError, r"does not tell fp8_e4m3 from fp8_e5m2", pools=mha_pools("page_first", dtype=torch.float8_e5m2))
+    refused(
+        InvalidPoolError,
+        r"does not tell fp8_e4m3 from fp8_e5m2",
+        pools=mha_pools("page_first", dtype=torch.float8_e5m2),
+    )
 
 
 def test_a_kv_dtype_that_is_not_the_pools(refused):
-    refused(ConfigError, r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'", kv_dtype="float16")
+    refused(
+        ConfigError,
+        r"kv_dtype is 'float16', and the KV host pool holds 'bfloat16'",
+        kv_dtype="float16",
+    )
 
 
 @pytest.mark.parametrize("make_pools", [mha_pools, mla_pools])
 def test_a_layout_that_has_neither_addresses_nor_flat_pages(refused, created, make_pools):
-    refused(InvalidPoolError, r"can neither lend its pages nor copy them", pools=make_pools("page_unified"))
+    refused(
+        InvalidPoolError,
+        r"can neither lend its pages nor copy them",
+        pools=make_pools("page_unified"),
+    )
     assert created
 
 
@@ -131,12 +150,19 @@ def test_the_engines_own_keys_are_accepted(ranks, storage):
     """What SGLang's parser knows, whether it takes it out or leaves it in."""
     name, driver_config = storage
     text = (
-        '{"backend_name": "hicache", "module_path": "hicache_storage.engines.sglang", "class_name": "SGLangBridge",'
-        ' "interface_v1": 1, "prefetch_threshold": 64, "prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.5,'
-        ' "hicache_storage_pass_prefix_keys": true, "tenant": "t", "revision": "r", "salt": "s", "deadline_seconds": 5}'
+        '{"backend_name": "hicache", "module_path": "hicache_storage.engines.sglang", '
+        '"class_name": "SGLangBridge",'
+        ' "interface_v1": 1, "prefetch_threshold": 64, "prefetch_timeout_base": 2, '
+        '"prefetch_timeout_per_ki_token": 0.5,'
+        ' "hicache_storage_pass_prefix_keys": true, "tenant": "t", "revision": "r", "salt": "s", '
+        '"deadline_seconds": 5}'
     )
     parsed, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    unparsed = {"prefetch_threshold": 64, "hicache_storage_pass_prefix_keys": True, "prefetch_timeout_base": 2}
+    unparsed = {
+        "prefetch_threshold": 64,
+        "hicache_storage_pass_prefix_keys": True,
+        "prefetch_timeout_base": 2,
+    }
     for config in (parsed, {**parsed, **unparsed}):
         rank = ranks(mha_pools("page_first"))
         rank.attach_config({**config, "driver": name, "driver_config": driver_config})
@@ -167,10 +193,14 @@ def test_detach_while_the_store_hangs(ranks, trouble, operation):
     rank.attach("shelf", deadline_seconds=0.2)
     rank.backup(tokens(2))
     stuck, released, back = threading.Event(), threading.Event(), list[bool]()
-    trouble.at(operation, answer=lambda _: stuck.set() or back.append(released.wait(2 * PATIENCE_SECONDS)))
+    trouble.at(
+        operation, answer=lambda _: stuck.set() or back.append(released.wait(2 * PATIENCE_SECONDS))
+    )
     if operation == "set":
         hashes = rank.hashes(tokens(2, start=50))
-        rank.controller.write_storage(rank.pools.kv.alloc(2 * PAGE_SIZE), tokens(2, start=50), hash_value=hashes)
+        rank.controller.write_storage(
+            rank.pools.kv.alloc(2 * PAGE_SIZE), tokens(2, start=50), hash_value=hashes
+        )
     else:
         rank.controller.prefetch("request", tokens(2))
     assert stuck.wait(PATIENCE_SECONDS)
@@ -189,7 +219,8 @@ def test_a_driver_that_cannot_clear_says_so(ranks, trouble):
 
 
 def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(ranks, trouble, caplog):
-    """SGLang answers its own caller with success all the same: what should be gone must be no hit."""
+    """SGLang answers its own caller with success all the same: what should be gone must be no
+    hit."""
     rank = ranks(mha_pools("page_first"))
     rank.attach("shelf")
     rank.backup(tokens(2))
@@ -213,7 +244,8 @@ def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(rank
 
 
 def test_sglang_logs_a_clear_that_failed(ranks, trouble, caplog):
-    """Its scheduler does not look at the answer (`clear_hicache_storage_wrapped`), which is why nothing is served then."""
+    """Its scheduler does not look at the answer (`clear_hicache_storage_wrapped`), which is why
+    nothing is served then."""
     rank = ranks(mha_pools("page_first"))
     rank.attach("shelf")
 
@@ -221,7 +253,9 @@ def test_sglang_logs_a_clear_that_failed(ranks, trouble, caplog):
         raise OSError(5, "I/O error")
 
     trouble.at("clear", answer=fail)
-    engine = SimpleNamespace(cache_controller=SimpleNamespace(clear_storage_backend=rank.bridge.clear))
+    engine = SimpleNamespace(
+        cache_controller=SimpleNamespace(clear_storage_backend=rank.bridge.clear)
+    )
     with caplog.at_level("ERROR"):
         assert StorageAttachment(engine).clear() is False
     assert "Failed to clear" in caplog.text

@@ -1,4 +1,5 @@
-"""Whatever a driver does, SGLang's threads live on, every operation is acknowledged, and no wrong page is reported."""
+"""Whatever a driver does, SGLang's threads live on, every operation is acknowledged, and no wrong
+page is reported."""
 
 from __future__ import annotations
 
@@ -46,7 +47,13 @@ def answer_with_nothing(operation):
     return []
 
 
-DRIVER_FAULTS = (raise_os_error, raise_runtime_error, hang_for_a_while, answer_for_too_many, answer_with_nothing)
+DRIVER_FAULTS = (
+    raise_os_error,
+    raise_runtime_error,
+    hang_for_a_while,
+    answer_for_too_many,
+    answer_with_nothing,
+)
 
 
 def with_mamba():
@@ -152,7 +159,9 @@ def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
     rank = ranks(with_mamba())
     rank.attach("unruly")
     trouble.at("exists", answer=raise_runtime_error)
-    answer = rank.bridge.batch_exists_v2(["a"], [PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.TRAILING_PAGES)])
+    answer = rank.bridge.batch_exists_v2(
+        ["a"], [PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    )
     assert (answer.kv_hit_pages, answer.restorable_prefix_pages) == (0, [])
     assert answer.extra_pool_hit_pages == {"kv": 0, "mamba": 0}
 
@@ -198,7 +207,16 @@ def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, caplog):
         (["a"], None),
         ([7], torch.arange(PAGE_SIZE)),
     ],
-    ids=["too few", "dtype", "misaligned", "out of range", "scattered", "long key", "none", "no text"],
+    ids=[
+        "too few",
+        "dtype",
+        "misaligned",
+        "out of range",
+        "scattered",
+        "long key",
+        "none",
+        "no text",
+    ],
 )
 def test_misuse_is_answered_not_raised(ranks, storage, caplog, keys, indices):
     rank = ranks(with_mamba())
@@ -235,7 +253,9 @@ def test_odd_questions_have_answers(ranks, storage):
     assert bridge.batch_set_v2([PoolTransfer(PoolName.MAMBA)]) == {"mamba": []}
     nowhere = PoolTransfer(PoolName.SWA, host_indices=torch.arange(2), keys=["a", "b"])
     assert bridge.batch_get_v2([nowhere]) == {"swa": [False, False]}
-    answer = bridge.batch_exists_v2(["a"], [PoolTransfer(PoolName.SWA, hit_policy=PoolHitPolicy.TRAILING_PAGES)])
+    answer = bridge.batch_exists_v2(
+        ["a"], [PoolTransfer(PoolName.SWA, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+    )
     assert (answer.kv_hit_pages, answer.extra_pool_hit_pages) == (0, {"kv": 0, "swa": 0})
 
 

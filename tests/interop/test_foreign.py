@@ -1,4 +1,5 @@
-"""The suite against SGLang's own storage drivers: what is known to be wrong with them is found, by the rule that is about it."""
+"""The suite against SGLang's own storage drivers: what is known to be wrong with them is found, by
+the rule that is about it."""
 
 from __future__ import annotations
 
@@ -20,18 +21,33 @@ SGLANG = ("--interface", "sglang", "--profile", "smoke", "--seed", "11")
 
 KNOWN = {
     "sglang-file": {
-        "a page that was cut short can never be stored again": ("SET-3", "test_a_set_repairs_what_a_read_found[short]"),
-        "a page that was cut short goes on existing": ("EX-9", "test_a_page_found_damaged_stops_existing[short]"),
-        "a file that is too long is delivered": ("GET-5", "test_damaged_pages_are_not_delivered[long]"),
+        "a page that was cut short can never be stored again": (
+            "SET-3",
+            "test_a_set_repairs_what_a_read_found[short]",
+        ),
+        "a page that was cut short goes on existing": (
+            "EX-9",
+            "test_a_page_found_damaged_stops_existing[short]",
+        ),
+        "a file that is too long is delivered": (
+            "GET-5",
+            "test_damaged_pages_are_not_delivered[long]",
+        ),
         "a page of another element type is delivered": ("ID-1", "test_one_geometry_differs[dtype]"),
         "a page of another layout is delivered": ("ID-1", "test_one_field_differs[layout]"),
         "keys climb out of the directory": ("ID-5", "test_keys_stay_inside"),
         "clear takes other models' pages": ("LC-4", "test_clear_leaves_others_alone"),
-        "clear takes files that it has not written": ("LC-4", "test_clear_leaves_strangers_files_alone"),
+        "clear takes files that it has not written": (
+            "LC-4",
+            "test_clear_leaves_strangers_files_alone",
+        ),
     },
     "sglang-hf3fs": {
         "pages behind a hole go to the wrong places": ("GET-1", "test_holes"),
-        "a page that is evicted during a read is delivered as another": ("EV-2", "test_pages_pushed_out_between_lookup_and_read"),
+        "a page that is evicted during a read is delivered as another": (
+            "EV-2",
+            "test_pages_pushed_out_between_lookup_and_read",
+        ),
         "the common endpoint is the minimum": ("EX-1", "test_the_greatest_common_endpoint"),
         "signal handlers are replaced": ("LC-3", "test_the_process_is_left_alone"),
         "a server that hangs is waited for": ("FT-3", "test_a_hung_store[network]"),
@@ -42,7 +58,9 @@ KNOWN = {
         "a page of another TP size is delivered": ("ID-1", "test_one_field_differs[tp_size]"),
         "clear takes other models' pages": ("LC-4", "test_clear_leaves_others_alone"),
     },
-    "sglang-sim": {"the common endpoint is the minimum": ("EX-1", "test_the_greatest_common_endpoint")},
+    "sglang-sim": {
+        "the common endpoint is the minimum": ("EX-1", "test_the_greatest_common_endpoint")
+    },
 }
 
 
@@ -51,11 +69,17 @@ class Run:
 
     def __init__(self, report, driver, *arguments):
         self.report = report
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+        }
         self._process = subprocess.Popen(
             [HICACHE, "conformance", "run", driver, *SGLANG, *arguments, "--report", report],
-            cwd=DRIVERS, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=DRIVERS,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self._output = None
 
     def output(self):
@@ -86,7 +110,11 @@ def runs(tmp_path_factory):
     """Runs of several drivers at a time, because they spend most of it waiting."""
     home = tmp_path_factory.mktemp("runs")
     begun = {
-        driver: Run(home / driver, driver, *(part for _, case in known.values() for part in ("--case", case)))
+        driver: Run(
+            home / driver,
+            driver,
+            *(part for _, case in known.values() for part in ("--case", case)),
+        )
         for driver, known in KNOWN.items()
     }
     begun["shelf:Copies"] = Run(home / "copies", "shelf:Copies", "--level", "core,pools,identity")
@@ -125,7 +153,9 @@ def test_the_command_in_a_report_shows_a_fault_again(runs):
     case = runs["sglang-sim"].cases()["test_the_greatest_common_endpoint"]
     program, *arguments = shlex.split(case["reproduce"])
     assert program == "hicache"
-    again = subprocess.run([HICACHE, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    again = subprocess.run(
+        [HICACHE, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
     assert again.returncode == 1
     assert case["reason"] in " ".join((again.stdout + again.stderr).split())
 

@@ -1,6 +1,8 @@
-"""SGLang's controllers, through the bridge, on the 3FS driver: what happens when its metadata server goes, or its file is full.
+"""SGLang's controllers, through the bridge, on the 3FS driver: what happens when its metadata
+server goes, or its file is full.
 
-What any driver has to do there is asked of this one by the other modules, on the same kind of server (fixture `storage`).
+What any driver has to do there is asked of this one by the other modules, on the same kind of
+server (fixture `storage`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ def attached(ranks, server, tmp_path):
 
     def attach(pools, parallel=None, *, file_size="8MiB", **extra):
         rank = ranks(pools, **(parallel or {}))
-        config = {"path": str(tmp_path / "store"), "metadata_url": server.url, "file_size": file_size, "engine": "posix"}
+        config = {
+            "path": str(tmp_path / "store"),
+            "metadata_url": server.url,
+            "file_size": file_size,
+            "engine": "posix",
+        }
         rank.attach("hf3fs", config, deadline_seconds=DEADLINE_SECONDS, **extra)
         return rank
 
@@ -38,7 +45,9 @@ def test_each_pool_has_a_scope_on_the_server(attached, server, make_pools):
     """K and V of a page share a slot."""
     rank = attached(hybrid(make_pools))
     backup = rank.backup(tokens(PAGES), checkpoints=MAMBA)
-    counts = {name.removeprefix("0:").partition("-")[0]: pages for name, pages in live(server.url).items()}
+    counts = {
+        name.removeprefix("0:").partition("-")[0]: pages for name, pages in live(server.url).items()
+    }
     assert counts == {"kv": PAGES, "mamba": 1}
     assert comes_back(rank, backup)
 
@@ -96,7 +105,9 @@ def test_more_prompts_than_the_file_holds(attached):
     backups = []
     for number in range(8):
         rank.wipe()
-        backups.append(rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA))
+        backups.append(
+            rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA)
+        )
     assert backups[-1].completed_tokens == PAGES * PAGE_SIZE
     assert comes_back(rank, backups[-1])
     hits = sum(pages_back(rank, backup) for backup in backups)
@@ -107,10 +118,16 @@ def test_more_prompts_than_the_file_holds(attached):
 def test_two_engines_share_what_one_of_them_has_written(attached):
     """Replicated KV is written once; each rank has states of its own."""
     both = [
-        attached(hybrid(mla_pools), {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2})
+        attached(
+            hybrid(mla_pools),
+            {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2},
+        )
         for number in range(2)
     ]
-    backups = [rank.backup(tokens(PAGES), seed=number + 1, checkpoints=MAMBA) for number, rank in enumerate(both)]
+    backups = [
+        rank.backup(tokens(PAGES), seed=number + 1, checkpoints=MAMBA)
+        for number, rank in enumerate(both)
+    ]
     for rank, backup in zip(both, backups, strict=True):
         rank.wipe()
         result = rank.prefetch(tokens(PAGES), windows=MAMBA)

@@ -1,4 +1,5 @@
-"""What SGLang's own server process has saved is taken over by `hicache metadata import`: the same answers, and the same pages."""
+"""What SGLang's own server process has saved is taken over by `hicache metadata import`: the same
+answers, and the same pages."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.interop.metadata import live, sglang_started, started, wait_until_sav
 
 pytestmark = [
     pytest.mark.interop,
-    # SGLang's mock client reads into bytes, of which torch makes a tensor; that is told once in a process.
+    # SGLang's mock client reads into bytes, of which torch makes a tensor; that is told once in a
+    # process.
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
@@ -24,7 +26,9 @@ COMMAND = (sys.executable, "-c", "from hicache_storage.cli.main import main; mai
 
 def run(*words):
     """A command of the server's operator; what it prints."""
-    done = subprocess.run([*COMMAND, *map(str, words)], check=False, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*COMMAND, *map(str, words)], check=False, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -52,7 +56,9 @@ def test_the_answers_are_the_same(tmp_path, form):
         for rank, namespace in scopes:
             keys = [f"{rank}-{namespace}-{number}" for number in range(150)]
             client.initialize(rank, 200, namespace)
-            reserved = client.reserve_and_allocate_page_indices(rank, [(key, "") for key in keys], namespace)
+            reserved = client.reserve_and_allocate_page_indices(
+                rank, [(key, "") for key in keys], namespace
+            )
             pairs = [(key, slot) for key, (_, slot) in zip(keys, reserved, strict=True)]
             client.confirm_write(rank, pairs[:140], [slot for _, slot in pairs[140:]], namespace)
             client.delete_keys(rank, keys[20:40], namespace)
@@ -61,15 +67,26 @@ def test_the_answers_are_the_same(tmp_path, form):
         wait_until_saved(file, {f"{rank}:{namespace}": 120 for rank, namespace in scopes})
     if form == "bare rank":
         # As versions before there were namespaces have written it.
-        file.write_text(json.dumps({name.removesuffix(":kv"): rank for name, rank in json.loads(file.read_text()).items()}))
+        file.write_text(
+            json.dumps(
+                {
+                    name.removesuffix(":kv"): rank
+                    for name, rank in json.loads(file.read_text()).items()
+                }
+            )
+        )
     said = take_over(file, store)
-    assert sorted(said.splitlines()) == [f"{rank}:{namespace}: 120 pages in 200 slots" for rank, namespace in sorted(scopes)]
+    assert sorted(said.splitlines()) == [
+        f"{rank}:{namespace}: 120 pages in 200 slots" for rank, namespace in sorted(scopes)
+    ]
     with started(store) as server:
         client = Hf3fsGlobalMetadataClient(server.url)
         for (rank, namespace), keys in asked.items():
             client.initialize(rank, 200, namespace)
             assert client.get_page_indices(rank, keys, namespace) == told[rank, namespace]
-            assert client.exists(rank, keys, namespace) == [slot is not None for slot in told[rank, namespace]]
+            assert client.exists(rank, keys, namespace) == [
+                slot is not None for slot in told[rank, namespace]
+            ]
 
 
 def test_an_engine_goes_on_with_its_pages(ranks, sglang_hf3fs, tmp_path):

@@ -1,6 +1,8 @@
-"""SGLang's own 3FS driver, unchanged, with its client and its mock file client, against our metadata server.
+"""SGLang's own 3FS driver, unchanged, with its client and its mock file client, against our
+metadata server.
 
-What is read has no holes before its last page: at a hole this driver puts pages into each other's places, whatever the server (D7).
+What is read has no holes before its last page: at a hole this driver puts pages into each other's
+places, whatever the server (D7).
 """
 
 from __future__ import annotations
@@ -16,17 +18,30 @@ from sglang.srt.mem_cache.storage.hf3fs.hf3fs_client import Hf3fsMockClient
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 from sglang.srt.mem_cache.storage.hf3fs.storage_hf3fs import HiCacheHF3FS
 
-from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, mla_pools, pages, scribble, tokens, wipe
+from tests.interop.engine import (
+    PAGE_SIZE,
+    mamba_pool,
+    mha_pools,
+    mla_pools,
+    pages,
+    scribble,
+    tokens,
+    wipe,
+)
 from tests.interop.metadata import WAIT_SECONDS, live
 
 pytestmark = [
     pytest.mark.interop,
-    # Its mock client reads into bytes, of which torch makes a tensor; that is told once in a process.
+    # Its mock client reads into bytes, of which torch makes a tensor; that is told once in a
+    # process.
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
 PAGES = 6
-TWO_RANKS = [{"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2} for number in range(2)]
+TWO_RANKS = [
+    {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2}
+    for number in range(2)
+]
 
 
 @pytest.fixture
@@ -70,7 +85,10 @@ def fetch(rank, driver, names):
 
 
 def same(found, expected):
-    return all(page is not None and torch.equal(page, wanted) for page, wanted in zip(found, expected, strict=True))
+    return all(
+        page is not None and torch.equal(page, wanted)
+        for page, wanted in zip(found, expected, strict=True)
+    )
 
 
 def test_it_is_sglangs_own(attached):
@@ -128,7 +146,8 @@ def test_what_is_there_is_not_written_again(attached):
 
 
 def test_delete(attached, server):
-    """Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it never finds."""
+    """Its `delete` knows the keys of pools with one part a page only; those of MHA, K and V, it
+    never finds."""
     rank, driver = attached(mla_pools("page_first"))
     names = keys(PAGES)
     contents = store(rank, driver, names)
@@ -211,13 +230,15 @@ def test_pages_survive_a_kill_of_the_server(attached, server):
 
 
 def test_more_pages_than_the_file_has(attached, server):
-    """SGLang's own server fails every call after such a batch (D4); here old pages make room, and none is another's."""
+    """SGLang's own server fails every call after such a batch (D4); here old pages make room, and
+    none is another's."""
     pools = mla_pools("page_first")
     page_bytes = pools.kv.get_ksize_per_token() * PAGE_SIZE
     rank, driver = attached(pools, file_size=4 * page_bytes)
     written = {}
     deadline = time.monotonic() + WAIT_SECONDS
-    # What is evicted rests for a while before its slot is given away, and a fast machine is through with ten batches by then.
+    # What is evicted rests for a while before its slot is given away, and a fast machine is through
+    # with ten batches by then.
     for batch in itertools.count():
         if batch >= 10 and len(written) > 4:
             break
@@ -226,7 +247,9 @@ def test_more_pages_than_the_file_has(attached, server):
         scribble(rank.pools.kv, batch)
         answer = driver.batch_set_v1(names, indices(PAGES))
         contents = pages(rank.pools.kv, indices(PAGES))
-        written |= {name: page for name, page, stored in zip(names, contents, answer, strict=True) if stored}
+        written |= {
+            name: page for name, page, stored in zip(names, contents, answer, strict=True) if stored
+        }
         found = {name: fetch(rank, driver, [name])[0] for name in written}
         assert all(page is None or torch.equal(page, written[name]) for name, page in found.items())
         assert sum(page is not None for page in found.values()) == live(server.url)["0:kv"] <= 4

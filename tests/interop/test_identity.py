@@ -1,4 +1,5 @@
-"""Ranks and engines that hold different bytes never read each other's; those that hold the same do."""
+"""Ranks and engines that hold different bytes never read each other's; those that hold the same
+do."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def hit_pages(rank, storage, **extra):
         pytest.param({}, {"dtype": torch.float16}, id="dtype of equal size"),
         pytest.param({}, {"dtype": torch.float32}, id="dtype"),
         pytest.param({"layout": "page_first"}, {"layout": "page_first_direct"}, id="layout"),
-        pytest.param({"layout": "page_first"}, {"layout": "layer_first"}, id="layout of other components"),
+        pytest.param(
+            {"layout": "page_first"}, {"layout": "layer_first"}, id="layout of other components"
+        ),
         pytest.param({"heads": 2}, {"heads": 4}, id="heads"),
         pytest.param({"layers": 3}, {"layers": 4}, id="layers"),
     ],
@@ -51,7 +54,9 @@ def test_other_pages_are_a_miss(ranks, storage, pools, other_pools):
     [
         pytest.param({"tp_rank": 1, "tp_size": 2, "attn_tp_rank": 1, "attn_tp_size": 2}, id="rank"),
         pytest.param({"tp_rank": 0, "tp_size": 4, "attn_tp_rank": 0, "attn_tp_size": 4}, id="size"),
-        pytest.param({"tp_rank": 0, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "attn_tp_size": 2}, id="stage"),
+        pytest.param(
+            {"tp_rank": 0, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "attn_tp_size": 2}, id="stage"
+        ),
     ],
 )
 def test_ranks_of_sharded_kv_never_meet(ranks, storage, other):
@@ -64,7 +69,13 @@ def test_ranks_of_sharded_kv_never_meet(ranks, storage, other):
 def test_ranks_of_replicated_kv_share(ranks, storage, size):
     """Also with another TP size: latent KV does not depend on it."""
     first = ranks(mla_pools("page_first"), tp_rank=0, tp_size=2, attn_tp_rank=0, attn_tp_size=2)
-    second = ranks(mla_pools("page_first"), tp_rank=size - 1, tp_size=size, attn_tp_rank=size - 1, attn_tp_size=size)
+    second = ranks(
+        mla_pools("page_first"),
+        tp_rank=size - 1,
+        tp_size=size,
+        attn_tp_rank=size - 1,
+        attn_tp_size=size,
+    )
     backup = written_by(first, storage)
     second.attach(*storage)
     second.wipe()
@@ -95,10 +106,21 @@ def test_what_the_operator_tells_apart_never_meets(ranks, storage, field):
 def dcp_bridge(rank: int, size: int, storage: tuple[str, dict[str, object]]) -> SGLangBridge:
     name, driver_config = storage
     config = HiCacheStorageConfig(
-        tp_rank=rank, tp_size=4, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=True,
-        enable_storage_metrics=False, is_page_first_layout=True, model_name="deepseek", dcp_size=size, dcp_rank=rank % size,
-        logical_page_size=PAGE_SIZE * size, extra_config={"interface_v1": 1, "driver": name, "driver_config": driver_config},
-    )  # fmt: skip
+        tp_rank=rank,
+        tp_size=4,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="deepseek",
+        dcp_size=size,
+        dcp_rank=rank % size,
+        logical_page_size=PAGE_SIZE * size,
+        extra_config={"interface_v1": 1, "driver": name, "driver_config": driver_config},
+    )
     bridge = SGLangBridge(config, {})
     assert bridge.storage is None
     pools = mla_pools("page_first", dcp_size=size, dcp_rank=rank % size)

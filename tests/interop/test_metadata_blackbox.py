@@ -1,4 +1,5 @@
-"""SGLang's own metadata server, as a process of its own, judged by the black box: its known faults are found, by their rules."""
+"""SGLang's own metadata server, as a process of its own, judged by the black box: its known faults
+are found, by their rules."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from hicache_conformance.protocol.server import Served
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 SERVE = (
-    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host 127.0.0.1 --port {{port}} "
+    f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host "
+    f"127.0.0.1 --port {{port}} "
     "--persistence-path {tmp}/state.json --save-interval 1"
 )
 # What this machine's clock, or chance, could decide is not among them.
@@ -64,7 +66,8 @@ def judged(levels=tuple(Level), **options):
 
 @pytest.fixture(scope="module")
 def judgement():
-    """The verdict on the whole; that its reservations end after 2 s is what an operator might believe."""
+    """The verdict on the whole; that its reservations end after 2 s is what an operator might
+    believe."""
     return judged(lease_seconds=2.0)[0]
 
 

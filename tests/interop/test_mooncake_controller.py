@@ -1,6 +1,8 @@
-"""SGLang's controllers, through the bridge, on the Mooncake driver: what happens when its master or its store goes, or its memory is full.
+"""SGLang's controllers, through the bridge, on the Mooncake driver: what happens when its master or
+its store goes, or its memory is full.
 
-What any driver has to do there is asked of this one by the other modules, on the same kind of cluster (fixture `storage`).
+What any driver has to do there is asked of this one by the other modules, on the same kind of
+cluster (fixture `storage`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ def attach(ranks):
 
     def attached(cluster, pools, parallel=None, **options):
         rank = ranks(pools, **(parallel or {}))
-        rank.attach("mooncake", {**cluster.options, "rpc_timeout_seconds": 1, **options}, deadline_seconds=DEADLINE_SECONDS)
+        rank.attach(
+            "mooncake",
+            {**cluster.options, "rpc_timeout_seconds": 1, **options},
+            deadline_seconds=DEADLINE_SECONDS,
+        )
         return rank
 
     return attached
@@ -39,9 +45,13 @@ def attach(ranks):
 
 def objects(cluster):
     """How many objects the master knows."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{cluster._metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{cluster._metrics}/metrics", timeout=10
+    ) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(int(float(line.split()[-1])) for line in lines if line.startswith("master_key_count"))
+    return sum(
+        int(float(line.split()[-1])) for line in lines if line.startswith("master_key_count")
+    )
 
 
 @pytest.mark.parametrize("layout", ["page_first", "page_first_direct"])
@@ -108,8 +118,12 @@ def test_more_prompts_than_memory(attach):
         backups = []
         for number in range(16):
             rank.wipe()
-            backups.append(rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA))
-        assert sum(backup.completed_tokens for backup in backups) * page_bytes // PAGE_SIZE > 2 * (16 << 20)
+            backups.append(
+                rank.backup(tokens(PAGES, start=100 * number), seed=number + 1, checkpoints=MAMBA)
+            )
+        assert sum(backup.completed_tokens for backup in backups) * page_bytes // PAGE_SIZE > 2 * (
+            16 << 20
+        )
         hits = sum(pages_back(rank, backup) for backup in backups)
         assert 0 < hits <= (16 << 20) // page_bytes
         assert works_again(rank, 5000)
@@ -125,10 +139,17 @@ def test_an_engine_that_lends_its_own_memory(attach):
 def test_two_engines_share_what_one_of_them_has_written(attach, cluster):
     """Replicated KV is written once; each rank has states of its own."""
     both = [
-        attach(cluster, hybrid(mla_pools), {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2})
+        attach(
+            cluster,
+            hybrid(mla_pools),
+            {"tp_rank": number, "tp_size": 2, "attn_tp_rank": number, "attn_tp_size": 2},
+        )
         for number in range(2)
     ]
-    backups = [rank.backup(tokens(PAGES), seed=number + 1, checkpoints=MAMBA) for number, rank in enumerate(both)]
+    backups = [
+        rank.backup(tokens(PAGES), seed=number + 1, checkpoints=MAMBA)
+        for number, rank in enumerate(both)
+    ]
     assert objects(cluster) == PAGES + 2
     for rank, backup in zip(both, backups, strict=True):
         rank.wipe()

@@ -51,7 +51,8 @@ class Twins:
     theirs: object
     ours: HostPoolBase
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    """Tensors that should agree in shape and values; theirs may have padding pages at the end of an axis."""
+    """Tensors that should agree in shape and values; theirs may have padding pages at the end of an
+    axis."""
 
     def pages(self) -> list[int]:
         return list(range(0, self.ours.size, self.ours.page_size))
@@ -60,7 +61,11 @@ class Twins:
         generator = torch.Generator().manual_seed(3)
         for theirs, ours in self.tensors:
             size = ours.numel() * ours.element_size()
-            values = torch.randint(256, (size,), generator=generator, dtype=torch.uint8).view(ours.dtype).view(ours.shape)
+            values = (
+                torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+                .view(ours.dtype)
+                .view(ours.shape)
+            )
             theirs.copy_(values)
             ours.copy_(values)
         return self
@@ -71,9 +76,14 @@ def pointers(buffers: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def mha(layout: str, v_dim: int = D) -> Twins:
-    k, v = (tuple(torch.zeros(DEVICE_ROWS, H, dim, dtype=torch.bfloat16) for _ in range(L)) for dim in (D, v_dim))
+    k, v = (
+        tuple(torch.zeros(DEVICE_ROWS, H, dim, dtype=torch.bfloat16) for _ in range(L))
+        for dim in (D, v_dim)
+    )
     info = MHABufferInfo(
-        buffers=KVBuffers(k=k, v=v, k_data_ptrs=pointers(k), v_data_ptrs=pointers(v), layout=KVBufferLayout.NHD),
+        buffers=KVBuffers(
+            k=k, v=v, k_data_ptrs=pointers(k), v_data_ptrs=pointers(v), layout=KVBufferLayout.NHD
+        ),
         page_size=P,
         head_num=H,
         head_dim=D,
@@ -94,9 +104,18 @@ def mha(layout: str, v_dim: int = D) -> Twins:
         host_token_capacity=S,
     )
     ours = MHAHostPool(
-        size=S, page_size=P, layer_num=L, head_num=H, head_dim=D, v_head_dim=v_dim, dtype=torch.bfloat16, layout=layout
+        size=S,
+        page_size=P,
+        layer_num=L,
+        head_num=H,
+        head_dim=D,
+        v_head_dim=v_dim,
+        dtype=torch.bfloat16,
+        layout=layout,
     )
-    return Twins(theirs, ours, [(theirs.k_buffer, ours.k_buffer), (theirs.v_buffer, ours.v_buffer)]).fill()
+    return Twins(
+        theirs, ours, [(theirs.k_buffer, ours.k_buffer), (theirs.v_buffer, ours.v_buffer)]
+    ).fill()
 
 
 def mla_host(layout: str) -> MLATokenToKVPoolHost:
@@ -130,7 +149,9 @@ def mla_host(layout: str) -> MLATokenToKVPoolHost:
 
 def mla(layout: str) -> Twins:
     theirs = mla_host(layout)
-    ours = MLAHostPool(size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=torch.bfloat16, layout=layout)
+    ours = MLAHostPool(
+        size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=torch.bfloat16, layout=layout
+    )
     return Twins(theirs, ours, [(theirs.kv_buffer, ours.kv_buffer)]).fill()
 
 
@@ -139,7 +160,9 @@ def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -
     info = MambaStateBufferInfo(
         temporal=torch.zeros(L, states, *temporal),
         conv=tuple(torch.zeros(L, states, *shape, dtype=torch.bfloat16) for shape in convs),
-        extra_checkpoint_buffers=tuple(torch.zeros(states, 3, dtype=torch.uint8) for _ in range(side_rows)),
+        extra_checkpoint_buffers=tuple(
+            torch.zeros(states, 3, dtype=torch.uint8) for _ in range(side_rows)
+        ),
     )
     theirs = MambaPoolHost(info, 2.0, 0, device_capacity=states, pin_memory=False, layout=layout)
     ours = MambaHostPool(
@@ -152,7 +175,9 @@ def mamba(layout: str, temporal: tuple[int, ...] = (2, 3), side_rows: int = 0) -
         layout=layout,
     )
     convolutions = zip(theirs.conv_buffer, ours.conv_buffers, strict=True)
-    return Twins(theirs, ours, [(theirs.temporal_buffer, ours.temporal_buffer), *convolutions]).fill()
+    return Twins(
+        theirs, ours, [(theirs.temporal_buffer, ours.temporal_buffer), *convolutions]
+    ).fill()
 
 
 def indexer(layout: str) -> Twins:
@@ -163,7 +188,9 @@ def indexer(layout: str) -> Twins:
         layer_num=L,
         layer_shard_enabled=False,
         device="cpu",
-        index_k_with_scale_buffer=[torch.zeros(2, INDEX_BYTES * P, dtype=torch.uint8) for _ in range(L)],
+        index_k_with_scale_buffer=[
+            torch.zeros(2, INDEX_BYTES * P, dtype=torch.uint8) for _ in range(L)
+        ],
     )
     decl = HostPoolDecl(
         pool_name=PoolName.INDEXER,
@@ -213,7 +240,10 @@ def raw(tensor: torch.Tensor) -> bytes:
 def told(pool: object, slot: int, page_size: int) -> list[bytes]:
     """The components behind the addresses that SGLang's pool tells."""
     addresses, lengths = pool.get_page_buffer_meta(torch.arange(slot, slot + page_size))
-    return [ctypes.string_at(address, length) for address, length in zip(addresses, lengths, strict=True)]
+    return [
+        ctypes.string_at(address, length)
+        for address, length in zip(addresses, lengths, strict=True)
+    ]
 
 
 def new_page(length: int) -> bytes:
@@ -226,12 +256,18 @@ class TestPoolsThatLend:
             assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype)
 
     def test_components_are_the_same_bytes_in_the_same_order(self, lending: Twins) -> None:
-        for slot, ours in zip(lending.pages(), lending.ours.page_buffers(lending.pages()), strict=True):
-            assert [bytes(buffer) for buffer in ours] == told(lending.theirs, slot, lending.ours.page_size)
+        for slot, ours in zip(
+            lending.pages(), lending.ours.page_buffers(lending.pages()), strict=True
+        ):
+            assert [bytes(buffer) for buffer in ours] == told(
+                lending.theirs, slot, lending.ours.page_size
+            )
 
     def test_our_addresses_tell_the_same(self, lending: Twins) -> None:
         for slot in lending.pages():
-            assert told(lending.ours, slot, lending.ours.page_size) == told(lending.theirs, slot, lending.ours.page_size)
+            assert told(lending.ours, slot, lending.ours.page_size) == told(
+                lending.theirs, slot, lending.ours.page_size
+            )
 
     def test_pages_are_shared(self, lending: Twins) -> None:
         access = page_access(lending.theirs)
@@ -275,7 +311,9 @@ FLAT = [name for name in LENDING if "asymmetric" not in name] + list(COPYING)
 def test_flat_pages_are_the_same(name: str) -> None:
     twins = {**LENDING, **COPYING}[name]()
     for slot in twins.pages():
-        assert raw(twins.ours.get_data_page(slot, flat=True)) == raw(twins.theirs.get_data_page(slot, flat=True))
+        assert raw(twins.ours.get_data_page(slot, flat=True)) == raw(
+            twins.theirs.get_data_page(slot, flat=True)
+        )
     dummies = twins.ours.get_dummy_flat_data_page(), twins.theirs.get_dummy_flat_data_page()
     assert (dummies[0].shape, dummies[0].dtype) == (dummies[1].shape, dummies[1].dtype)
 
@@ -308,7 +346,11 @@ class TestPoolsThatCannotBeServed:
 
     def test_pool_without_memory(self) -> None:
         allocation = MLAHostAllocation(
-            dtype=torch.bfloat16, kv_lora_rank=D - 2, qk_rope_head_dim=2, kv_cache_dim=D, size_per_token=L * D * 2
+            dtype=torch.bfloat16,
+            kv_lora_rank=D - 2,
+            qk_rope_head_dim=2,
+            kv_cache_dim=D,
+            size_per_token=L * D * 2,
         )
         pool = MLATokenToKVPoolHost(
             allocation,

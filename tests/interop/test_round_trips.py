@@ -1,4 +1,5 @@
-"""Pages that SGLang's controller writes come back byte for byte, into the right pages and no others."""
+"""Pages that SGLang's controller writes come back byte for byte, into the right pages and no
+others."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def test_pages_come_back_where_the_pool_has_holes(ranks, storage):
     backup = rank.backup(tokens(8))
     rank.wipe()
     taken = rank.pools.kv.alloc(16 * PAGE_SIZE).view(16, PAGE_SIZE)
-    rank.pools.kv.free(taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1))
+    rank.pools.kv.free(
+        taken[torch.randperm(16, generator=torch.Generator().manual_seed(0))].reshape(-1)
+    )
     rank.pools.kv.alloc(rank.pools.kv.available_size() - 16 * PAGE_SIZE)
     result = rank.prefetch(tokens(8))
     slots = result.indices["kv"][::PAGE_SIZE].tolist()
@@ -114,12 +117,18 @@ def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
     rank.backup(prompt[: 10 * PAGE_SIZE])
     SEEN.clear()
     rank.backup(prompt[10 * PAGE_SIZE :], prefix_keys=hashes[:10])
-    assert [prefix for operation, prefix, _ in SEEN if operation == "set"] == [hashes[:10], hashes[: 10 + 128]]
+    assert [prefix for operation, prefix, _ in SEEN if operation == "set"] == [
+        hashes[:10],
+        hashes[: 10 + 128],
+    ]
     rank.wipe()
     SEEN.clear()
     rank.prefetch(prompt[10 * PAGE_SIZE :], prefix_keys=hashes[:10])
     for kind in ("exists", "get"):
-        assert [prefix for operation, prefix, _ in SEEN if operation == kind] == [hashes[:10], hashes[: 10 + 128]]
+        assert [prefix for operation, prefix, _ in SEEN if operation == kind] == [
+            hashes[:10],
+            hashes[: 10 + 128],
+        ]
 
 
 def test_the_driver_is_told_the_session(ranks, trouble):
@@ -145,14 +154,19 @@ def test_fp8_pages_come_back_under_their_logical_dtype(ranks, storage):
 
 
 def test_the_engine_may_tell_which_fp8_it_is(ranks, storage, monkeypatch):
-    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.get_model", lambda: SimpleNamespace(kv_cache_dtype="fp8_e5m2"))
+    monkeypatch.setattr(
+        "hicache_storage.engines.sglang.bridge.get_model",
+        lambda: SimpleNamespace(kv_cache_dtype="fp8_e5m2"),
+    )
     rank = ranks(mha_pools("page_first", dtype=torch.float8_e5m2))
     rank.attach(*storage)
     assert rank.bridge.storage.identity.kv_dtype == "fp8_e5m2"
 
 
 def test_pages_are_not_those_of_another_configuration_of_the_model(ranks, storage, monkeypatch):
-    model = SimpleNamespace(kv_cache_dtype="auto", json_model_override_args="{}", quantization_param_path=None)
+    model = SimpleNamespace(
+        kv_cache_dtype="auto", json_model_override_args="{}", quantization_param_path=None
+    )
     monkeypatch.setattr("hicache_storage.engines.sglang.bridge.get_model", lambda: model)
     rank = ranks(mha_pools("page_first"))
     rank.attach(*storage)
@@ -235,7 +249,9 @@ def test_prometheus_can_ask_the_bridge_itself(ranks, storage):
     rank.backup(tokens(6))
     said = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
     ranked = (
-        'dp_rank="0",driver="' + rank.bridge.storage.get_stats().driver + '",model_name="llama",pool="kv",pp_rank="0",tp_rank="1"'
+        'dp_rank="0",driver="'
+        + rank.bridge.storage.get_stats().driver
+        + '",model_name="llama",pool="kv",pp_rank="0",tp_rank="1"'
     )
     assert f"hicache_storage_written_pages_total{{{ranked}}} 6.0" in said
     rank.detach()

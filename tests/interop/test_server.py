@@ -1,4 +1,5 @@
-"""A real SGLang server of two ranks on the CPU, started by the quick start's command, with our drivers as its last tier."""
+"""A real SGLang server of two ranks on the CPU, started by the quick start's command, with our
+drivers as its last tier."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)
 
 @dataclass
 class Past:
-    """What servers answered that had nothing to reuse, and what the one with a store left behind."""
+    """What servers answered that had nothing to reuse, and what the one with a store left
+    behind."""
 
     place: Path
     command: list[str]
@@ -45,7 +47,8 @@ class Past:
 
 @pytest.fixture(scope="module")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
-    """A server whose storage was filled and that has ended, beside one without a hierarchical cache."""
+    """A server whose storage was filled and that has ended, beside one without a hierarchical
+    cache."""
     place = tmp_path_factory.mktemp("engine")
     write_model(place / "model", seed=1)
     configuration = write_configuration(place, ranks=RANKS)
@@ -72,7 +75,8 @@ def again(past: Past):
 
 @pytest.fixture
 def server(past: Past, again: tuple[EngineServer, Answer]) -> EngineServer:
-    """The second server with the quick start's storage, and nothing on the device and in host memory."""
+    """The second server with the quick start's storage, and nothing on the device and in host
+    memory."""
     server, _ = again
     exchange(server, past.configuration)
     return server
@@ -89,7 +93,9 @@ def bundles(place: Path) -> set[Path]:
 
 
 def wait_until_stored(server: EngineServer, pages: int) -> None:
-    server.wait_for(lambda: min(server.counted("written")) >= pages, f"{pages} pages are not written")
+    server.wait_for(
+        lambda: min(server.counted("written")) >= pages, f"{pages} pages are not written"
+    )
 
 
 def test_the_hierarchical_cache_changes_no_answer(past):
@@ -105,7 +111,10 @@ def test_a_restarted_server_has_the_prompt_from_storage(past, again):
     namespaces = [path.parent.name for path in (past.place / "cache").rglob("namespace.json")]
     assert len(namespaces) == RANKS
     for name in namespaces:
-        assert f"file: pool kv of model '{past.place / 'model'}' has its pages in namespace {name}" in server.log.read_text()
+        assert (
+            f"file: pool kv of model '{past.place / 'model'}' has its pages in namespace {name}"
+            in server.log.read_text()
+        )
 
 
 def test_what_a_client_of_the_openai_interface_is_told(past, server):
@@ -184,7 +193,8 @@ def test_a_configuration_that_cannot_be_is_refused_and_the_server_goes_on(past, 
 
 
 def test_sglang_does_not_exchange_a_store_that_is_attached(past, server, tmp_path):
-    """Which is why the documents say to detach first; what it then tells of its configuration is not what it uses."""
+    """Which is why the documents say to detach first; what it then tells of its configuration is
+    not what it uses."""
     elsewhere = past.configuration | {"driver_config": {"path": str(tmp_path / "elsewhere")}}
     assert "already enabled" in server.attach(elsewhere)
     assert "elsewhere" in server.call("GET", "/hicache/storage-backend")

@@ -1,4 +1,5 @@
-"""A real SGLang server of two ranks on the CPU with a hybrid model: what it stores of a prompt is KV, and states of its linear layers."""
+"""A real SGLang server of two ranks on the CPU with a hybrid model: what it stores of a prompt is
+KV, and states of its linear layers."""
 
 from __future__ import annotations
 
@@ -27,11 +28,13 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
 PAGE_SIZE, CHUNK = 1, 128
-# What SGLang has on a CPU: a state at the end of each prefill chunk, prompt and answer, which takes pages of one token.
+# What SGLang has on a CPU: a state at the end of each prefill chunk, prompt and answer, which takes
+# pages of one token.
 OPTIONS = (
-    f"--page-size {PAGE_SIZE} --chunked-prefill-size {CHUNK} --mamba-radix-cache-strategy no_buffer --disable-overlap-schedule "
+    f"--page-size {PAGE_SIZE} --chunked-prefill-size {CHUNK} --mamba-radix-cache-strategy "
+    f"no_buffer --disable-overlap-schedule "
     "--max-mamba-cache-size 32"
-)  # fmt: skip
+)
 RESTARTED, DAMAGED = prompt(10), prompt(20)[::-1]
 
 
@@ -43,7 +46,9 @@ class Past:
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
     def server(self) -> EngineServer:
-        return EngineServer(self.place, quick_start_command(self.place / "model"), ranks=RANKS, options=OPTIONS)
+        return EngineServer(
+            self.place, quick_start_command(self.place / "model"), ranks=RANKS, options=OPTIONS
+        )
 
     def ask(self, server: EngineServer, name: str, prompt: list[int]) -> None:
         """Keep the answer, and wait until every rank has stored all that it knows of it."""
@@ -88,7 +93,8 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Past:
 
 @pytest.fixture(scope="module")
 def again(past: Past):
-    """The server, started again over what the first left; the first that it answered, and what was read for that."""
+    """The server, started again over what the first left; the first that it answered, and what was
+    read for that."""
     with past.server() as server:
         answer = server.wait_until_up().ask(RESTARTED)
         yield server, answer, {pool: server.counted("read", pool) for pool in ("kv", "mamba")}
@@ -137,7 +143,9 @@ def test_a_damaged_state_of_one_rank_costs_hits_and_changes_no_answer(past, serv
     assert answer.cached == 0
     assert answer.says(past.answers["damaged"])
     assert sorted(server.counted("damaged", "mamba")) == [0, 1]
-    server.wait_for(lambda: files_of(namespace, state) not in ([file], []), "the state is not written again")
+    server.wait_for(
+        lambda: files_of(namespace, state) not in ([file], []), "the state is not written again"
+    )
     server.flush()
     repaired = server.ask(DAMAGED)
     assert (repaired.cached, repaired.from_storage) == (REUSED, REUSED)

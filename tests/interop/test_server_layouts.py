@@ -1,4 +1,5 @@
-"""A real SGLang server whose host pool has another layout; `page_first_direct` is that of the replicas' test."""
+"""A real SGLang server whose host pool has another layout; `page_first_direct` is that of the
+replicas' test."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")])
+@pytest.mark.parametrize(
+    ("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")]
+)
 def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
     write_model(tmp_path / "model", seed=1)
     write_configuration(tmp_path, ranks=1)

@@ -1,4 +1,5 @@
-"""A real SGLang server of two ranks, started by the quick start's command, with a model whose KV all of its ranks share."""
+"""A real SGLang server of two ranks, started by the quick start's command, with a model whose KV
+all of its ranks share."""
 
 from __future__ import annotations
 

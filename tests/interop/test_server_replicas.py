@@ -1,4 +1,5 @@
-"""A real SGLang server of two replicas (`--dp-size 2`), started by the quick start's command, over one store.
+"""A real SGLang server of two replicas (`--dp-size 2`), started by the quick start's command, over
+one store.
 
 Their host pools have another layout than the other servers', `page_first_direct`.
 """
@@ -27,11 +28,15 @@ def test_what_one_replica_has_stored_the_other_restores(tmp_path):
     """And each of them has metrics at a port of its own."""
     write_model(tmp_path / "model", seed=1)
     write_configuration(tmp_path, ranks=2)
-    command = quick_start_command(tmp_path / "model", layout="page_first_direct", io_backend="direct")
+    command = quick_start_command(
+        tmp_path / "model", layout="page_first_direct", io_backend="direct"
+    )
     with EngineServer(tmp_path, command, ranks=1, replicas=2) as server:
         server.wait_until_up()
         one = server.ask(prompt(10), routed_dp_rank=0)
-        server.wait_for(lambda: server.counted("written")[0] >= PAGES, "the first replica writes no pages")
+        server.wait_for(
+            lambda: server.counted("written")[0] >= PAGES, "the first replica writes no pages"
+        )
         other = server.ask(prompt(10), routed_dp_rank=1)
         assert one.cached == 0
         assert (other.cached, other.from_storage) == (REUSED, REUSED)

@@ -49,7 +49,8 @@ def test_states_with_parts_that_have_no_addresses_come_back(ranks, storage):
 
 
 def test_the_hit_ends_at_the_last_checkpoint(ranks, storage):
-    """Rule EX-1: KV reaches page 8, states exist at 2 and 5; nothing between them can be restored."""
+    """Rule EX-1: KV reaches page 8, states exist at 2 and 5; nothing between them can be
+    restored."""
     rank = ranks(with_mamba(mha_pools("page_first"), "page_first"))
     rank.attach(*storage)
     rank.backup(tokens(2), checkpoints={"mamba": 1})
@@ -64,7 +65,12 @@ def test_the_hit_ends_at_the_last_checkpoint(ranks, storage):
     assert rank.delivered(result, backup, "mamba")
 
     answer = rank.bridge.batch_exists_v2(
-        rank.hashes(tokens(8)), [PoolTransfer(PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+        rank.hashes(tokens(8)),
+        [
+            PoolTransfer(
+                PoolName.MAMBA, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES
+            )
+        ],
     )
     assert answer.restorable_prefix_pages == [2, 5]
 
@@ -95,16 +101,25 @@ def test_block_groups_report_and_do_not_decide(ranks, storage):
     rank.backup(tokens(4), checkpoints={"mamba": 4})
     rank.wipe()
     rank.backup(tokens(6))
-    question = PoolTransfer(PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=2, group_pages=1)
+    question = PoolTransfer(
+        PoolName.MAMBA, hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=2, group_pages=1
+    )
     answer = rank.bridge.batch_exists_v2(rank.hashes(tokens(6)), [question])
     assert answer.kv_hit_pages == 6
     assert answer.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.MAMBA: 4}
 
 
 def test_every_rank_has_states_of_its_own_beside_replicated_kv(ranks, storage):
-    """Rule ID-3: in a model with latent attention the first rank writes KV for all, and each its own states."""
+    """Rule ID-3: in a model with latent attention the first rank writes KV for all, and each its
+    own states."""
     both = [
-        ranks(with_mamba(mla_pools("page_first"), "page_first"), tp_rank=number, tp_size=2, attn_tp_rank=number, attn_tp_size=2)
+        ranks(
+            with_mamba(mla_pools("page_first"), "page_first"),
+            tp_rank=number,
+            tp_size=2,
+            attn_tp_rank=number,
+            attn_tp_size=2,
+        )
         for number in range(2)
     ]
     backups = []
@@ -158,7 +173,8 @@ class TestAnchorWithoutBytes:
 
 
 class TestPoolsThatCannotBeServed:
-    """SGLang does not undo an attach that fails at a side pool, so these are attached and answered with misses."""
+    """SGLang does not undo an attach that fails at a side pool, so these are attached and answered
+    with misses."""
 
     def test_a_pool_without_memory(self, ranks, storage, caplog):
         pools = mha_pools("page_first")
@@ -200,7 +216,8 @@ class TestPoolsThatCannotBeServed:
         assert rank.bridge.batch_get_v2([wanted]) == {"mamba": [True]}
 
     def test_heads_beside_replicated_kv(self, ranks, storage, caplog):
-        """SGLang stores a draft pool's heads from the first rank only: serving it would give the others the wrong heads."""
+        """SGLang stores a draft pool's heads from the first rank only: serving it would give the
+        others the wrong heads."""
         pools = mla_pools("page_first")
         pools.side["draft"] = mha_pools("page_first").kv
         rank = ranks(pools, tp_rank=1, tp_size=2, attn_tp_rank=1, attn_tp_size=2)

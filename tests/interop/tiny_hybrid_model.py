@@ -1,4 +1,5 @@
-"""A hybrid of four small layers with random weights: gated delta nets, and one layer of attention, as Qwen3.5 has them without experts."""
+"""A hybrid of four small layers with random weights: gated delta nets, and one layer of attention,
+as Qwen3.5 has them without experts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 WIDTH, INNER, LAYERS, ATTENTION_LAYER = 64, 128, 4, 2
 HEADS, KV_HEADS, HEAD_WIDTH = 4, 2, 16
-# Three value heads to each key head, because SGLang's fused kernel for one, two and four would need a stand-in.
+# Three value heads to each key head, because SGLang's fused kernel for one, two and four would need
+# a stand-in.
 KEY_HEADS, KEY_WIDTH, VALUE_HEADS, VALUE_WIDTH, CONVOLUTION = 2, 16, 6, 32, 4
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -36,7 +38,11 @@ CONFIG = {
     "linear_conv_kernel_dim": CONVOLUTION,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
@@ -46,7 +52,8 @@ CONFIG = {
 
 
 def write_hybrid_model(place: Path, *, seed: int) -> None:
-    """Write the model with the tokenizer of the other one; one seed gives the same weights each time."""
+    """Write the model with the tokenizer of the other one; one seed gives the same weights each
+    time."""
     write_model(place, seed=seed)
     (place / "config.json").write_text(json.dumps(CONFIG))
     save_file(_weights(seed), place / "model.safetensors", metadata={"format": "pt"})
@@ -60,7 +67,10 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
     # Gemma's norms have the differences from 1.
-    weights = {"model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4, "lm_head.weight": random(VOCABULARY, WIDTH)}
+    weights = {
+        "model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4,
+        "lm_head.weight": random(VOCABULARY, WIDTH),
+    }
     weights["model.norm.weight"] = torch.zeros(WIDTH)
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
@@ -77,7 +87,9 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
             weights[at + "linear_attn.in_proj_z.weight"] = random(values, WIDTH)
             for name in ("a", "b"):
                 weights[at + f"linear_attn.in_proj_{name}.weight"] = random(VALUE_HEADS, WIDTH)
-            weights[at + "linear_attn.conv1d.weight"] = random(2 * keys + values, CONVOLUTION)[:, None]
+            weights[at + "linear_attn.conv1d.weight"] = random(2 * keys + values, CONVOLUTION)[
+                :, None
+            ]
             # A state forgets half of itself in 100 tokens and in ever fewer, from head to head.
             weights[at + "linear_attn.A_log"] = torch.linspace(0.01, 0.1, VALUE_HEADS).log()
             weights[at + "linear_attn.dt_bias"] = torch.zeros(VALUE_HEADS)

@@ -1,6 +1,8 @@
-"""Models of two small layers with random weights, written so that SGLang loads them as it loads any other.
+"""Models of two small layers with random weights, written so that SGLang loads them as it loads any
+other.
 
-A Llama, and a MiniCPM3, which is the plainest of SGLang's models that have multi-head latent attention.
+A Llama, and a MiniCPM3, which is the plainest of SGLang's models that have multi-head latent
+attention.
 """
 
 from __future__ import annotations
@@ -60,15 +62,20 @@ MLA = {
 
 
 def write_model(place: Path, *, seed: int, config: dict[str, object] = LLAMA) -> None:
-    """Write the model and a tokenizer, whose words are `w0`, `w1`, ...; one seed gives the same weights each time."""
+    """Write the model and a tokenizer, whose words are `w0`, `w1`, ...; one seed gives the same
+    weights each time."""
     place.mkdir()
     (place / "config.json").write_text(json.dumps(config))
     save_file(_weights(config, seed), place / "model.safetensors", metadata={"format": "pt"})
-    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    words = Tokenizer(
+        WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0")
+    )
     words.pre_tokenizer = Whitespace()
     words.save(str(place / "tokenizer.json"))
     special = {"unk_token": "w0", "bos_token": "w1", "eos_token": "w2"}
-    (place / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    (place / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    )
 
 
 def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
@@ -79,9 +86,16 @@ def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
     projections, norms = _latent_attention() if config is MLA else _attention()
-    projections |= {"mlp.gate_proj": (INNER, WIDTH), "mlp.up_proj": (INNER, WIDTH), "mlp.down_proj": (WIDTH, INNER)}
+    projections |= {
+        "mlp.gate_proj": (INNER, WIDTH),
+        "mlp.up_proj": (INNER, WIDTH),
+        "mlp.down_proj": (WIDTH, INNER),
+    }
     norms |= {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
-    weights = {"model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4, "lm_head.weight": random(VOCABULARY, WIDTH)}
+    weights = {
+        "model.embed_tokens.weight": random(VOCABULARY, WIDTH) * 4,
+        "lm_head.weight": random(VOCABULARY, WIDTH),
+    }
     weights["model.norm.weight"] = torch.ones(WIDTH)
     for layer in range(LAYERS):
         for name, shape in projections.items():
@@ -99,7 +113,8 @@ def _attention() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
 
 
 def _latent_attention() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-    """The same of multi-head latent attention: a token's latent and its rotated key are all that is cached."""
+    """The same of multi-head latent attention: a token's latent and its rotated key are all that is
+    cached."""
     matrices = {
         "q_a_proj": (Q_RANK, WIDTH),
         "q_b_proj": (HEADS * (HEAD_WIDTH + ROPE_WIDTH), Q_RANK),

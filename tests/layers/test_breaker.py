@@ -6,7 +6,13 @@ import threading
 
 import pytest
 
-from hicache_storage.layers import BreakerState, CircuitBreaker, CircuitBreakerLayer, DeadlineLayer, StorageLayer
+from hicache_storage.layers import (
+    BreakerState,
+    CircuitBreaker,
+    CircuitBreakerLayer,
+    DeadlineLayer,
+    StorageLayer,
+)
 from hicache_storage.spec import (
     Capabilities,
     HiCacheStorageExtraInfo,
@@ -31,7 +37,8 @@ class Clock:
 
 @pytest.fixture
 def broken(kit):
-    """A storage that fails while `down` is set, behind a breaker of three faults and ten seconds."""
+    """A storage that fails while `down` is set, behind a breaker of three faults and ten
+    seconds."""
     storage, pool = kit.memory_storage()
     down = threading.Event()
 
@@ -127,7 +134,8 @@ def test_misuse_is_told_while_open_and_does_not_block_half_open(broken):
 
 
 def test_a_clear_is_asked_of_the_store_in_every_state(broken):
-    """LC-7: an operator's request is not answered by what the data path has met; nor does it decide about that."""
+    """LC-7: an operator's request is not answered by what the data path has met; nor does it decide
+    about that."""
     layer, storage, pool, down, _clock = broken
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     down.set()
@@ -157,7 +165,8 @@ CALLERS = 8
 
 @pytest.mark.parametrize("may_hang", [False, True])
 def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
-    """With a count of all threads, eight calls that were all served made one fault nine, and opened the breaker."""
+    """With a count of all threads, eight calls that were all served made one fault nine, and opened
+    the breaker."""
     storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=may_hang))
     storage.open()
     all_in, go_on = threading.Barrier(CALLERS + 1), threading.Event()
@@ -172,7 +181,9 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
     storage.before = before
     layer = CircuitBreakerLayer(DeadlineLayer(storage, PATIENCE_SECONDS), CircuitBreaker(2, 10.0))
     layer.register_mem_host_pool_v2(pool, "kv")
-    threads = [threading.Thread(target=layer.batch_exists_v2, args=(["a"],)) for _ in range(CALLERS)]
+    threads = [
+        threading.Thread(target=layer.batch_exists_v2, args=(["a"],)) for _ in range(CALLERS)
+    ]
     for thread in threads:
         thread.start()
     all_in.wait(PATIENCE_SECONDS)
@@ -202,7 +213,8 @@ def test_a_missed_deadline_is_a_fault_of_its_call(kit):
 
 
 class Foreign(StorageLayer):
-    """A storage that counts its faults and tells them to nobody, as one that is not an `ObjectStorage` may."""
+    """A storage that counts its faults and tells them to nobody, as one that is not an
+    `ObjectStorage` may."""
 
     notes_faults = False
 
@@ -256,7 +268,12 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
     clock.now = 10.0
     with pytest.raises(UnknownPoolError):
         layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
-    assert layer.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=-1.0)).kv_hit_pages == 0
+    assert (
+        layer.batch_exists_v2(
+            ["a"], None, HiCacheStorageExtraInfo(deadline_seconds=-1.0)
+        ).kv_hit_pages
+        == 0
+    )
     assert layer.breaker.state is BreakerState.OPEN
     asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
@@ -265,7 +282,9 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
 
 @pytest.mark.parametrize("call", ["exists", "get"])
 def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
-    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER))
+    storage, pool = kit.memory_storage(
+        capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
+    )
     storage.open()
     storage.batch_exists_cached = lambda *args: PoolTransferResult({})
     storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
@@ -298,7 +317,8 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
 
 
 def test_a_refusal_is_no_fault(kit, caplog):
-    """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays closed, no alert of faults."""
+    """A tenant beyond its rate: its pages are missed and refused, its engine's breaker stays
+    closed, no alert of faults."""
     storage, pool = kit.memory_storage()
     storage.open()
 

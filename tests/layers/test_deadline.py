@@ -39,7 +39,8 @@ def hurry(layer, seconds=SHORT_SECONDS):
 
 @pytest.fixture
 def hanging(kit):
-    """A storage that hangs in `operation` until released, behind a deadline that a busy machine keeps until `hurry`."""
+    """A storage that hangs in `operation` until released, behind a deadline that a busy machine
+    keeps until `hurry`."""
 
     def make(operation, **capabilities):
         storage, pool = kit.memory_storage(capabilities=Capabilities(**capabilities))
@@ -57,7 +58,8 @@ def hanging(kit):
     for release in releases:
         release.set()
     for layer in layers:
-        # One that was closed while all its threads hung waits for that no longer than for an answer.
+        # One that was closed while all its threads hung waits for that no longer than for an
+        # answer.
         hurry(layer, 1.0)
         layer.close()
 
@@ -122,10 +124,14 @@ def test_what_a_hung_read_brings_later_goes_nowhere(hanging):
 
 
 def test_a_clear_that_hangs_is_no_clear(hanging):
-    """LC-7: whoever clears is told that it may not have happened, and the driver that nobody waits any more."""
+    """LC-7: whoever clears is told that it may not have happened, and the driver that nobody waits
+    any more."""
     layer, storage, _pool, release = hanging("clear", clears=True)
     calls, inner = [], storage.clear_namespaces
-    storage.clear_namespaces = lambda namespaces, call: (calls.append(call), inner(namespaces, call))
+    storage.clear_namespaces = lambda namespaces, call: (
+        calls.append(call),
+        inner(namespaces, call),
+    )
     hurry(layer)
     while not calls:
         with pytest.raises(StorageTimeoutError, match="repeat it"):
@@ -265,20 +271,31 @@ def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
     layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
     here = threading.current_thread()
     assert [(asked, thread is here) for asked, thread in threads] == [
-        ("exist", True), ("exist", False), ("exist", False), ("write", False),
-    ]  # fmt: skip
+        ("exist", True),
+        ("exist", False),
+        ("exist", False),
+        ("write", False),
+    ]
     layer.close()
 
 
 def test_the_default_stack(kit):
     storage, _pool = kit.memory_storage()
     layers = wrap(storage, StorageOptions())
-    assert [type(layers).__name__, type(layers.inner).__name__] == ["CircuitBreakerLayer", "DeadlineLayer"]
-    assert wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False)) is storage
+    assert [type(layers).__name__, type(layers.inner).__name__] == [
+        "CircuitBreakerLayer",
+        "DeadlineLayer",
+    ]
+    assert (
+        wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0, metrics=False))
+        is storage
+    )
     assert storage.recorder.enabled is False
 
 
-@pytest.mark.parametrize("options", [{"deadline_seconds": 0}, {"breaker_threshold": -1}, {"breaker_cooldown_seconds": 0}])
+@pytest.mark.parametrize(
+    "options", [{"deadline_seconds": 0}, {"breaker_threshold": -1}, {"breaker_cooldown_seconds": 0}]
+)
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         StorageOptions(**options)

@@ -1,4 +1,5 @@
-"""Deadlines that no caller should give, and what becomes of them: passed already, too long, or no number at all."""
+"""Deadlines that no caller should give, and what becomes of them: passed already, too long, or no
+number at all."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def surrounded(kit, request):
 
 @pytest.mark.parametrize("seconds", PAST)
 def test_a_deadline_that_has_passed_is_a_miss_at_once(surrounded, seconds):
-    """An engine hands on `deadline - now`. The store is not asked, and it is no fault of the store."""
+    """An engine hands on `deadline - now`. The store is not asked, and it is no fault of the
+    store."""
     layers, storage, pool = surrounded
     transfer = pool.transfer("kv", ["a"], [0])
     page = pool.fill(0, 3)
@@ -72,7 +74,9 @@ def test_a_deadline_that_has_passed_is_a_miss_at_once(surrounded, seconds):
         layers.batch_exists_v2(["a"], None, info(seconds))
 
 
-@pytest.mark.parametrize("seconds", [math.inf, 1e308, threading.TIMEOUT_MAX, 10**30, 10**400, numpy.float32(60.0)])
+@pytest.mark.parametrize(
+    "seconds", [math.inf, 1e308, threading.TIMEOUT_MAX, 10**30, 10**400, numpy.float32(60.0)]
+)
 def test_a_deadline_that_is_too_long_is_the_storages_own(surrounded, seconds):
     layers, storage, pool = surrounded
     calls, inner = [], storage.write_objects

@@ -1,4 +1,5 @@
-"""LC-5: a child that is forked in the middle of its parent's calls is told, or served; it waits for no lock of theirs."""
+"""LC-5: a child that is forked in the middle of its parent's calls is told, or served; it waits for
+no lock of theirs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ LOCKS = {
 @pytest.fixture
 def around(kit):
     """A dict in the default layers, after a fault: from then on the breaker takes its lock."""
-    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, deletes=True, clears=True))
+    storage, pool = kit.memory_storage(
+        capabilities=Capabilities(may_hang=True, deletes=True, clears=True)
+    )
     layers = wrap(storage, StorageOptions())
     layers.register_mem_host_pool_v2(pool, "kv")
     layers.breaker.failed()
@@ -68,10 +71,13 @@ def test_of_an_open_storage(around, lock):
 
 @pytest.mark.parametrize("lock", sorted(LOCKS.keys() - {"connecting"}))
 def test_of_one_that_was_never_opened(around, lock):
-    """It belongs to nobody yet, and calls of the parent that are on their way do not count in the child."""
+    """It belongs to nobody yet, and calls of the parent that are on their way do not count in the
+    child."""
     layers, pool = around
     with attrgetter(LOCKS[lock])(layers):
-        assert in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
+        assert (
+            in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
+        )
 
 
 def test_while_the_parent_connects(around):
@@ -84,7 +90,9 @@ def test_while_the_parent_connects(around):
 def test_close_in_a_child_does_not_wait_for_the_parents_calls(around):
     layers, pool = around
     with layers.inner.inner._lifecycle:
-        assert in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
+        assert (
+            in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
+        )
 
 
 def test_an_exporter_is_closed_in_a_child_without_its_thread(around):

@@ -26,7 +26,9 @@ def test_counts_what_is_answered(kit):
     assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("counting", [MetricsLayer, StorageLayer], ids=["from outside", "by itself"])
+@pytest.mark.parametrize(
+    "counting", [MetricsLayer, StorageLayer], ids=["from outside", "by itself"]
+)
 def test_a_pool_is_counted_from_nothing_as_soon_as_it_is_there(kit, counting):
     """Prometheus sees no growth in a series that begins with a value."""
     storage, _ = kit.memory_storage(metrics=counting is StorageLayer)
@@ -47,7 +49,9 @@ def test_leaves_to_the_storage_what_only_it_can_count(kit):
 
 def test_only_foreign_storages_get_it(kit):
     storage, _ = kit.memory_storage()
-    assert not isinstance(wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0)), MetricsLayer)
+    assert not isinstance(
+        wrap(storage, StorageOptions(deadline_seconds=None, breaker_threshold=0)), MetricsLayer
+    )
     foreign = wrap(Foreign(storage), StorageOptions(deadline_seconds=None, breaker_threshold=0))
     assert isinstance(foreign, MetricsLayer)
     assert innermost(foreign) is storage

@@ -38,7 +38,10 @@ class Browser:
 
     def texts(self, selector):
         """Of all elements at once, also of those that are scrolled away."""
-        return self.run("return [...document.querySelectorAll(arguments[0])].map((found) => found.textContent)", selector)
+        return self.run(
+            "return [...document.querySelectorAll(arguments[0])].map((found) => found.textContent)",
+            selector,
+        )
 
     def text(self, selector):
         return "".join(self.texts(selector)[:1])
@@ -48,18 +51,32 @@ class Browser:
 
     def until(self, condition, what=""):
         # The page may put another element in the place of one that was just found.
-        wait = WebDriverWait(self.driver, WAIT_SECONDS, poll_frequency=0.05, ignored_exceptions=[StaleElementReferenceException])
+        wait = WebDriverWait(
+            self.driver,
+            WAIT_SECONDS,
+            poll_frequency=0.05,
+            ignored_exceptions=[StaleElementReferenceException],
+        )
         return wait.until(lambda _: condition(), what)
 
     def shows(self, selector, text):
         """Wait until an element has that text in it."""
-        self.until(lambda: any(text in found for found in self.texts(selector)), f"{text!r} in {selector}")
+        self.until(
+            lambda: any(text in found for found in self.texts(selector)), f"{text!r} in {selector}"
+        )
 
     def click(self, selector, text=None):
         """The first element that is shown, and has that text if one is given."""
 
         def clicked():
-            found = next((one for one in self.all(selector) if one.is_displayed() and text in (None, one.text)), None)
+            found = next(
+                (
+                    one
+                    for one in self.all(selector)
+                    if one.is_displayed() and text in (None, one.text)
+                ),
+                None,
+            )
             if found is not None:
                 found.click()
             return found is not None
@@ -80,12 +97,14 @@ class Browser:
         """Terms and what stands beside them."""
         return dict(
             self.run(
-                "return [...document.querySelectorAll('main dl > div')].map((fact) => [...fact.children].map((part) => part.textContent))"
+                "return [...document.querySelectorAll('main dl > div')].map((fact) => "
+                "[...fact.children].map((part) => part.textContent))"
             )
         )
 
     def ask_now(self):
-        """Let the page ask its server before its time, as it does when its tab is looked at again."""
+        """Let the page ask its server before its time, as it does when its tab is looked at
+        again."""
         self.run("document.dispatchEvent(new Event('visibilitychange'))")
 
     @property
@@ -94,12 +113,22 @@ class Browser:
 
     def complaints(self):
         """Errors that the console has shown since the last call."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE"
+        ]
 
     def requests(self):
         """Addresses that were asked for since the last call."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        events = [
+            json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")
+        ]
+        asked = [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
         self.operations += asked
         return asked
 

@@ -1,4 +1,5 @@
-"""A right request to every route there is, made from the types of the routes: one that is added is included by itself."""
+"""A right request to every route there is, made from the types of the routes: one that is added is
+included by itself."""
 
 from __future__ import annotations
 
@@ -10,9 +11,20 @@ from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, ROUTES, ReserveS
 
 SCOPE = "0:kv"
 VALUES = {
-    "scope": SCOPE, "slots": [0], "keys": ["live"], "prefixes": [""], "lengths": [1], "checksums": [1], "generations": [1],
-    "enabled": True, "num_pages": 64, "namespace": "kv", "pages_to_release": [], "pin_seconds": 1.0, "model": "m",
-}  # fmt: skip
+    "scope": SCOPE,
+    "slots": [0],
+    "keys": ["live"],
+    "prefixes": [""],
+    "lengths": [1],
+    "checksums": [1],
+    "generations": [1],
+    "enabled": True,
+    "num_pages": 64,
+    "namespace": "kv",
+    "pages_to_release": [],
+    "pin_seconds": 1.0,
+    "model": "m",
+}
 """By field, of a server on which `prepared` was called."""
 
 
@@ -28,7 +40,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     @property
     def done(self) -> tuple[int, ...]:
-        """Statuses that are no refusal for want of a right; the scope of the tests is in use, so that it cannot be dropped."""
+        """Statuses that are no refusal for want of a right; the scope of the tests is in use, so
+        that it cannot be dropped."""
         return (409,) if self.path == "/v2/drop" else (200, 204)
 
 
@@ -57,7 +70,9 @@ def filled(kind, values):
         name = field.encode_name
         if name == "scopes":
             part = field.type.item_type
-            body[name] = [filled(part.cls, values) if isinstance(part, inspect.StructType) else SCOPE]
+            body[name] = [
+                filled(part.cls, values) if isinstance(part, inspect.StructType) else SCOPE
+            ]
         elif name in values:
             body[name] = values[name]
         elif field.required:
@@ -71,11 +86,19 @@ def filled(kind, values):
 
 async def prepared(caller, headers):
     """A scope with a live page and a leased one; returns a lease and a pin."""
-    made = await caller.post("/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": 64}]}, headers=headers)
+    made = await caller.post(
+        "/v2/initialize", {"scopes": [{"scope": SCOPE, "slots": 64}]}, headers=headers
+    )
     assert made.status == 200
     assert (await caller.store(SCOPE, ["live"], headers=headers)).status == 200
-    leased = await caller.post("/v2/reserve", {"scopes": [{"scope": SCOPE, "keys": ["leased"]}]}, headers=headers)
-    found = await caller.post("/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": ["live"]}], "pin_seconds": 30}, headers=headers)
+    leased = await caller.post(
+        "/v2/reserve", {"scopes": [{"scope": SCOPE, "keys": ["leased"]}]}, headers=headers
+    )
+    found = await caller.post(
+        "/v2/lookup",
+        {"scopes": [{"scope": SCOPE, "keys": ["live"]}], "pin_seconds": 30},
+        headers=headers,
+    )
     return leased.json["scopes"][0]["leases"][0], found.json["pin"]
 
 

@@ -1,4 +1,5 @@
-"""Stores that have no room, and get room again: a small file system of a test's own, and a Redis out of memory."""
+"""Stores that have no room, and get room again: a small file system of a test's own, and a Redis
+out of memory."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class History:
     rested: dict[int, float] = field(default_factory=dict)
     """Slots that were let go, and when at the latest they may still be written or read."""
     written: dict[int, float] = field(default_factory=dict)
-    """Slots whose lease a clear has ended, and until when their writers, whom nobody has asked, take it for theirs."""
+    """Slots whose lease a clear has ended, and until when their writers, whom nobody has asked,
+    take it for theirs."""
     generations: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,13 +65,32 @@ class History:
             for slot, state in enumerate(self.scope.table.states)
             if state in (LEASED, LIVE)
         }
-        match chance.choice(("reserve",) * 3 + ("commit",) * 3 + ("abort", "release", "delete", "touch", "pin", "unpin", "renew", "wait", "wait", "clear", "crash")):  # fmt: skip
+        match chance.choice(
+            ("reserve",) * 3
+            + ("commit",) * 3
+            + (
+                "abort",
+                "release",
+                "delete",
+                "touch",
+                "pin",
+                "unpin",
+                "renew",
+                "wait",
+                "wait",
+                "clear",
+                "crash",
+            )
+        ):
             case "reserve":
                 self.reserve()
             case "commit" if self.held:
                 leases = chance.sample(list(self.held), chance.randint(1, len(self.held)))
                 valid = [self.scope.leases.slot(lease) == self.held[lease][1] for lease in leases]
-                lengths, checksums = [chance.randint(1, 9) for _ in leases], [chance.getrandbits(64) for _ in leases]
+                lengths, checksums = (
+                    [chance.randint(1, 9) for _ in leases],
+                    [chance.getrandbits(64) for _ in leases],
+                )
                 done = self.scope.commit(leases, lengths, checksums, self.now)
                 for lease, was_valid, did in zip(leases, valid, done, strict=True):
                     key, slot, end = self.held.pop(lease)
@@ -88,7 +108,9 @@ class History:
             case "touch":
                 self.scope.recency.touch([self.key() for _ in range(3)])
             case "pin" if live:
-                slots = [live[key] for key in chance.sample(list(live), chance.randint(1, len(live)))]
+                slots = [
+                    live[key] for key in chance.sample(list(live), chance.randint(1, len(live)))
+                ]
                 until = self.now + chance.choice((1, 5))
                 self.scope.pin(self.next_pin, slots, until)
                 self.pins[self.next_pin] = slots, until
@@ -96,7 +118,10 @@ class History:
             case "unpin" if self.pins:
                 self.unpin(chance.choice(list(self.pins)))
             case "renew" if self.held:
-                lease, end = chance.choice(list(self.held)), self.now + chance.choice((3, LONGEST_LEASE))
+                lease, end = (
+                    chance.choice(list(self.held)),
+                    self.now + chance.choice((3, LONGEST_LEASE)),
+                )
                 if self.scope.renew([lease], self.now, end) == [True]:
                     self.held[lease] = (*self.held[lease][:2], end)
             case "wait":
@@ -117,7 +142,10 @@ class History:
                 pass
         self.write()
         for slot, end in before.items():
-            if slot < len(self.scope.table) and self.scope.table.states[slot] in (QUARANTINED, FREE):
+            if slot < len(self.scope.table) and self.scope.table.states[slot] in (
+                QUARANTINED,
+                FREE,
+            ):
                 self.rested.setdefault(slot, min(self.now, end))
         self.see()
 
@@ -130,22 +158,38 @@ class History:
     def reserve(self) -> None:
         keys = [self.key() for _ in range(self.chance.randint(1, 4))]
         prefixes = [self.chance.choice(("", self.key())) for _ in keys]
-        for lease in [lease for lease, (_, _, end) in self.held.items() if end <= self.now and self.chance.random() < 0.5]:
+        for lease in [
+            lease
+            for lease, (_, _, end) in self.held.items()
+            if end <= self.now and self.chance.random() < 0.5
+        ]:
             del self.held[lease]
         pinned = self.pinned_pages()
-        states, slots, leases = self.scope.reserve(keys, prefixes, "me", self.next_lease, self.now, self.now + 3)
+        states, slots, leases = self.scope.reserve(
+            keys, prefixes, "me", self.next_lease, self.now, self.now + 3
+        )
         assert pinned <= self.pinned_pages(), "a pinned page was evicted"
         self.next_lease += len(keys)
         assert len(states) == len(slots) == len(leases) == len(keys)
-        for i, (key, state, slot, lease) in enumerate(zip(keys, states, slots, leases, strict=True)):
+        for i, (key, state, slot, lease) in enumerate(
+            zip(keys, states, slots, leases, strict=True)
+        ):
             assert (slot >= 0) == (state in (Reserved.LEASED, Reserved.EXISTS))
             assert (lease > 0) == (state is Reserved.LEASED)
             if state is Reserved.LEASED:
                 assert key not in keys[:i], "the first of several gets the lease"
                 assert self.scope.table.generations[slot] > self.generations.get(slot, 0)
-                assert slot not in self.rested or self.rested[slot] + QUARANTINE <= self.now, "a slot is given out that rests"
-                assert self.written.pop(slot, 0.0) <= self.now, "a slot is given out that its writer may write into"
-                pinned = [pin for pin, (slots_, until) in self.pins.items() if slot in slots_ and until > self.now]
+                assert slot not in self.rested or self.rested[slot] + QUARANTINE <= self.now, (
+                    "a slot is given out that rests"
+                )
+                assert self.written.pop(slot, 0.0) <= self.now, (
+                    "a slot is given out that its writer may write into"
+                )
+                pinned = [
+                    pin
+                    for pin, (slots_, until) in self.pins.items()
+                    if slot in slots_ and until > self.now
+                ]
                 assert not pinned, "a slot is given out that is pinned"
                 self.generations[slot] = self.scope.table.generations[slot]
                 self.rested.pop(slot, None)
@@ -154,8 +198,14 @@ class History:
     def delete(self) -> None:
         keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
         slots = self.scope.recency.slots(keys)
-        generations = [table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1 for slot in slots]
-        meant = [slot >= 0 and table.generations[slot] == one for slot, one in zip(slots, generations, strict=True)]
+        generations = [
+            table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1
+            for slot in slots
+        ]
+        meant = [
+            slot >= 0 and table.generations[slot] == one
+            for slot, one in zip(slots, generations, strict=True)
+        ]
         if self.chance.random() < 0.5:
             generations, meant = [], [slot >= 0 for slot in slots]
         assert self.scope.delete(keys, generations, self.now) == meant
@@ -165,7 +215,11 @@ class History:
 
     def pinned_pages(self) -> set[tuple[str, int]]:
         live = [(key, self.scope.recency.slot(key)) for key in self.scope.recency]
-        return {(key, slot) for key, slot in live if any(slot in slots and end > self.now for slots, end in self.pins.values())}
+        return {
+            (key, slot)
+            for key, slot in live
+            if any(slot in slots and end > self.now for slots, end in self.pins.values())
+        }
 
     def unpin(self, pin: int) -> None:
         slots, _ = self.pins.pop(pin)
@@ -203,7 +257,9 @@ class History:
             assert scope.status(slot, self.now) == old.status(slot, self.now)
         assert scope.table.by_key == old.table.by_key
         assert len(scope.leases) == len(old.leases)
-        held = [old.table.leases[slot] for slot, state in enumerate(old.table.states) if state == LEASED]
+        held = [
+            old.table.leases[slot] for slot, state in enumerate(old.table.states) if state == LEASED
+        ]
         assert list(scope.leases.slots(held)) == list(old.leases.slots(held))
         assert all(
             until <= max(self.now + QUARANTINE, self.written.get(slot, 0.0))
@@ -214,16 +270,25 @@ class History:
     def see(self) -> None:
         assert problems_of(self.scope) == []
         leased = [lease for lease in self.held if self.scope.leases.slot(lease) >= 0]
-        owned = [*map(self.scope.recency.slot, self.scope.recency), *map(self.scope.leases.slot, leased)]
+        owned = [
+            *map(self.scope.recency.slot, self.scope.recency),
+            *map(self.scope.leases.slot, leased),
+        ]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
 
     def see_nothing_overdue(self) -> None:
         """Leases and quarantines have ended that were to end by now."""
         table = self.scope.table
         overdue = [
-            slot for slot, state in enumerate(table.states) if state in (LEASED, QUARANTINED) and table.until[slot] <= self.now
+            slot
+            for slot, state in enumerate(table.states)
+            if state in (LEASED, QUARANTINED) and table.until[slot] <= self.now
         ]
-        assert [slot for slot in overdue if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)] == []
+        assert [
+            slot
+            for slot in overdue
+            if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)
+        ] == []
 
     def see_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""

@@ -34,10 +34,15 @@ class Caller:
         self.service = app.server.service
         self.journal = lambda: app.server.desk.journal
 
-    async def send(self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""):
+    async def send(
+        self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""
+    ):
         size = -(-len(body) // pieces) or 1
         parts = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
-        messages = [{"type": "http.request", "body": part, "more_body": i < len(parts) - 1} for i, part in enumerate(parts)]
+        messages = [
+            {"type": "http.request", "body": part, "more_body": i < len(parts) - 1}
+            for i, part in enumerate(parts)
+        ]
         sent = []
 
         async def receive():
@@ -48,24 +53,47 @@ class Caller:
 
         full = {"content-type": content_type, **(headers or {})}
         scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
-            "query_string": query.encode(), "root_path": "", "scheme": "http", "server": ("test", 80), "client": ("test", 1),
-            "headers": [(name.lower().encode(), value.encode()) for name, value in full.items() if value is not None],
-        }  # fmt: skip
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "scheme": "http",
+            "server": ("test", 80),
+            "client": ("test", 1),
+            "headers": [
+                (name.lower().encode(), value.encode())
+                for name, value in full.items()
+                if value is not None
+            ],
+        }
         await self.app(scope, receive, send)
         found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
         request_id = found.pop("x-request-id", "")
-        return Reply(sent[0]["status"], found, b"".join(message.get("body", b"") for message in sent[1:]), request_id)
+        return Reply(
+            sent[0]["status"],
+            found,
+            b"".join(message.get("body", b"") for message in sent[1:]),
+            request_id,
+        )
 
     async def post(self, path, message, **options):
         return await self.send("POST", path, msgspec.json.encode(message), **options)
 
     async def store(self, scope, keys, **options):
         """Reserve and commit keys by the native part; returns the answer to the commit."""
-        leases = (await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)).json["scopes"][0][
-            "leases"
-        ]
-        part = {"scope": scope, "leases": leases, "lengths": [1] * len(leases), "checksums": [2**64 - 1] * len(leases)}
+        leases = (
+            await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)
+        ).json["scopes"][0]["leases"]
+        part = {
+            "scope": scope,
+            "leases": leases,
+            "lengths": [1] * len(leases),
+            "checksums": [2**64 - 1] * len(leases),
+        }
         return await self.post("/v2/commit", {"scopes": [part]}, **options)
 
 
@@ -93,7 +121,8 @@ def run(coroutine):
 
 
 class SlowStore(MemoryStore):
-    """Keeps changes in a list; writing takes as long as it is told, waits for its gate, and fails when it is told."""
+    """Keeps changes in a list; writing takes as long as it is told, waits for its gate, and fails
+    when it is told."""
 
     durability = Durability.MACHINE
     is_quick = False

@@ -1,4 +1,5 @@
-"""Redis servers, Sentinels and clusters of a test's own: on free ports, in its own directory, ended with it.
+"""Redis servers, Sentinels and clusters of a test's own: on free ports, in its own directory, ended
+with it.
 
 `REDIS_SERVER` in the environment names another binary than `redis-server`, such as one of Valkey.
 """
@@ -36,9 +37,13 @@ class Secured:
     @property
     def config(self) -> dict[str, object]:
         return {
-            "tls-ca-cert-file": self.ca, "tls-cert-file": self.certificate, "tls-key-file": self.key, "tls-auth-clients": "yes",
-            "tls-replication": "yes", "tls-cluster": "yes",
-        }  # fmt: skip
+            "tls-ca-cert-file": self.ca,
+            "tls-cert-file": self.certificate,
+            "tls-key-file": self.key,
+            "tls-auth-clients": "yes",
+            "tls-replication": "yes",
+            "tls-cluster": "yes",
+        }
 
     @property
     def options(self) -> dict[str, Any]:
@@ -54,26 +59,34 @@ class Secured:
     @property
     def query(self) -> str:
         """Of an address."""
-        return "?" + urlencode({"ca": self.ca, "certificate": self.certificate, "key": self.key}, safe="/")
+        return "?" + urlencode(
+            {"ca": self.ca, "certificate": self.certificate, "key": self.key}, safe="/"
+        )
 
 
 class RedisServer:
-    """One server process. What it has written outlives `kill` and `stop`, and the next `start` reads it.
+    """One server process. What it has written outlives `kill` and `stop`, and the next `start`
+    reads it.
 
     Args:
         password: of the user `default`.
         config: settings of redis.conf by their names; a list for one that is given several times.
     """
 
-    def __init__(self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object) -> None:
+    def __init__(
+        self, directory: Path, *, tls: Secured | None = None, password: str = "", **config: object
+    ) -> None:
         self.directory, self.tls, self.password = directory, tls, password
         self.directory.mkdir(parents=True, exist_ok=True)
         [self.port] = free_ports(1)
         self.config = {
-            "save": "", "appendonly": "no", "dir": str(directory), "bind": "127.0.0.1",
+            "save": "",
+            "appendonly": "no",
+            "dir": str(directory),
+            "bind": "127.0.0.1",
             # Replicas need not wait for others that may come.
             "repl-diskless-sync-delay": 0,
-        } | {name.replace("_", "-"): value for name, value in config.items()}  # fmt: skip
+        } | {name.replace("_", "-"): value for name, value in config.items()}
         if password:
             self.config |= {"requirepass": password, "masterauth": password}
         if tls is not None:
@@ -109,7 +122,9 @@ class RedisServer:
             for value in (values if isinstance(values, list) else [values])
         ]
         with (self.directory / "log").open("ab") as log:
-            self.process = subprocess.Popen([binary(), "-", *self._ports], stdin=subprocess.PIPE, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [binary(), "-", *self._ports], stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
         assert self.process.stdin is not None
         self.process.stdin.write("\n".join(lines).encode() + b"\n")
         self.process.stdin.close()
@@ -127,7 +142,10 @@ class RedisServer:
             return False
         with primary.client() as other:
             told = other.info("replication").values()
-        return any(isinstance(one, dict) and (one.get("port"), one.get("state")) == (self.port, "online") for one in told)
+        return any(
+            isinstance(one, dict) and (one.get("port"), one.get("state")) == (self.port, "online")
+            for one in told
+        )
 
     def lead(self) -> None:
         """Be no replica any more."""
@@ -138,7 +156,10 @@ class RedisServer:
         """The same, with all that its primary has by now."""
         with self.client() as client, primary.client() as other:
             goal = other.info("replication")["master_repl_offset"]
-            until(lambda: client.info("replication")["slave_repl_offset"] >= goal, "the replica does not catch up")
+            until(
+                lambda: client.info("replication")["slave_repl_offset"] >= goal,
+                "the replica does not catch up",
+            )
         self.lead()
 
     def kill(self) -> None:
@@ -180,7 +201,9 @@ class RedisServer:
                 except (RedisError, BusyLoadingError):
                     assert self.process is not None
                     log = (self.directory / "log").read_text()
-                    assert self.process.poll() is None, f"it ended with {self.process.returncode}: {log}"
+                    assert self.process.poll() is None, (
+                        f"it ended with {self.process.returncode}: {log}"
+                    )
                     assert time.monotonic() < deadline, f"it does not serve: {log}"
                     time.sleep(0.02)
                 else:
@@ -190,13 +213,19 @@ class RedisServer:
 class Sentinel:
     """A Sentinel process that watches one primary, under the name `cache`."""
 
-    def __init__(self, directory: Path, primary: RedisServer, *, quorum: int, down_milliseconds: int = 400) -> None:
+    def __init__(
+        self, directory: Path, primary: RedisServer, *, quorum: int, down_milliseconds: int = 400
+    ) -> None:
         directory.mkdir(parents=True)
         [self.port], self._directory = free_ports(1), directory
         lines = [
-            f"port {self.port}", "bind 127.0.0.1", f"dir {directory}", f"sentinel monitor cache 127.0.0.1 {primary.port} {quorum}",
-            f"sentinel down-after-milliseconds cache {down_milliseconds}", "sentinel failover-timeout cache 4000",
-        ]  # fmt: skip
+            f"port {self.port}",
+            "bind 127.0.0.1",
+            f"dir {directory}",
+            f"sentinel monitor cache 127.0.0.1 {primary.port} {quorum}",
+            f"sentinel down-after-milliseconds cache {down_milliseconds}",
+            "sentinel failover-timeout cache 4000",
+        ]
         # It writes what it learns into the same file.
         self._file = directory / "sentinel.conf"
         self._file.write_text("\n".join(lines) + "\n")
@@ -204,7 +233,9 @@ class Sentinel:
 
     def start(self) -> None:
         with (self._directory / "log").open("ab") as log:
-            self.process = subprocess.Popen([binary(), str(self._file), "--sentinel"], stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                [binary(), str(self._file), "--sentinel"], stdout=log, stderr=log
+            )
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, socket_timeout=PATIENCE)
@@ -215,7 +246,9 @@ class Sentinel:
                 state = client.sentinel_master("cache")
         except RedisError:
             return False
-        return bool((state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1))
+        return bool(
+            (state["num-slaves"], state["num-other-sentinels"]) == (replicas, sentinels - 1)
+        )
 
     def stop(self) -> None:
         if self.process is not None:
@@ -225,7 +258,8 @@ class Sentinel:
 
 
 class RedisCluster:
-    """Masters that share all hash slots, and replicas, the first of them of the first master and so on."""
+    """Masters that share all hash slots, and replicas, the first of them of the first master and so
+    on."""
 
     def __init__(self, nodes: list[RedisServer], replicas: list[RedisServer]) -> None:
         self.nodes, self.replicas = nodes, replicas
@@ -240,7 +274,9 @@ class RedisCluster:
         return f"redis{'s' if tls else ''}+cluster://{login}{hosts}{tls.query if tls else ''}"
 
     def client(self) -> redis.RedisCluster:
-        return redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port, socket_timeout=PATIENCE)
+        return redis.RedisCluster(
+            host="127.0.0.1", port=self.nodes[0].port, socket_timeout=PATIENCE
+        )
 
     def join(self) -> None:
         """Give each node its share of the hash slots, and wait until all know of all."""
@@ -251,24 +287,38 @@ class RedisCluster:
                 client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
                 if node in self.nodes:
                     start = number * share
-                    client.execute_command("CLUSTER ADDSLOTS", *range(start, min(start + share, SLOTS)))
+                    client.execute_command(
+                        "CLUSTER ADDSLOTS", *range(start, min(start + share, SLOTS))
+                    )
                 if node is not first:
-                    client.execute_command("CLUSTER MEET", "127.0.0.1", first.port, first.config["cluster-port"])
+                    client.execute_command(
+                        "CLUSTER MEET", "127.0.0.1", first.port, first.config["cluster-port"]
+                    )
         self.wait()
         for node, replica in zip(self.nodes, self.replicas, strict=False):
             with node.client() as one, replica.client() as client:
-                client.execute_command("CLUSTER REPLICATE", one.execute_command("CLUSTER MYID").decode())
-                until(lambda one=node, other=replica, client=client: other._follows(client, one), "a replica does not follow")
+                client.execute_command(
+                    "CLUSTER REPLICATE", one.execute_command("CLUSTER MYID").decode()
+                )
+                until(
+                    lambda one=node, other=replica, client=client: other._follows(client, one),
+                    "a replica does not follow",
+                )
 
     def wait(self) -> None:
         """Wait until every node says that the cluster is whole."""
-        until(lambda: all(map(self._is_whole, [*self.nodes, *self.replicas])), "the cluster does not become whole")
+        until(
+            lambda: all(map(self._is_whole, [*self.nodes, *self.replicas])),
+            "the cluster does not become whole",
+        )
 
     def _is_whole(self, node: RedisServer) -> bool:
         with node.client() as client:
             info = client.execute_command("CLUSTER INFO")
             fields = (
-                info if isinstance(info, dict) else dict(line.split(":", 1) for line in str(info).splitlines() if ":" in line)
+                info
+                if isinstance(info, dict)
+                else dict(line.split(":", 1) for line in str(info).splitlines() if ":" in line)
             )
         known = int(fields["cluster_known_nodes"])
         return fields["cluster_state"] == "ok" and known == len(self.nodes) + len(self.replicas)
@@ -286,12 +336,18 @@ def redis_server(directory: Path, name: str = "redis", **config: Any) -> Iterato
 
 
 @contextmanager
-def redis_cluster(directory: Path, nodes: int = 3, replicas: int = 0, **config: Any) -> Iterator[RedisCluster]:
+def redis_cluster(
+    directory: Path, nodes: int = 3, replicas: int = 0, **config: Any
+) -> Iterator[RedisCluster]:
     """A running cluster of its own."""
     with ExitStack() as stack:
         servers = []
         for number in range(nodes + replicas):
-            more = {"cluster_enabled": "yes", "cluster_port": free_ports(1)[0], "cluster_node_timeout": 2000}
+            more = {
+                "cluster_enabled": "yes",
+                "cluster_port": free_ports(1)[0],
+                "cluster_node_timeout": 2000,
+            }
             server = RedisServer(directory / f"redis-{number}", **(more | config))
             stack.callback(server.stop)
             server.start()
@@ -302,17 +358,24 @@ def redis_cluster(directory: Path, nodes: int = 3, replicas: int = 0, **config: 
 
 
 @contextmanager
-def redis_replicas(directory: Path, replicas: int = 1, **config: Any) -> Iterator[list[RedisServer]]:
+def redis_replicas(
+    directory: Path, replicas: int = 1, **config: Any
+) -> Iterator[list[RedisServer]]:
     """A primary and its replicas."""
     with ExitStack() as stack:
-        servers = [stack.enter_context(redis_server(directory, f"redis-{number}", **config)) for number in range(1 + replicas)]
+        servers = [
+            stack.enter_context(redis_server(directory, f"redis-{number}", **config))
+            for number in range(1 + replicas)
+        ]
         for server in servers[1:]:
             server.follow(servers[0])
         yield servers
 
 
 @contextmanager
-def sentinels(directory: Path, primary: RedisServer, *, replicas: int, number: int = 3) -> Iterator[str]:
+def sentinels(
+    directory: Path, primary: RedisServer, *, replicas: int, number: int = 3
+) -> Iterator[str]:
     """Sentinels that know of all replicas and of each other; the address of what they watch."""
     with ExitStack() as stack:
         started = []
@@ -321,8 +384,13 @@ def sentinels(directory: Path, primary: RedisServer, *, replicas: int, number: i
             stack.callback(one.stop)
             one.start()
             started.append(one)
-        until(lambda: all(one.sees(replicas, number) for one in started), "the Sentinels do not find each other")
-        yield "redis+sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in started) + "/cache/0"
+        until(
+            lambda: all(one.sees(replicas, number) for one in started),
+            "the Sentinels do not find each other",
+        )
+        yield (
+            "redis+sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in started) + "/cache/0"
+        )
 
 
 def binary() -> str:

@@ -1,4 +1,5 @@
-"""The user that docs/metadata-server.md tells operators to make in Redis, made in those of tests; and TLS for them."""
+"""The user that docs/metadata-server.md tells operators to make in Redis, made in those of tests;
+and TLS for them."""
 
 from __future__ import annotations
 

@@ -9,9 +9,7 @@ from hicache_conformance.protocol.http_client import HttpClient
 from hicache_conformance.protocol.server import Served
 from hicache_conformance.protocol.v2_client import V2Client
 
-SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
-)
+SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}} --log-format console'
 DURABLE = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 3"
 
 

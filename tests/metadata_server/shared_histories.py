@@ -1,6 +1,8 @@
-"""Random histories on a shared store and, beside it, on the state machine that our servers have in memory: both must say the same.
+"""Random histories on a shared store and, beside it, on the state machine that our servers have in
+memory: both must say the same.
 
-Slots, leases and generations have other numbers in each; everything else is compared, and the shared store is checked by itself.
+Slots, leases and generations have other numbers in each; everything else is compared, and the
+shared store is checked by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ if TYPE_CHECKING:
 UNIT = 100.0
 """Seconds. Redis' clock goes on by itself: what a test takes must not count."""
 LIMITS = msgspec.structs.replace(
-    DEFAULTS, lease_seconds=3 * UNIT, most_lease_seconds=20 * UNIT, quarantine_seconds=2 * UNIT, most_pin_seconds=20 * UNIT
+    DEFAULTS,
+    lease_seconds=3 * UNIT,
+    most_lease_seconds=20 * UNIT,
+    quarantine_seconds=2 * UNIT,
+    most_pin_seconds=20 * UNIT,
 )
 SCOPES = ("0:kv", "7:mamba")
 
@@ -60,8 +66,12 @@ class SharedHistory:
         self.old = CompatibleService(self.reference)
         self.servers = [self.server(), self.server()]
         await self.servers[0].link.command("FLUSHALL")
-        request = p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=self.slots) for name in SCOPES])
-        assert await self.servers[0].initialize(request) == self.reference.initialize(request, self.now)
+        request = p.Initialize(
+            scopes=[p.ScopeGeometry(scope=name, slots=self.slots) for name in SCOPES]
+        )
+        assert await self.servers[0].initialize(request) == self.reference.initialize(
+            request, self.now
+        )
 
     async def end(self) -> None:
         for server in self.servers:
@@ -77,9 +87,29 @@ class SharedHistory:
         return self.chance.choice(self.servers)
 
     async def step(self) -> None:
-        # What time has brought to the reference, it does where it is asked; the store does it by itself.
+        # What time has brought to the reference, it does where it is asked; the store does it by
+        # itself.
         self.reference.settle(self.now, 10**6)
-        kinds = ("reserve",) * 4 + ("commit",) * 4 + ("abort", "renew", "delete", "lookup", "pin", "unpin", "touch", "exists", "compatible", "compatible", "wait", "wait", "clear", "crash")  # fmt: skip
+        kinds = (
+            ("reserve",) * 4
+            + ("commit",) * 4
+            + (
+                "abort",
+                "renew",
+                "delete",
+                "lookup",
+                "pin",
+                "unpin",
+                "touch",
+                "exists",
+                "compatible",
+                "compatible",
+                "wait",
+                "wait",
+                "clear",
+                "crash",
+            )
+        )
         await getattr(self, self.chance.choice(kinds))()
         await self.see()
 
@@ -89,17 +119,30 @@ class SharedHistory:
         parts = list[p.ReserveScope]()
         for scope in self.some_scopes():
             keys = self.some_keys(6)
-            prefixes = [self.chance.choice(("", self.key())) for _ in keys] if self.chance.random() < 0.7 else []
+            prefixes = (
+                [self.chance.choice(("", self.key())) for _ in keys]
+                if self.chance.random() < 0.7
+                else []
+            )
             parts.append(p.ReserveScope(scope=scope, keys=keys, prefixes=prefixes))
-        request = p.Reserve(scopes=parts, owner="me", lease_seconds=self.chance.choice((None, 5 * UNIT)))
-        ours, theirs = await self.any_server.reserve(request), self.reference.reserve(request, self.now)
+        request = p.Reserve(
+            scopes=parts, owner="me", lease_seconds=self.chance.choice((None, 5 * UNIT))
+        )
+        ours, theirs = (
+            await self.any_server.reserve(request),
+            self.reference.reserve(request, self.now),
+        )
         assert ours.lease_seconds == theirs.lease_seconds
         for part, mine, other in zip(parts, ours.scopes, theirs.scopes, strict=True):
             assert (mine.states, mine.evicted) == (other.states, other.evicted), part
             for state, slot, generation, lease, known in zip(
                 mine.states, mine.slots, mine.generations, mine.leases, other.leases, strict=True
             ):
-                assert (slot >= 0) == (state in (p.Reserved.LEASED, p.Reserved.EXISTS)) == (generation > 0)
+                assert (
+                    (slot >= 0)
+                    == (state in (p.Reserved.LEASED, p.Reserved.EXISTS))
+                    == (generation > 0)
+                )
                 assert (lease > 0) == (state is p.Reserved.LEASED)
                 if lease:
                     self.leases[part.scope, known] = lease
@@ -108,50 +151,80 @@ class SharedHistory:
     async def commit(self) -> None:
         scope, known = self.some_leases()
         known += known[:1] if self.chance.random() < 0.2 else []
-        lengths, sums = [self.chance.randint(1, 3) for _ in known], [self.chance.choice((0, 2**64 - 1, 5)) for _ in known]
-        await self.settled(p.Commit, "commit", scope, known, {"lengths": lengths, "checksums": sums}, {})
+        lengths, sums = (
+            [self.chance.randint(1, 3) for _ in known],
+            [self.chance.choice((0, 2**64 - 1, 5)) for _ in known],
+        )
+        await self.settled(
+            p.Commit, "commit", scope, known, {"lengths": lengths, "checksums": sums}, {}
+        )
 
     async def abort(self) -> None:
         scope, known = self.some_leases()
         await self.settled(p.Abort, "abort", scope, known * self.chance.choice((1, 2)), {}, {})
 
     async def renew(self) -> None:
-        await self.settled(p.Renew, "renew", *self.some_leases(), {}, {"lease_seconds": self.chance.choice((3, 8)) * UNIT})
+        await self.settled(
+            p.Renew,
+            "renew",
+            *self.some_leases(),
+            {},
+            {"lease_seconds": self.chance.choice((3, 8)) * UNIT},
+        )
 
-    async def settled(self, kind: Any, name: str, scope: str, known: list[int], columns: Any, options: Any) -> None:
+    async def settled(
+        self, kind: Any, name: str, scope: str, known: list[int], columns: Any, options: Any
+    ) -> None:
         scope_kind = p.CommitScope if kind is p.Commit else p.LeaseScope
         mine = [self.leases.get((scope, lease), 2**53 + 1) for lease in known]
         ours = kind(scopes=[scope_kind(scope=scope, leases=mine, **columns)], **options)
         theirs = kind(scopes=[scope_kind(scope=scope, leases=known, **columns)], **options)
-        assert await getattr(self.any_server, name)(ours) == getattr(self.reference, name)(theirs, self.now)
+        assert await getattr(self.any_server, name)(ours) == getattr(self.reference, name)(
+            theirs, self.now
+        )
 
     async def delete(self) -> None:
         scope, keys = self.chance.choice(SCOPES), self.some_keys(3)
-        mine, known = self.found(await self.look_up(scope, keys)), self.found(self.look_up_reference(scope, keys))
+        mine, known = (
+            self.found(await self.look_up(scope, keys)),
+            self.found(self.look_up_reference(scope, keys)),
+        )
         shift = [self.chance.randint(0, 1) for _ in keys]
         given = self.chance.random() < 0.5
         answers = []
         for column in (mine, known):
-            generations = [one[1] + more for one, more in zip(column, shift, strict=True)] if given else []
+            generations = (
+                [one[1] + more for one, more in zip(column, shift, strict=True)] if given else []
+            )
             part = p.DeleteScope(scope=scope, keys=keys, generations=generations)
             answers.append(p.Delete(scopes=[part]))
-        assert await self.any_server.delete(answers[0]) == self.reference.delete(answers[1], self.now)
+        assert await self.any_server.delete(answers[0]) == self.reference.delete(
+            answers[1], self.now
+        )
 
     async def lookup(self) -> None:
         parts = [p.LookupScope(scope=scope, keys=self.some_keys(5)) for scope in self.some_scopes()]
         request = p.Lookup(scopes=parts, touch=self.chance.random() < 0.5)
-        self.same_pages(await self.any_server.lookup(request), self.reference.lookup(request, self.now))
+        self.same_pages(
+            await self.any_server.lookup(request), self.reference.lookup(request, self.now)
+        )
 
     async def pin(self) -> None:
         parts = [p.LookupScope(scope=scope, keys=self.some_keys(4)) for scope in self.some_scopes()]
         request = p.Lookup(scopes=parts, pin_seconds=self.chance.choice((1, 5)) * UNIT)
-        ours, theirs = await self.any_server.lookup(request), self.reference.lookup(request, self.now)
+        ours, theirs = (
+            await self.any_server.lookup(request),
+            self.reference.lookup(request, self.now),
+        )
         self.same_pages(ours, theirs)
         assert (ours.pin > 0, ours.pin_seconds) == (theirs.pin > 0, theirs.pin_seconds)
         if ours.pin:
             self.pins[theirs.pin] = ours.pin
             slots = {
-                (part.scope, slot) for part, found in zip(parts, ours.scopes, strict=True) for slot in found.slots if slot >= 0
+                (part.scope, slot)
+                for part, found in zip(parts, ours.scopes, strict=True)
+                for slot in found.slots
+                if slot >= 0
             }
             self.pinned[theirs.pin] = slots, self.now + request.pin_seconds
 
@@ -164,7 +237,11 @@ class SharedHistory:
             self.pinned.pop(pin, None)
 
     async def touch(self) -> None:
-        request = p.Touch(scopes=[p.LookupScope(scope=scope, keys=self.some_keys(4)) for scope in self.some_scopes()])
+        request = p.Touch(
+            scopes=[
+                p.LookupScope(scope=scope, keys=self.some_keys(4)) for scope in self.some_scopes()
+            ]
+        )
         assert await self.any_server.touch(request) == self.reference.touch(request, self.now)
 
     async def exists(self) -> None:
@@ -177,8 +254,12 @@ class SharedHistory:
         request, new = p.CompatibleReserve(keys=pairs), SharedCompatible(self.any_server)
         ours = (await new.reserve_and_allocate_page_indices(0, request))["indices"]
         theirs = self.old.reserve_and_allocate_page_indices(0, request, self.now)["indices"]
-        assert [(there, slot >= 0) for there, slot in ours] == [(there, slot >= 0) for there, slot in theirs]
-        choices = [self.chance.choice(("confirm", "confirm", "release", "wrong", "leave")) for _ in pairs]
+        assert [(there, slot >= 0) for there, slot in ours] == [
+            (there, slot >= 0) for there, slot in theirs
+        ]
+        choices = [
+            self.chance.choice(("confirm", "confirm", "release", "wrong", "leave")) for _ in pairs
+        ]
         said = []
         for indices in (ours, theirs):
             columns: dict[str, list[Any]] = {"confirm": [], "release": [], "wrong": [], "leave": []}
@@ -187,7 +268,10 @@ class SharedHistory:
                     columns[choice].append((key, slot))
             confirms = [*columns["confirm"], *(("other", slot) for _, slot in columns["wrong"])]
             said.append(
-                p.CompatibleConfirm(written_keys_to_confirm=confirms, pages_to_release=[s for _, s in columns["release"]])
+                p.CompatibleConfirm(
+                    written_keys_to_confirm=confirms,
+                    pages_to_release=[s for _, s in columns["release"]],
+                )
             )
         refused = []
         for do in (new.confirm_write(0, said[0]), None):
@@ -247,20 +331,30 @@ class SharedHistory:
         assert generation > self.generations.get((scope, slot), 0), "generations grow"
         self.generations[scope, slot] = generation
         left = self.left.pop((scope, slot), None)
-        assert left is None or left + self.limits.quarantine_seconds <= self.now, "a slot is given out that rests"
-        assert not any((scope, slot) in slots for slots, _ in self.pinned.values()), "a slot is given out that is pinned"
+        assert left is None or left + self.limits.quarantine_seconds <= self.now, (
+            "a slot is given out that rests"
+        )
+        assert not any((scope, slot) in slots for slots, _ in self.pinned.values()), (
+            "a slot is given out that is pinned"
+        )
 
     async def by_use(self, server: SharedService, scope: str) -> list[str]:
         keys = ScopeKeys(scope)
         names = dict(
-            zip(("meta", "slots", "live", "leased", "leases", "free", "expiring", "order", "aside"), keys.all, strict=False)
+            zip(
+                ("meta", "slots", "live", "leased", "leases", "free", "expiring", "order", "aside"),
+                keys.all,
+                strict=False,
+            )
         )
         live = await server.link.command("HGETALL", names["live"])
         owner = {slot: key.decode() for key, slot in live.items()}
         uses = [
             (use, owner[slot])
             for name in ("order", "aside")
-            for slot, use in await server.link.command("ZRANGE", names[name], 0, -1, "WITHSCORES", withscores=True)
+            for slot, use in await server.link.command(
+                "ZRANGE", names[name], 0, -1, "WITHSCORES", withscores=True
+            )
         ]
         return [key for _, key in sorted(uses)]
 
@@ -299,10 +393,14 @@ class SharedHistory:
         ]
 
     async def look_up(self, scope: str, keys: list[str]) -> p.LookedUp:
-        return await self.any_server.lookup(p.Lookup(scopes=[p.LookupScope(scope=scope, keys=keys)], touch=False))
+        return await self.any_server.lookup(
+            p.Lookup(scopes=[p.LookupScope(scope=scope, keys=keys)], touch=False)
+        )
 
     def look_up_reference(self, scope: str, keys: list[str]) -> p.LookedUp:
-        return self.reference.lookup(p.Lookup(scopes=[p.LookupScope(scope=scope, keys=keys)], touch=False), self.now)
+        return self.reference.lookup(
+            p.Lookup(scopes=[p.LookupScope(scope=scope, keys=keys)], touch=False), self.now
+        )
 
     def found(self, answer: p.LookedUp) -> list[tuple[int, int]]:
         return list(zip(answer.scopes[0].slots, answer.scopes[0].generations, strict=True))
@@ -311,4 +409,6 @@ class SharedHistory:
         for mine, other in zip(ours.scopes, theirs.scopes, strict=True):
             assert (mine.lengths, mine.checksums) == (other.lengths, other.checksums)
             assert [slot >= 0 for slot in mine.slots] == [slot >= 0 for slot in other.slots]
-            assert [slot >= 0 for slot in mine.slots] == [generation > 0 for generation in mine.generations]
+            assert [slot >= 0 for slot in mine.slots] == [
+                generation > 0 for generation in mine.generations
+            ]

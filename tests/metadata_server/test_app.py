@@ -44,18 +44,42 @@ def keys(count, name="k"):
 def test_refusals_name_the_entry_that_is_to_blame():
     cases = [
         ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", 7]}]}, "scopes[0].keys[1]"),
-        ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": []}, {"scope": "x", "keys": []}]}, "scopes[1].scope"),
+        (
+            "/v2/lookup",
+            {"scopes": [{"scope": "0:kv", "keys": []}, {"scope": "x", "keys": []}]},
+            "scopes[1].scope",
+        ),
         ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": [], "more": 1}]}, "scopes[0].more"),
-        ("/v2/commit", {"scopes": [{"scope": "0:kv", "leases": [1], "lengths": [1], "checksums": [2**64]}]}, "scopes[0].checksums[0]"),
-        ("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["a"], "prefixes": ["x" * 2000]}]}, "scopes[0].prefixes[0]"),
+        (
+            "/v2/commit",
+            {"scopes": [{"scope": "0:kv", "leases": [1], "lengths": [1], "checksums": [2**64]}]},
+            "scopes[0].checksums[0]",
+        ),
+        (
+            "/v2/reserve",
+            {"scopes": [{"scope": "0:kv", "keys": ["a"], "prefixes": ["x" * 2000]}]},
+            "scopes[0].prefixes[0]",
+        ),
         ("/v2/reserve", {"scopes": [], "lease_seconds": 0}, "lease_seconds"),
         ("/v2/reserve", {"scopes": [], "owner": "x" * 2000}, "owner"),
-        ("/v2/initialize", {"scopes": [{"scope": "0:a", "slots": 1, "slot_bytes": 2**63}]}, "scopes[0].slot_bytes"),
-        ("/v2/initialize", {"scopes": [{"scope": "0:a", "slots": 1, "identity": "x" * 5000}]}, "scopes[0].identity"),
+        (
+            "/v2/initialize",
+            {"scopes": [{"scope": "0:a", "slots": 1, "slot_bytes": 2**63}]},
+            "scopes[0].slot_bytes",
+        ),
+        (
+            "/v2/initialize",
+            {"scopes": [{"scope": "0:a", "slots": 1, "identity": "x" * 5000}]},
+            "scopes[0].identity",
+        ),
         ("/0/reserve_and_allocate_page_indices", {"keys": [["a", ""], ["b", 1]]}, "keys[1][1]"),
-        ("/0/confirm_write", {"written_keys_to_confirm": [["a", 1], ["b", -1]]}, "written_keys_to_confirm[1][1]"),
+        (
+            "/0/confirm_write",
+            {"written_keys_to_confirm": [["a", 1], ["b", -1]]},
+            "written_keys_to_confirm[1][1]",
+        ),
         ("/0/exists", {}, "keys"),
-    ]  # fmt: skip
+    ]
 
     async def scenario():
         async with running() as caller:
@@ -85,14 +109,24 @@ def test_a_store_with_a_fault_of_its_own_is_an_answer():
 def test_long_requests_answer_as_short_ones_do(count):
     async def scenario():
         async with running(SlowStore()) as caller:
-            await caller.post("/v2/initialize", {"scopes": [*SCOPE["scopes"], {"scope": "1:kv", "slots": 100_000}]})
+            await caller.post(
+                "/v2/initialize",
+                {"scopes": [*SCOPE["scopes"], {"scope": "1:kv", "slots": 100_000}]},
+            )
             some = keys(count)
             both = [{"scope": "0:kv", "keys": some}, {"scope": "1:kv", "keys": some[:700]}]
             leases = (await caller.post("/v2/reserve", {"scopes": both})).json["scopes"]
             assert [len(part["leases"]) for part in leases] == [count, len(some[:700])]
-            assert len({lease for part in leases for lease in part["leases"]}) == count + len(some[:700])
+            assert len({lease for part in leases for lease in part["leases"]}) == count + len(
+                some[:700]
+            )
             parts = [
-                {"scope": f"{i}:kv", "leases": part["leases"], "lengths": [1] * len(part["leases"]), "checksums": part["leases"]}
+                {
+                    "scope": f"{i}:kv",
+                    "leases": part["leases"],
+                    "lengths": [1] * len(part["leases"]),
+                    "checksums": part["leases"],
+                }
                 for i, part in enumerate(leases)
             ]
             await caller.post("/v2/commit", {"scopes": parts})
@@ -106,8 +140,12 @@ def test_long_requests_answer_as_short_ones_do(count):
             gone = (await caller.post("/v2/delete", {"scopes": both})).json["scopes"]
             assert [sum(part["done"]) for part in gone] == [count, len(some[:700])]
             packed = msgspec.msgpack.encode({"scopes": both})
-            assert (await caller.send("POST", "/v2/touch", packed, content_type=MSGPACK)).status == 200
-            refused = await caller.post("/v2/touch", {"scopes": [*both, {"scope": "2:kv", "keys": ["a"]}]})
+            assert (
+                await caller.send("POST", "/v2/touch", packed, content_type=MSGPACK)
+            ).status == 200
+            refused = await caller.post(
+                "/v2/touch", {"scopes": [*both, {"scope": "2:kv", "keys": ["a"]}]}
+            )
             assert (refused.status, refused.json["field"]) == (404, "scopes[2].scope")
 
     run(scenario())
@@ -131,7 +169,10 @@ def test_a_long_request_that_comes_again_meanwhile_is_done_once():
         async with running(SlowStore()) as caller:
             await caller.post("/v2/initialize", SCOPE)
             request = {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]}
-            calls = [caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"}) for _ in range(3)]
+            calls = [
+                caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
+                for _ in range(3)
+            ]
             first, *others = await asyncio.gather(*calls)
             assert others == [first, first]
             assert set(first.json["scopes"][0]["states"]) == {"leased"}
@@ -141,7 +182,10 @@ def test_a_long_request_that_comes_again_meanwhile_is_done_once():
 
 def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(tmp_path):
     async def scenario():
-        request, once = {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]}, {"Idempotency-Key": "once"}
+        request, once = (
+            {"scopes": [{"scope": "0:kv", "keys": keys(2000)}]},
+            {"Idempotency-Key": "once"},
+        )
         async with reopened(tmp_path) as caller:
             await caller.post("/v2/initialize", SCOPE)
             desk, done = caller.app.server.desk, []
@@ -183,12 +227,21 @@ def test_others_write_while_a_long_request_is_done():
 
             async def write():
                 await asyncio.sleep(0)
-                await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(1, "new")}]})
+                await caller.post(
+                    "/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(1, "new")}]}
+                )
                 order.append("reserved")
 
             await asyncio.gather(delete(), write())
             assert order == ["reserved", "deleted"]
-            assert max(len(slots.states.states) for group in store.written[-20:] for slots in group.slots.values()) < 2000
+            assert (
+                max(
+                    len(slots.states.states)
+                    for group in store.written[-20:]
+                    for slots in group.slots.values()
+                )
+                < 2000
+            )
 
     run(scenario())
 
@@ -201,7 +254,9 @@ def test_others_are_served_while_a_long_request_is_done():
             order = []
 
             async def delete():
-                await caller.post("/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(16_000)}]})
+                await caller.post(
+                    "/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(16_000)}]}
+                )
                 order.append("deleted")
 
             async def look():
@@ -222,8 +277,12 @@ def test_requests_that_arrive_together_share_a_transaction():
             await caller.post("/v2/initialize", SCOPE)
             before = len(store.written)
             store.gate.clear()
-            requests = [{"scopes": [{"scope": "0:kv", "keys": keys(4, f"{i}-")}]} for i in range(40)]
-            asked = [asyncio.create_task(caller.post("/v2/reserve", request)) for request in requests]
+            requests = [
+                {"scopes": [{"scope": "0:kv", "keys": keys(4, f"{i}-")}]} for i in range(40)
+            ]
+            asked = [
+                asyncio.create_task(caller.post("/v2/reserve", request)) for request in requests
+            ]
             while caller.service.list_scopes().scopes[0].leased < 160:
                 await asyncio.sleep(0)
             store.gate.set()
@@ -245,8 +304,12 @@ def test_nothing_is_answered_before_it_is_written():
             await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(1)}]})
             assert time.monotonic() - begin >= 0.2
             begin = time.monotonic()
-            pinned = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": keys(1)}], "pin_seconds": 1})
-            assert pinned.json["pin"] == 0, "a leased page is not live: there was nothing to pin, nor to write"
+            pinned = await caller.post(
+                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": keys(1)}], "pin_seconds": 1}
+            )
+            assert pinned.json["pin"] == 0, (
+                "a leased page is not live: there was nothing to pin, nor to write"
+            )
 
     run(scenario())
 
@@ -264,9 +327,9 @@ def test_a_store_that_fails_is_told_and_nothing_is_lost():
             assert (await caller.send("GET", "/readyz")).status == 503
             assert (await caller.send("GET", "/healthz")).status == 200
             store.error = None
-            assert (await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})).json["scopes"][0][
-                "states"
-            ] == ["busy"] * 3
+            assert (
+                await caller.post("/v2/reserve", request, headers={"Idempotency-Key": "once"})
+            ).json["scopes"][0]["states"] == ["busy"] * 3
             # What could not be written went with the next group.
             assert list(slots_of(store.written[-1].slots[1].states.slots, 3)) == [0, 1, 2]
             assert (await caller.send("GET", "/readyz")).status == 200
@@ -290,7 +353,8 @@ def test_what_was_accepted_is_written_at_the_end():
 
 
 @pytest.mark.parametrize(
-    ("content_type", "answered"), [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")]
+    ("content_type", "answered"),
+    [("text/html", "application/json"), (MSGPACK, MSGPACK), ("", "application/json")],
 )
 def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answered):
     async def scenario():
@@ -307,7 +371,9 @@ def test_scopes_are_limited():
         async with running(service=MetadataService(most_scopes=2)) as caller:
             for i, status in ((0, 204), (1, 204), (2, 413), (1, 204)):
                 assert (await caller.post(f"/{i}/initialize", {"num_pages": 5})).status == status
-            refused = await caller.post("/v2/initialize", {"scopes": [{"scope": "7:kv", "slots": 1}]})
+            refused = await caller.post(
+                "/v2/initialize", {"scopes": [{"scope": "7:kv", "slots": 1}]}
+            )
             assert (refused.status, refused.json["field"]) == (413, "scopes")
 
     run(scenario())
@@ -322,7 +388,9 @@ def test_bodies_come_in_pieces_and_have_a_limit():
             assert (await caller.send("POST", "/v2/lookup", body, pieces=7)).status == 200
             long = b"[" + b" " * 70_000
             assert (await caller.send("POST", "/v2/lookup", long, pieces=7)).status == 413
-            assert (await caller.send("POST", "/v2/lookup", b"", headers={"content-length": "70001"})).status == 413
+            assert (
+                await caller.send("POST", "/v2/lookup", b"", headers={"content-length": "70001"})
+            ).status == 413
 
     run(scenario())
 
@@ -334,7 +402,9 @@ def test_the_description_is_that_of_the_types():
             assert set(ROUTES) <= set(described["paths"])
             assert "/{rank}/confirm_write" in described["paths"]
             reserve = described["paths"]["/v2/reserve"]["post"]
-            assert reserve["requestBody"]["content"][MSGPACK]["schema"] == {"$ref": "#/components/schemas/Reserve"}
+            assert reserve["requestBody"]["content"][MSGPACK]["schema"] == {
+                "$ref": "#/components/schemas/Reserve"
+            }
             schemas = described["components"]["schemas"]
             assert schemas["ReserveScope"]["properties"]["prefixes"]["type"] == "array"
             assert {"Problem", "Leased", "Found", "CompatibleKeys"} <= set(schemas)
@@ -350,7 +420,9 @@ def test_what_a_browser_gets_refers_to_nothing_outside():
                 assert answer.status == 200, path
                 assert set(ADDRESS.findall(answer.body)) <= {SVG}, path
             for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
-                assert (await caller.send("GET", path)).status == 404, "FastAPI's own load scripts from elsewhere"
+                assert (await caller.send("GET", path)).status == 404, (
+                    "FastAPI's own load scripts from elsewhere"
+                )
 
     run(scenario())
 
@@ -374,7 +446,9 @@ def test_what_was_asked_for_is_counted_as_hits_and_misses():
         async with running() as caller:
             await caller.post("/v2/initialize", SCOPE)
             await caller.store("0:kv", keys(3))
-            await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": [*keys(2), "absent"]}]})
+            await caller.post(
+                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": [*keys(2), "absent"]}]}
+            )
             await caller.post("/0/exists", {"keys": ["absent", *keys(3)]})
             await caller.post("/0/get_page_indices", {"keys": ["absent", "absent"]})
             told = (await caller.send("GET", "/v2/scopes")).json["scopes"][0]

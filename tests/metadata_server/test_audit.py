@@ -47,7 +47,10 @@ def test_who_has_done_what(tmp_path):
 
     run(scenario())
     found = lines(tmp_path / "audit")
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time")) for line in found)
+    assert all(
+        re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
+        for line in found
+    )
     operator = {"token": "admin-", "tenant": "", "peer": "test:1"}
     assert [line for line in found if line["event"] == "request"] == [
         {"event": "request", **operator, "route": "/v2/clear", "scopes": [SCOPE], "status": 200},
@@ -55,7 +58,13 @@ def test_who_has_done_what(tmp_path):
         {"event": "request", **operator, "route": "/v2/fsck", "scopes": [SCOPE], "status": 200},
         {"event": "request", **operator, "route": "/v2/drain", "enabled": True, "status": 200},
         {"event": "request", **operator, "route": "/v2/export", "scopes": [SCOPE], "status": 200},
-        {"event": "request", **operator, "route": "/{rank}/clear", "scopes": [SCOPE], "status": 204},
+        {
+            "event": "request",
+            **operator,
+            "route": "/{rank}/clear",
+            "scopes": [SCOPE],
+            "status": 204,
+        },
         {"event": "request", **operator, "route": "/v2/clear", "scopes": ["9:kv"], "status": 404},
         {"event": "request", **operator, "route": "/v2/drain", "status": 400},
     ]
@@ -76,7 +85,10 @@ def test_many_refusals_are_some_lines_and_a_number(tmp_path):
         now[0] = 1.0
         audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
     found = lines(tmp_path / "audit")
-    assert [line["peer"].partition(":")[0] for line in found] == ["10.0.0.1"] * int(BURST) + ["10.0.0.2", "10.0.0.1"]
+    assert [line["peer"].partition(":")[0] for line in found] == ["10.0.0.1"] * int(BURST) + [
+        "10.0.0.2",
+        "10.0.0.1",
+    ]
     assert [line.get("not_written", 0) for line in found] == [0] * (int(BURST) + 1) + [1000 - BURST]
 
 
@@ -126,7 +138,11 @@ def test_without_a_file_all_goes_to_the_log(capsys):
         audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
         audit.write("reload", what="tokens", result="done", reason="")
     told = [msgspec.json.decode(line) for line in capsys.readouterr().err.splitlines()]
-    assert [(line["event"], line["of"]) for line in told] == [("audit", "request"), ("audit", "refused"), ("audit", "reload")]
+    assert [(line["event"], line["of"]) for line in told] == [
+        ("audit", "request"),
+        ("audit", "refused"),
+        ("audit", "reload"),
+    ]
     assert told[2]["what"] == "tokens"
 
 
@@ -137,7 +153,11 @@ def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
     async def scenario():
         async with running(**guarded(tmp_path, "")) as caller:
             caller.service.tenants.of_scope = None
-            reply = await caller.post("/v2/lookup", {"scopes": [{"scope": SCOPE, "keys": ["k"]}]}, headers=bearer("write-"))
+            reply = await caller.post(
+                "/v2/lookup",
+                {"scopes": [{"scope": SCOPE, "keys": ["k"]}]},
+                headers=bearer("write-"),
+            )
             assert (reply.status, reply.json["code"]) == (500, "internal")
 
     run(scenario())
@@ -161,16 +181,23 @@ class Given:
     def __init__(self, directory):
         self.directory = directory
         self.audit, self.tokens = directory / "audit.jsonl", directory / "tokens.json"
-        self.by_name = {name: new_token() for name in ("read", "write", "admin", "env", "acme", "late", "later", "never")}
+        self.by_name = {
+            name: new_token()
+            for name in ("read", "write", "admin", "env", "acme", "late", "later", "never")
+        }
         certificate, key = Authority(directory).sign("server")
-        self.secrets = [*self.by_name.values(), *[line for line in key.read_text().splitlines() if "-----" not in line]]
+        self.secrets = [
+            *self.by_name.values(),
+            *[line for line in key.read_text().splitlines() if "-----" not in line],
+        ]
         with changing(self.tokens) as records:
             for name in ("read", "write", "admin"):
                 records[name] = record_of(self.by_name[name], name, name=name)
             records["acme"] = record_of(self.by_name["acme"], "admin", name="acme", tenant="acme")
         (directory / "quotas").write_text("[default]\nmost_scopes = 3\n")
         self.place = Served(
-            command=f"{DURABLE} --log-level debug --token-file {self.tokens} --audit-file {self.audit} --tls-certificate {certificate} "
+            command=f"{DURABLE} --log-level debug --token-file {self.tokens} --audit-file "
+            f"{self.audit} --tls-certificate {certificate} "
             f"--tls-key {key} --tenants-file {directory / 'quotas'}"
         )
 
@@ -185,7 +212,9 @@ def trusting(wire, authority):
 
     from hicache_metadata_server.client.tls import client_context
 
-    connection = http.client.HTTPSConnection(wire._host, wire._port, timeout=20, context=client_context(ca=str(authority)))
+    connection = http.client.HTTPSConnection(
+        wire._host, wire._port, timeout=20, context=client_context(ca=str(authority))
+    )
     wire._local.connection = connection
     wire._open.append(connection)
     return connection
@@ -197,7 +226,9 @@ def test_nothing_that_a_server_writes_holds_a_secret(tmp_path, monkeypatch):
     with given.place as place:
         answers = list(everything_asked(given))
         spoil(given)
-        answers += [reply for name in ("env", "later") for reply in asked_by(given, given.by_name[name])]
+        answers += [
+            reply for name in ("env", "later") for reply in asked_by(given, given.by_name[name])
+        ]
         command_line = Path(f"/proc/{place._process.pid}/cmdline").read_text()
         os.kill(place._process.pid, signal.SIGTERM)
         place._process.wait(30)
@@ -222,7 +253,11 @@ def asked_by(given, token):
     """All routes, and requests with the token in the wrong place."""
     with closing(given.wire(token)) as wire:
         for asked in every_route(lease=1, pin=1):
-            yield wire.send(asked.method, asked.path, None if asked.body is None else msgspec.json.encode(asked.body))
+            yield wire.send(
+                asked.method,
+                asked.path,
+                None if asked.body is None else msgspec.json.encode(asked.body),
+            )
         for path in (
             f"/{token}",
             f"/0/{token}",
@@ -236,13 +271,21 @@ def asked_by(given, token):
             wire.send("POST", path, b"{")
         yield wire.send("POST", "/v2/lookup", b"{")
         wire.send("POST", "/v2/lookup", token.encode())
-        wire.send("GET", "/v2", None, headers={"X-Token": token, "Cookie": token, "Idempotency-Key": token})
+        wire.send(
+            "GET",
+            "/v2",
+            None,
+            headers={"X-Token": token, "Cookie": token, "Idempotency-Key": token},
+        )
 
 
 def spoil(given):
     """Files that are bad, with tokens in them where none belong, then a good one."""
     good = given.tokens.read_bytes()
-    for bad in (f"write {given.by_name['never']}\n", f'{{"version": 1, "tokens": ["{given.by_name["never"]}"]}}'):
+    for bad in (
+        f"write {given.by_name['never']}\n",
+        f'{{"version": 1, "tokens": ["{given.by_name["never"]}"]}}',
+    ):
         until_audited(given, partial(given.tokens.write_text, bad), "failed")
     given.tokens.write_bytes(good)
     with changing(given.tokens) as records:
@@ -252,7 +295,9 @@ def spoil(given):
 
 def until_audited(given, change, result):
     def seen():
-        return sum(line["event"] == "reload" and line["result"] == result for line in lines(given.audit))
+        return sum(
+            line["event"] == "reload" and line["result"] == result for line in lines(given.audit)
+        )
 
     before = seen()
     change()

@@ -1,4 +1,5 @@
-"""What it costs to refuse a body: no more than a body of its size may cost, and nobody waits for two of them."""
+"""What it costs to refuse a body: no more than a body of its size may cost, and nobody waits for
+two of them."""
 
 from __future__ import annotations
 
@@ -30,21 +31,33 @@ def refused(body, content_type, reader=LOOKUP):
 
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
 @pytest.mark.parametrize("wrong", [0, 255, 256, 20_000, 29_999])
-def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(monkeypatch, content_type, wrong):
+def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(
+    monkeypatch, content_type, wrong
+):
     keys = ["k"] * 30_000
     keys[wrong] = None
-    body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": ["k"]}, {"scope": "0:kv", "keys": keys}]})
+    body = ENCODE[content_type](
+        {"scopes": [{"scope": "0:kv", "keys": ["k"]}, {"scope": "0:kv", "keys": keys}]}
+    )
     calls, convert = [], msgspec.convert
-    monkeypatch.setattr(bodies.msgspec, "convert", lambda *args, **kwargs: calls.append(0) or convert(*args, **kwargs))
+    monkeypatch.setattr(
+        bodies.msgspec,
+        "convert",
+        lambda *args, **kwargs: calls.append(0) or convert(*args, **kwargs),
+    )
     assert refused(body, content_type) == (422, f"scopes[1].keys[{wrong}]")
     assert len(calls) < 30_000 / bodies.TOGETHER + bodies.TOGETHER + 20
 
 
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
-@pytest.mark.parametrize("model", ["", "m" * 513, "two\nlines", "line\n", "\x1b[31mred", "nul\0", "\x9b1m", None, 7])
+@pytest.mark.parametrize(
+    "model", ["", "m" * 513, "two\nlines", "line\n", "\x1b[31mred", "nul\0", "\x9b1m", None, 7]
+)
 def test_the_name_of_a_model_is_one_line(content_type, model):
     reader = Body(p.Describe, CONTENT_TYPES)
-    assert refused(ENCODE[content_type]({"scope": "0:kv", "model": model}), content_type, reader) == (422, "model")
+    assert refused(
+        ENCODE[content_type]({"scope": "0:kv", "model": model}), content_type, reader
+    ) == (422, "model")
     longest = p.Describe(scope="0:kv", model="м" * 512)
     assert reader.decode(ENCODE[content_type](longest), content_type) == longest
 
@@ -61,12 +74,24 @@ def test_what_holds_too_many_values_is_refused_before_any_is_made(monkeypatch, c
 def test_commas_in_keys_are_no_values():
     keys = ["," * 500] * 2_000 + ['\\",' * 100] * 2_000
     assert (
-        LOOKUP.decode(msgspec.json.encode(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)])), JSON).scopes[0].keys == keys
+        LOOKUP.decode(
+            msgspec.json.encode(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)])), JSON
+        )
+        .scopes[0]
+        .keys
+        == keys
     )
 
 
 @pytest.mark.parametrize(
-    "body", [b'"' * 300_000, b'{"scopes":["' + b'\\",' * 100_000, b'"\\' * 150_000, b"," * 300_000, b"[" * 300_000]
+    "body",
+    [
+        b'"' * 300_000,
+        b'{"scopes":["' + b'\\",' * 100_000,
+        b'"\\' * 150_000,
+        b"," * 300_000,
+        b"[" * 300_000,
+    ],
 )
 def test_what_is_no_json_is_looked_at_once(body):
     """A search that began anew at each quote would take minutes."""
@@ -76,10 +101,20 @@ def test_what_is_no_json_is_looked_at_once(body):
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
 def test_the_largest_requests_within_the_limits_are_read(content_type):
     count, scopes = DEFAULTS.keys, DEFAULTS.scopes
-    keys, numbers = ["," * 100 + str(i) for i in range(count // scopes)], [2**64 - 1] * (count // scopes)
+    keys, numbers = (
+        ["," * 100 + str(i) for i in range(count // scopes)],
+        [2**64 - 1] * (count // scopes),
+    )
     for message in (
-        p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=keys)] * scopes, owner="o", lease_seconds=1.5),
-        p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=numbers, lengths=numbers, checksums=numbers)] * scopes),
+        p.Reserve(
+            scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=keys)] * scopes,
+            owner="o",
+            lease_seconds=1.5,
+        ),
+        p.Commit(
+            scopes=[p.CommitScope(scope="0:kv", leases=numbers, lengths=numbers, checksums=numbers)]
+            * scopes
+        ),
         p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys, generations=numbers)] * scopes),
     ):
         body = ENCODE[content_type](message)
@@ -91,7 +126,12 @@ def test_the_largest_requests_within_the_limits_are_read(content_type):
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(max_size=300),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text()
+    | st.binary(max_size=300),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
     max_leaves=30,
 )
@@ -132,11 +172,17 @@ def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
 
             monkeypatch.setattr(Body, "decode", read)
             counting = asyncio.create_task(count_turns())
-            body = msgspec.json.encode({"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]})
-            replies = await asyncio.gather(*(caller.send("POST", "/v2/lookup", body) for _ in range(6)))
+            body = msgspec.json.encode(
+                {"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]}
+            )
+            replies = await asyncio.gather(
+                *(caller.send("POST", "/v2/lookup", body) for _ in range(6))
+            )
             ended = True
             await counting
-            assert {(reply.status, reply.json["field"]) for reply in replies} == {(422, "scopes[0].keys[1]")}
+            assert {(reply.status, reply.json["field"]) for reply in replies} == {
+                (422, "scopes[0].keys[1]")
+            }
             assert len(read_in) == len(set(read_in)) == 6, "two were read in one turn"
 
     run(scenario())
@@ -149,9 +195,13 @@ def test_what_is_refused_for_its_size_is_not_read_for_the_slowest_calls(monkeypa
         async with running() as caller:
             seen = []
             monkeypatch.setattr(
-                caller.app.server.recorder, "add", lambda asked, status, seconds, body: seen.append((status, body))
+                caller.app.server.recorder,
+                "add",
+                lambda asked, status, seconds, body: seen.append((status, body)),
             )
-            body = msgspec.json.encode({"scopes": [], "keys": ["k"] * (most_values(DEFAULTS) // 2 + 1)})
+            body = msgspec.json.encode(
+                {"scopes": [], "keys": ["k"] * (most_values(DEFAULTS) // 2 + 1)}
+            )
             assert (await caller.send("POST", "/v2/lookup", body)).status == 413
             assert seen == [(413, b"")]
 

@@ -60,7 +60,9 @@ def test_scopes_are_listed_and_emptied(place):
     [listed] = map(msgspec.json.decode, hicache("scopes", "--json", *where).output.splitlines())
     assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
     assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages forgotten\n"
-    assert "scope '0:none' is not initialized" in " ".join(hicache("clear", "0:none", *where).output.split())
+    assert "scope '0:none' is not initialized" in " ".join(
+        hicache("clear", "0:none", *where).output.split()
+    )
     assert "permits read, and that needs write" in " ".join(
         hicache("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
     )
@@ -73,7 +75,10 @@ def test_scopes_are_listed_with_their_models():
     with served() as (place, client):
         client.http.post("/0/initialize", {"num_pages": 50})
         client.http.post("/v2/describe", {"scope": "0:kv", "model": "org/[bold]model[/]"})
-        assert "org/[bold]model[/]" in hicache("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
+        assert (
+            "org/[bold]model[/]"
+            in hicache("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
+        )
         listed = msgspec.json.decode(hicache("scopes", "--json", "--url", place.url).output)
         assert listed["model"] == "org/[bold]model[/]"
 
@@ -83,10 +88,16 @@ def test_refusals_are_sentences(place):
     for arguments, said in (
         (
             ("scopes", "--url", url),
-            "needs a bearer token that it knows (header Authorization: Bearer TOKEN) (401 unauthorized); --token-file FILE",
+            (
+                "needs a bearer token that it knows (header Authorization: Bearer TOKEN) (401 "
+                "unauthorized); --token-file FILE"
+            ),
         ),
         (("drain", "--url", url, "--token-file", reader), "permits read, and that needs admin"),
-        (("inspect", "9:kv", "--url", url, "--token-file", token), "scope '9:kv' is not initialized"),
+        (
+            ("inspect", "9:kv", "--url", url, "--token-file", token),
+            "scope '9:kv' is not initialized",
+        ),
         (("inspect", "nonsense", "--url", url, "--token-file", token), "422"),
         (("status", "--url", "http://127.0.0.1:9"), "does not answer"),
         (("status", "--wait", "0.2", "--url", "http://127.0.0.1:9"), "does not answer"),
@@ -121,7 +132,10 @@ def test_settings_that_cannot_be(arguments, said):
 
 
 def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
-    tokens, store = write_tokens(tmp_path / "tokens.json", a="read one"), f"sqlite:///{tmp_path}/m.db"
+    tokens, store = (
+        write_tokens(tmp_path / "tokens.json", a="read one"),
+        f"sqlite:///{tmp_path}/m.db",
+    )
     monkeypatch.setenv("HICACHE_METADATA_QUARANTINE_SECOND", "1")
     main = "from hicache_storage.cli.main import main; main()"
 
@@ -131,12 +145,19 @@ def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     done = checked("--store", store, "--token-file", str(tokens), "--log-format", "json")
-    assert (done.returncode, done.stdout) == (0, "a server would start with these settings\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "a server would start with these settings\n"), (
+        done.stderr
+    )
     [warning] = map(msgspec.json.decode, done.stderr.splitlines())
-    assert (warning["event"], warning["nearest"]) == ("unknown_setting", "HICACHE_METADATA_QUARANTINE_SECONDS")
+    assert (warning["event"], warning["nearest"]) == (
+        "unknown_setting",
+        "HICACHE_METADATA_QUARANTINE_SECONDS",
+    )
     assert list(tmp_path.iterdir()) == [tokens], "nothing was made"
     warned = [msgspec.json.decode(line)["event"] for line in checked().stderr.splitlines()]
-    assert warned == ["unknown_setting", "no_store"], "memory: is the default, and a restart forgets it"
+    assert warned == ["unknown_setting", "no_store"], (
+        "memory: is the default, and a restart forgets it"
+    )
     for arguments, said in (
         (("--store", f"sqlite:///{tmp_path}/nowhere/m.db"), "there is no directory"),
         (("--store", store, "--token-file", str(tmp_path / "none")), "No such file"),
@@ -159,7 +180,13 @@ def test_settings_from_the_environment(monkeypatch):
 
 def test_variables_that_are_no_settings_are_noticed():
     found = misspelt(
-        ["HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_TOKEN", "HICACHE_METADATA_PORT", "HICACHE_METADATA_X9", "HOME"]
+        [
+            "HICACHE_METADATA_QUARANTINE_SECOND",
+            "HICACHE_METADATA_TOKEN",
+            "HICACHE_METADATA_PORT",
+            "HICACHE_METADATA_X9",
+            "HOME",
+        ]
     )
     assert list(found) == [
         ("HICACHE_METADATA_QUARANTINE_SECOND", "HICACHE_METADATA_QUARANTINE_SECONDS"),
@@ -170,8 +197,10 @@ def test_variables_that_are_no_settings_are_noticed():
 def test_the_state_machine_needs_no_server():
     """The driver's local client uses it in processes that have neither FastAPI nor SQLite open."""
     script = (
-        "import sys, hicache_metadata_server.core.service, hicache_metadata_server.core.sglang, hicache_metadata_server.cli.main\n"
-        "heavy = {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', 'torch'} & set(sys.modules)\n"
+        "import sys, hicache_metadata_server.core.service, hicache_metadata_server.core.sglang, "
+        "hicache_metadata_server.cli.main\n"
+        "heavy = {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', "
+        "'torch'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

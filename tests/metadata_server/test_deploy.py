@@ -1,4 +1,5 @@
-"""What `deploy/` tells other programs: against what the server really has, and against what those programs read."""
+"""What `deploy/` tells other programs: against what the server really has, and against what those
+programs read."""
 
 from __future__ import annotations
 
@@ -49,8 +50,14 @@ def test_the_unit():
 
 def complaints_about(unit):
     """Of systemd's own verifier, but that nothing is installed in /opt here."""
-    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
-    return [line for line in done.stderr.splitlines() if "hicache" in line and "not executable" not in line]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
+    )
+    return [
+        line
+        for line in done.stderr.splitlines()
+        if "hicache" in line and "not executable" not in line
+    ]
 
 
 def test_a_unit_that_is_wrong_is_complained_about(tmp_path):
@@ -62,13 +69,23 @@ def test_a_unit_that_is_wrong_is_complained_about(tmp_path):
 def test_the_unit_is_as_tight_as_the_page_says():
     """Its exposure by systemd's own reckoning, times ten."""
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager", UNIT]
-    assert subprocess.run([*command, "--threshold=15"], capture_output=True, check=False).returncode == 0
-    assert subprocess.run([*command, "--threshold=13"], capture_output=True, check=False).returncode != 0
+    assert (
+        subprocess.run([*command, "--threshold=15"], capture_output=True, check=False).returncode
+        == 0
+    )
+    assert (
+        subprocess.run([*command, "--threshold=13"], capture_output=True, check=False).returncode
+        != 0
+    )
 
 
 def test_the_manifest():
     service, policy, server = manifests()
-    assert (service["kind"], policy["kind"], server["kind"]) == ("Service", "NetworkPolicy", "StatefulSet")
+    assert (service["kind"], policy["kind"], server["kind"]) == (
+        "Service",
+        "NetworkPolicy",
+        "StatefulSet",
+    )
     assert server["spec"]["replicas"] == 1, "one server owns the store"
     template = server["spec"]["template"]
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
@@ -85,7 +102,9 @@ def manifests(name="kubernetes.yaml"):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-@pytest.mark.parametrize("name", [*MANIFESTS, "kubernetes-backup.yaml", "kubernetes-servicemonitor.yaml"])
+@pytest.mark.parametrize(
+    "name", [*MANIFESTS, "kubernetes-backup.yaml", "kubernetes-servicemonitor.yaml"]
+)
 def test_manifests_are_what_kubernetes_takes(name, version):
     for part in manifests(name):
         if part["kind"] == "ServiceMonitor":
@@ -104,21 +123,32 @@ def test_the_manifest_of_several_servers(monkeypatch):
     spec = servers["spec"]["template"]["spec"]
     [container] = spec["containers"]
     labels = servers["spec"]["template"]["metadata"]["labels"]
-    for selector in (service["spec"]["selector"], *(part["spec"]["selector"]["matchLabels"] for part in (budget, servers))):
+    for selector in (
+        service["spec"]["selector"],
+        *(part["spec"]["selector"]["matchLabels"] for part in (budget, servers)),
+    ):
         assert selector.items() <= labels.items()
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert budget["spec"]["minAvailable"] < servers["spec"]["replicas"]
     given = {variable["name"]: variable["value"] for variable in container["env"]}
-    settings = ServerSettings(**{VARIABLE.fullmatch(name)[1].lower(): value for name, value in given.items()})
+    settings = ServerSettings(
+        **{VARIABLE.fullmatch(name)[1].lower(): value for name, value in given.items()}
+    )
     # Its files lie in what is mounted, and it may go where Redis and its name are.
-    monkeypatch.setattr(Path, "is_file", lambda path: str(path).startswith(tuple(mounts(container))))
+    monkeypatch.setattr(
+        Path, "is_file", lambda path: str(path).startswith(tuple(mounts(container)))
+    )
     store = address_of(settings.store)
     assert store.tls is not None
     assert store.login.password_file
-    ports = [(one["protocol"], one["port"]) for rule in policy["spec"]["egress"] for one in rule["ports"]]
+    ports = [
+        (one["protocol"], one["port"]) for rule in policy["spec"]["egress"] for one in rule["ports"]
+    ]
     assert ("TCP", store.hosts[0][1]) in ports
     assert {("UDP", 53), ("TCP", 53)} <= set(ports)
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in spec["volumes"]
+    }
 
 
 def mounts(container):
@@ -131,8 +161,14 @@ def test_metrics_are_collected_with_a_token():
         assert "prometheus.io" not in (DEPLOY / name).read_text()
         service = manifests(name)[0]
         monitor, policy = manifests("kubernetes-servicemonitor.yaml")
-        assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "ServiceMonitor")
-        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        assert (monitor["apiVersion"], monitor["kind"]) == (
+            "monitoring.coreos.com/v1",
+            "ServiceMonitor",
+        )
+        assert (
+            monitor["spec"]["selector"]["matchLabels"].items()
+            <= service["metadata"]["labels"].items()
+        )
         [endpoint] = monitor["spec"]["endpoints"]
         assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
         assert endpoint["path"] == "/metrics"
@@ -152,28 +188,51 @@ def test_scheduled_backups_are_made(tmp_path, kind):
         _, job = manifests("kubernetes-backup.yaml")
         spec = job["spec"]["jobTemplate"]["spec"]["template"]["spec"]
         [container] = spec["containers"]
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {
+            volume["name"] for volume in spec["volumes"]
+        }
         labels = job["spec"]["jobTemplate"]["spec"]["template"]["metadata"]["labels"]
-        assert manifests()[1]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels.items()
+        assert (
+            manifests()[1]["spec"]["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items()
+            <= labels.items()
+        )
         command = [*container["command"], *container["args"]]
         url = f"http://{manifests()[0]['metadata']['name']}:18000"
     else:
         unit = DEPLOY / "hicache-metadata-backup.service"
-        assert complaints_about(unit) == complaints_about(DEPLOY / "hicache-metadata-backup.timer") == []
+        assert (
+            complaints_about(unit)
+            == complaints_about(DEPLOY / "hicache-metadata-backup.timer")
+            == []
+        )
         [line] = re.findall("^ExecStart=(.*)$", unit.read_text(), re.MULTILINE)
-        command, url = shlex.split(line.replace("$$", "$").replace("%%", "%")), "http://127.0.0.1:18000"
+        command, url = (
+            shlex.split(line.replace("$$", "$").replace("%%", "%")),
+            "http://127.0.0.1:18000",
+        )
     main = f"{sys.executable} -c 'from hicache_storage.cli.main import main; main()'"
     with served(f"{SERVE} --token-file {tmp_path}/tokens.json", "all") as (place, client):
         client.http.post("/0/initialize", {"num_pages": 50})
         for there, here in {
-            url: place.url, "/backups/": f"{tmp_path}/", "/secrets/token": f"{tmp_path}/token", "/opt/hicache/bin/python": sys.executable,
-            "/etc/hicache-metadata/backup.token": f"{tmp_path}/token", "/opt/hicache/bin/hicache": main,
-        }.items():  # fmt: skip
+            url: place.url,
+            "/backups/": f"{tmp_path}/",
+            "/secrets/token": f"{tmp_path}/token",
+            "/opt/hicache/bin/python": sys.executable,
+            "/etc/hicache-metadata/backup.token": f"{tmp_path}/token",
+            "/opt/hicache/bin/hicache": main,
+        }.items():
             command[-1] = command[-1].replace(there, here)
         # The second week takes the place of the first.
         for _ in range(2):
-            subprocess.run(command, check=True, env={**os.environ, "STATE_DIRECTORY": str(tmp_path)}, timeout=60)
-    assert [file.stem for file in tmp_path.glob("*.backup")] == [f"metadata-{datetime.now().astimezone().isoweekday()}"]
+            subprocess.run(
+                command,
+                check=True,
+                env={**os.environ, "STATE_DIRECTORY": str(tmp_path)},
+                timeout=60,
+            )
+    assert [file.stem for file in tmp_path.glob("*.backup")] == [
+        f"metadata-{datetime.now().astimezone().isoweekday()}"
+    ]
 
 
 def test_the_unit_may_do_little():
@@ -182,9 +241,17 @@ def test_the_unit_may_do_little():
     unit.read(DEPLOY / "hicache-metadata.service")
     service = unit["Service"]
     for name, value in {
-        "NoNewPrivileges": "yes", "ProtectSystem": "strict", "ProtectHome": "yes", "PrivateTmp": "yes", "PrivateDevices": "yes",
-        "CapabilityBoundingSet": "", "RestrictSUIDSGID": "yes", "ProtectProc": "invisible", "UMask": "0077", "StateDirectoryMode": "0700",
-    }.items():  # fmt: skip
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "ProtectHome": "yes",
+        "PrivateTmp": "yes",
+        "PrivateDevices": "yes",
+        "CapabilityBoundingSet": "",
+        "RestrictSUIDSGID": "yes",
+        "ProtectProc": "invisible",
+        "UMask": "0077",
+        "StateDirectoryMode": "0700",
+    }.items():
         assert service[name] == value, name
     assert service["User"] not in ("", "root")
     assert "-HUP" in service["ExecReload"]
@@ -199,7 +266,11 @@ def test_the_pod_may_do_little(name):
     assert pod["runAsUser"] >= 10000
     assert spec["automountServiceAccountToken"] is False
     may = container["securityContext"]
-    assert (may["readOnlyRootFilesystem"], may["allowPrivilegeEscalation"], may["privileged"]) == (True, False, False)
+    assert (may["readOnlyRootFilesystem"], may["allowPrivilegeEscalation"], may["privileged"]) == (
+        True,
+        False,
+        False,
+    )
     assert may["capabilities"] == {"drop": ["ALL"]}
     # Neither group nor others may change the tokens, or the server refuses them.
     modes = [volume["secret"]["defaultMode"] for volume in spec["volumes"] if "secret" in volume]
@@ -227,16 +298,29 @@ def test_the_image_installs_what_the_server_needs():
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = {*extras["server"], *extras["redis"], *extras["cli"], *project["dependencies"]}
-    wanted -= {"hicache-storage[cli]", "hicache-storage[server]", *(one for one in wanted if one.startswith("torch"))}
-    assert set(re.findall(r'"([a-z-]+[<>=][^"]*)"', (DEPLOY / "Containerfile").read_text())) == wanted
+    wanted -= {
+        "hicache-storage[cli]",
+        "hicache-storage[server]",
+        *(one for one in wanted if one.startswith("torch")),
+    }
+    assert (
+        set(re.findall(r'"([a-z-]+[<>=][^"]*)"', (DEPLOY / "Containerfile").read_text())) == wanted
+    )
 
 
 def test_hadolint_finds_nothing_in_the_image():
     hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run([hadolint, "--no-color", DEPLOY / "Containerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [hadolint, "--no-color", DEPLOY / "Containerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "")
     spoiled = (DEPLOY / "Containerfile").read_text().replace("python:3.12-slim", "python:latest")
-    done = subprocess.run([hadolint, "--no-color", "-"], input=spoiled, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [hadolint, "--no-color", "-"], input=spoiled, capture_output=True, text=True, check=False
+    )
     assert "DL3007" in done.stdout
 
 
@@ -246,7 +330,11 @@ def lost(before, after, path=""):
         return [
             one
             for name in before
-            for one in (lost(before[name], after[name], f"{path}.{name}") if name in after else [f"{path}.{name}"])
+            for one in (
+                lost(before[name], after[name], f"{path}.{name}")
+                if name in after
+                else [f"{path}.{name}"]
+            )
         ]
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return [one for some in zip(before, after, strict=True) for one in lost(*some, f"{path}[]")]
@@ -254,7 +342,8 @@ def lost(before, after, path=""):
 
 
 def test_grafana_knows_every_field_of_the_dashboard():
-    """Read into Grafana's own models of 11.6 and written again, nothing is missing: what they do not know they leave out."""
+    """Read into Grafana's own models of 11.6 and written again, nothing is missing: what they do
+    not know they leave out."""
     register_default_plugins()
     raw = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     read = Dashboard.from_json(raw)
@@ -263,6 +352,10 @@ def test_grafana_knows_every_field_of_the_dashboard():
     panels = [panel for panel in read.panels if isinstance(panel, Panel)]
     assert len(panels) > 50
     assert all(isinstance(panel.options, timeseries.Options) for panel in panels)
-    assert all(isinstance(target, prometheus.Dataquery) for panel in panels for target in panel.targets)
+    assert all(
+        isinstance(target, prometheus.Dataquery) for panel in panels for target in panel.targets
+    )
     raw["panels"][1]["fieldConfigs"] = {}
-    assert ".panels[].fieldConfigs" in lost(raw, json.loads(JSONEncoder().encode(Dashboard.from_json(raw))))
+    assert ".panels[].fieldConfigs" in lost(
+        raw, json.loads(JSONEncoder().encode(Dashboard.from_json(raw)))
+    )

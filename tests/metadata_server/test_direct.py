@@ -1,4 +1,5 @@
-"""HTTP as clients may speak it, with a real server: the short way of whole requests, and every request that goes uvicorn's."""
+"""HTTP as clients may speak it, with a real server: the short way of whole requests, and every
+request that goes uvicorn's."""
 
 from __future__ import annotations
 
@@ -35,8 +36,17 @@ def connected(port):
 
 
 def request(path, body=KEYS, method="POST", version="1.1", **headers):
-    fields = {"Host": "x", "Content_Type": "application/json", "Content_Length": str(len(body)), **headers}
-    lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in fields.items() if value is not None]
+    fields = {
+        "Host": "x",
+        "Content_Type": "application/json",
+        "Content_Length": str(len(body)),
+        **headers,
+    }
+    lines = [
+        f"{name.replace('_', '-')}: {value}\r\n"
+        for name, value in fields.items()
+        if value is not None
+    ]
     return f"{method} {path} HTTP/{version}\r\n{''.join(lines)}\r\n".encode() + body
 
 
@@ -145,7 +155,11 @@ def test_refusals(connection, sent, status, code):
 def test_a_body_that_is_too_large(connection):
     connection.sendall(request("/0/exists", b" " * 65_537))
     status, headers, body = answers(connection)[0]
-    assert (status, headers[b"connection"], json.loads(body)["code"]) == (413, b"close", "too_large")
+    assert (status, headers[b"connection"], json.loads(body)["code"]) == (
+        413,
+        b"close",
+        "too_large",
+    )
 
 
 def test_an_answer_without_a_body_says_nothing_of_one(connection):

@@ -72,12 +72,20 @@ def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
             await caller.post("/v2/initialize", scope("0:other"))
             assert (await caller.store("0:kv", ["a", "b"])).status == 200
             refused = await caller.post("/v2/drop", {"scopes": ["0:other", "0:kv"]})
-            assert (refused.status, refused.json["code"], refused.json["field"]) == (409, "in_use", "scopes[1]")
+            assert (refused.status, refused.json["code"], refused.json["field"]) == (
+                409,
+                "in_use",
+                "scopes[1]",
+            )
             assert "2 slots" in refused.json["message"]
             assert refused.headers["retry-after"] == "1"
             await caller.post("/v2/clear", {"scopes": ["0:kv"]})
-            assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 409, "its slots are quarantined"
-            assert [one["scope"] for one in (await caller.send("GET", "/v2/scopes")).json["scopes"]] == ["0:kv", "0:other"]
+            assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 409, (
+                "its slots are quarantined"
+            )
+            assert [
+                one["scope"] for one in (await caller.send("GET", "/v2/scopes")).json["scopes"]
+            ] == ["0:kv", "0:other"]
             reply = await dropped(caller, "0:kv", "0:other")
             assert (reply.status, reply.json) == (200, {"slots": [8, 8]})
             assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
@@ -89,7 +97,9 @@ def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
             assert (await caller.post("/v2/initialize", scope("0:kv", slots=4))).status == 200
             assert (await caller.store("0:kv", ["c"])).status == 200
         async with serving() as caller:
-            found = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "c"]}]})
+            found = await caller.post(
+                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "c"]}]}
+            )
             assert [slot >= 0 for slot in found.json["scopes"][0]["slots"]] == [False, True]
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 
@@ -101,11 +111,15 @@ def test_a_leased_and_a_pinned_slot_keep_their_scope(serving):
         async with serving() as caller:
             await caller.post("/v2/initialize", scope("0:held"))
             part = {"scope": "0:held", "keys": ["a"]}
-            leases = (await caller.post("/v2/reserve", {"scopes": [part]})).json["scopes"][0]["leases"]
+            leases = (await caller.post("/v2/reserve", {"scopes": [part]})).json["scopes"][0][
+                "leases"
+            ]
             assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
             commit = {"scope": "0:held", "leases": leases, "lengths": [1], "checksums": [1]}
             assert (await caller.post("/v2/commit", {"scopes": [commit]})).status == 200
-            pin = (await caller.post("/v2/lookup", {"scopes": [part], "pin_seconds": 60})).json["pin"]
+            pin = (await caller.post("/v2/lookup", {"scopes": [part], "pin_seconds": 60})).json[
+                "pin"
+            ]
             await caller.post("/v2/delete", {"scopes": [part]})
             await asyncio.sleep(0.3)
             assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
@@ -125,7 +139,9 @@ def test_the_name_of_its_model_goes_with_it(serving):
             await caller.post("/v2/initialize", scope("0:named"))
             assert await model_of(caller) == ""
             for model in ("org/первая", 'the "last" \\ one', 'the "last" \\ one'):
-                assert (await caller.post("/v2/describe", {"scope": "0:named", "model": model})).status == 204
+                assert (
+                    await caller.post("/v2/describe", {"scope": "0:named", "model": model})
+                ).status == 204
             assert await model_of(caller) == 'the "last" \\ one'
         async with serving() as caller:
             assert await model_of(caller) == 'the "last" \\ one', "it survives a restart"
@@ -134,7 +150,11 @@ def test_the_name_of_its_model_goes_with_it(serving):
             assert await model_of(caller) == 'the "last" \\ one'
             assert (await dropped(caller, "0:named")).status == 200
             refused = await caller.post("/v2/describe", {"scope": "0:named", "model": "m"})
-            assert (refused.status, refused.json["code"], refused.json["field"]) == (404, "unknown_scope", "scope")
+            assert (refused.status, refused.json["code"], refused.json["field"]) == (
+                404,
+                "unknown_scope",
+                "scope",
+            )
             await caller.post("/v2/initialize", scope("0:named"))
             assert await model_of(caller) == ""
             assert (await dropped(caller, "0:named")).status == 200
@@ -146,7 +166,9 @@ def test_another_server_of_the_store_forgets_it_too(tmp_path):
     async def scenario(url):
         async with running_shared(url, LIMITS) as one, running_shared(url, LIMITS) as two:
             await one.post("/v2/initialize", scope())
-            assert (await two.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a"]}]})).status == 200
+            assert (
+                await two.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a"]}]})
+            ).status == 200
             assert (await one.post("/v2/drop", {"scopes": ["0:kv"]})).status == 200
             refused = await two.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a"]}]})
             assert (refused.status, refused.json["code"]) == (404, "unknown_scope")
@@ -160,11 +182,14 @@ def test_another_server_of_the_store_forgets_it_too(tmp_path):
 
 
 def part(kind, name, **columns):
-    return kind(scopes=[{p.Reserve: p.ReserveScope, p.Delete: p.DeleteScope}[kind](scope=name, **columns)])
+    return kind(
+        scopes=[{p.Reserve: p.ReserveScope, p.Delete: p.DeleteScope}[kind](scope=name, **columns)]
+    )
 
 
 def test_nothing_of_it_is_left_in_the_file(tmp_path):
-    """Folded before or after, in the log or not, killed in between: never two scopes under one number."""
+    """Folded before or after, in the log or not, killed in between: never two scopes under one
+    number."""
     address = f"sqlite:///{tmp_path}/m.db"
 
     def opened(now):
@@ -176,7 +201,9 @@ def test_nothing_of_it_is_left_in_the_file(tmp_path):
     for folds in (False, True):
         store, service = opened(NOW)
         for number in range(3):
-            service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=100 + number)]), NOW)
+            service.initialize(
+                p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=100 + number)]), NOW
+            )
             service.reserve(part(p.Reserve, "0:kv", keys=[f"k{i}" for i in range(90)]), NOW)
             store.write(service.take_changes())
             if folds:
@@ -211,8 +238,15 @@ def test_what_could_not_be_written_of_it_is_not_written_later():
                 await asyncio.sleep(0.05)
             store.error = None
             assert (await caller.post("/v2/initialize", scope(slots=4))).status == 200
-            [last] = [record for group in store.written for record in group.scopes if record.geometry.slots == 4]
-            assert last.number not in [number for group in store.written for number in group.dropped]
+            [last] = [
+                record
+                for group in store.written
+                for record in group.scopes
+                if record.geometry.slots == 4
+            ]
+            assert last.number not in [
+                number for group in store.written for number in group.dropped
+            ]
             assert 1 in [number for group in store.written for number in group.dropped]
 
     run(scenario())
@@ -241,10 +275,16 @@ def test_the_command_waits_for_the_quarantine(tmp_path):
 
 
 def test_doctor_leaves_no_scope_behind(tmp_path):
-    """Two examinations with different sizes of the file: the first once left a scope that refused the second."""
+    """Two examinations with different sizes of the file: the first once left a scope that refused
+    the second."""
     with served() as (place, _):
         for size in ("64MiB", "16MiB"):
-            options = {"path": f"{tmp_path}/store", "metadata_url": place.url, "file_size": size, "preallocate": "false"}
+            options = {
+                "path": f"{tmp_path}/store",
+                "metadata_url": place.url,
+                "file_size": size,
+                "preallocate": "false",
+            }
             findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
             assert [finding.status for finding in findings] == [Status.OK], findings
             listed = CliRunner().invoke(app, ["scopes", "--json", "--url", place.url])

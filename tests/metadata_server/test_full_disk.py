@@ -1,4 +1,5 @@
-"""A store without room: what is answered, logged and measured meanwhile, and that it serves by itself when there is room again."""
+"""A store without room: what is answered, logged and measured meanwhile, and that it serves by
+itself when there is room again."""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ if TYPE_CHECKING:
 PATIENCE = 20.0
 NOW = 1_700_000_000.0
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 10_000}]}
-SERVE = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metadata", "serve", "--port", "0"]
+SERVE = [
+    sys.executable,
+    "-c",
+    "from hicache_storage.cli.main import main; main()",
+    "metadata",
+    "serve",
+    "--port",
+    "0",
+]
 
 
 @dataclass
@@ -78,11 +87,18 @@ def redis_store(directory: Path) -> Iterator[Store]:
         yield Store(lambda: bound(1), lambda: bound(0), lambda: running_shared(redis.url, DEFAULTS))
 
 
-STORES = {"memory": memory_store, "sqlite": sqlite_store, "sqlite, machine": synchronous_sqlite_store, "redis": redis_store}
+STORES = {
+    "memory": memory_store,
+    "sqlite": sqlite_store,
+    "sqlite, machine": synchronous_sqlite_store,
+    "redis": redis_store,
+}
 
 
 @asynccontextmanager
-async def on_disk(directory: Path, durability: Durability = Durability.PROCESS) -> AsyncIterator[Caller]:
+async def on_disk(
+    directory: Path, durability: Durability = Durability.PROCESS
+) -> AsyncIterator[Caller]:
     store = open_store(f"sqlite:///{directory}/m.db", durability)
     async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
         yield caller
@@ -110,7 +126,10 @@ async def becomes(caller: Caller, status: int) -> str:
 async def measured(caller: Caller) -> dict[str, float]:
     lines = (await caller.send("GET", "/metrics")).body.decode().splitlines()
     return {
-        name: float(value) for name, value in (line.split() for line in lines if line.startswith("hicache") and "{" not in line)
+        name: float(value)
+        for name, value in (
+            line.split() for line in lines if line.startswith("hicache") and "{" not in line
+        )
     }
 
 
@@ -121,12 +140,15 @@ async def found(caller: Caller, names: list[str]) -> int:
 
 
 async def reserves(caller: Caller, name: str, count: int = 100) -> tuple[int, str]:
-    reply = await caller.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(count, name)}]})
+    reply = await caller.post(
+        "/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": keys(count, name)}]}
+    )
     return reply.status, reply.json.get("code", "")
 
 
 class Recorder:
-    """In the place of a module's logger: one that was configured and used before is out of reach of `structlog.testing`."""
+    """In the place of a module's logger: one that was configured and used before is out of reach of
+    `structlog.testing`."""
 
     def __init__(self, said: list[dict[str, Any]]) -> None:
         self._said = said
@@ -151,7 +173,8 @@ def events(said: list[Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", STORES)
 def test_a_store_without_room(tmp_path, name):
-    """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go on."""
+    """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go
+    on."""
 
     async def scenario(store: Store) -> None:
         async with store.serving() as caller:
@@ -174,13 +197,19 @@ def test_a_store_without_room(tmp_path, name):
             assert (await caller.send("GET", "/healthz")).status == 200
             assert await found(caller, keys(100)) == 100
             told = await measured(caller)
-            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (0, 1)
+            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (
+                0,
+                1,
+            )
             store.empty()
             with logged() as said:
                 await becomes(caller, 200)
             assert events(said) == ["store_serving"]
             told = await measured(caller)
-            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (1, 0)
+            assert (told["hicache_metadata_ready"], told["hicache_metadata_store_failing"]) == (
+                1,
+                0,
+            )
             assert (await caller.store("0:kv", keys(10, "new"))).status == 200
         async with store.serving() as caller:
             assert await found(caller, keys(100) + keys(10, "new")) == 110
@@ -199,7 +228,9 @@ def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
             assert (await caller.store("0:kv", keys(100))).status == 200
             store.fill()
             assert await reserves(caller, "a") == (503, "unavailable")
-            deleted = await caller.post("/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(10)}]})
+            deleted = await caller.post(
+                "/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(10)}]}
+            )
             assert deleted.json["scopes"][0]["done"] == [True] * 10
             assert (await caller.post("/v2/clear", {"scopes": ["0:kv"]})).json == {"pages": [90]}
             assert await found(caller, keys(100)) == 0
@@ -210,7 +241,8 @@ def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
 
 @pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.MACHINE])
 def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
-    """The log still has room, the database has not: changes are refused, and what was acknowledged is there afterwards."""
+    """The log still has room, the database has not: changes are refused, and what was acknowledged
+    is there afterwards."""
 
     async def scenario(disk):
         async with on_disk(disk.path, durability) as caller:
@@ -222,7 +254,9 @@ def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
                 log_bytes = sum(file.stat().st_size for file in disk.path.glob("m.db.log-*"))
                 for turn in range(30):
                     assert await reserves(caller, f"a{turn}", 3) == (503, "unavailable")
-            assert sum(file.stat().st_size for file in disk.path.glob("m.db.log-*")) < log_bytes + 8192
+            assert (
+                sum(file.stat().st_size for file in disk.path.glob("m.db.log-*")) < log_bytes + 8192
+            )
             assert events(said) == ["store_failing"]
             assert said[0]["step"] == "fold"
             assert f"free space in {disk.path}" in why
@@ -288,7 +322,9 @@ def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
         # Not closed: as after kill -9, but for the lock.
         store._lock.release()
         disk.fill()
-        started = subprocess.run([*SERVE, "--store", address], capture_output=True, text=True, timeout=60, check=False)
+        started = subprocess.run(
+            [*SERVE, "--store", address], capture_output=True, text=True, timeout=60, check=False
+        )
         assert started.returncode == 2, started.stderr
         assert len(started.stderr.strip().splitlines()) == 1, started.stderr
         assert f"{disk.path}/m.db" in started.stderr
@@ -303,7 +339,8 @@ def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
 
 
 def test_a_log_that_could_not_be_replayed_is_kept(tmp_path):
-    """Whatever the start has failed of: closing a store that was not replayed once deleted its log."""
+    """Whatever the start has failed of: closing a store that was not replayed once deleted its
+    log."""
     address = f"sqlite:///{tmp_path}/m.db"
     store = open_store(address)
     store.recover(NOW)

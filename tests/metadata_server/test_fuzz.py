@@ -26,14 +26,87 @@ from tests.metadata_server.token_files import EARLIER
 
 KEEP = "5:keep"
 SCOPES = ["0:kv", "0:mamba", "1:kv"]
-WORDS = ["", "a", "b", "k1", "k2", "k3", "\x00", "\ud7ff", "é" * 300, "x" * 2000, "0:kv", "kv", "nope", "0:kv\n", "-1:kv", "NaN"]
-NUMBERS = [0, 1, -1, 2, 7, 8, 2**31, 2**40, 2**40 + 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**200, 0.5, -0.5, 1e308, 1e-9]
+WORDS = [
+    "",
+    "a",
+    "b",
+    "k1",
+    "k2",
+    "k3",
+    "\x00",
+    "\ud7ff",
+    "é" * 300,
+    "x" * 2000,
+    "0:kv",
+    "kv",
+    "nope",
+    "0:kv\n",
+    "-1:kv",
+    "NaN",
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    7,
+    8,
+    2**31,
+    2**40,
+    2**40 + 1,
+    2**53,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64,
+    2**200,
+    0.5,
+    -0.5,
+    1e308,
+    1e-9,
+]
 FIELDS = (
-    "scopes", "scope", "keys", "prefixes", "leases", "lengths", "checksums", "generations", "slots", "slot_bytes", "geometry", "identity",
-    "pins", "pin_seconds", "touch", "owner", "lease_seconds", "enabled", "num_pages", "namespace", "written_keys_to_confirm",
-    "pages_to_release", "extra",
-)  # fmt: skip
-RAW = (b"", b"{", b"[" * 5000, b"\xff\xfe", b"null", b'"\\ud800"', b'{"keys":["\\ud800"]}', b'{"keys":["\xed\xa0\x80"]}', b"\xc1", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b'{"keys":[],"keys":7}', b"1e999", b"-", b" " * 99)  # fmt: skip
+    "scopes",
+    "scope",
+    "keys",
+    "prefixes",
+    "leases",
+    "lengths",
+    "checksums",
+    "generations",
+    "slots",
+    "slot_bytes",
+    "geometry",
+    "identity",
+    "pins",
+    "pin_seconds",
+    "touch",
+    "owner",
+    "lease_seconds",
+    "enabled",
+    "num_pages",
+    "namespace",
+    "written_keys_to_confirm",
+    "pages_to_release",
+    "extra",
+)
+RAW = (
+    b"",
+    b"{",
+    b"[" * 5000,
+    b"\xff\xfe",
+    b"null",
+    b'"\\ud800"',
+    b'{"keys":["\\ud800"]}',
+    b'{"keys":["\xed\xa0\x80"]}',
+    b"\xc1",
+    b"\xdd\xff\xff\xff\xff",
+    b"\x91" * 3000,
+    b'{"keys":[],"keys":7}',
+    b"1e999",
+    b"-",
+    b" " * 99,
+)
 
 
 PIECES = 8
@@ -60,7 +133,9 @@ class Fuzzer:
             case 4 | 5:
                 return [self.value(depth + 1) for _ in range(chance.randrange(4))]
             case 6:
-                return {chance.choice(FIELDS): self.value(depth + 1) for _ in range(chance.randrange(4))}
+                return {
+                    chance.choice(FIELDS): self.value(depth + 1) for _ in range(chance.randrange(4))
+                }
             case _:
                 return [chance.choice(WORDS[1:6])] * chance.randrange(1, 600)
 
@@ -83,14 +158,20 @@ class Fuzzer:
         }
         meant = columns.get(path.rpartition("/")[2], ("keys",))
         if chance.random() < 0.1:
-            meant = chance.sample(("keys", "leases", "prefixes", "lengths", "checksums", "generations"), 2)
+            meant = chance.sample(
+                ("keys", "leases", "prefixes", "lengths", "checksums", "generations"), 2
+            )
         body = {"scopes": [self.part(*meant) for _ in range(chance.randrange(3))]}
         if path in ("/v2/clear", "/v2/fsck"):
             body = {"scopes": chance.choices(SCOPES, k=2)}
         elif path == "/v2/initialize":
             body = {
                 "scopes": [
-                    {"scope": chance.choice(SCOPES), "slots": chance.choice((8, 2**40, 9)), "geometry": chance.choice(("", "x"))}
+                    {
+                        "scope": chance.choice(SCOPES),
+                        "slots": chance.choice((8, 2**40, 9)),
+                        "geometry": chance.choice(("", "x")),
+                    }
                 ]
             }
         elif path == "/v2/inspect":
@@ -115,17 +196,53 @@ class Fuzzer:
 
     def request(self):
         chance = self.chance
-        path = chance.choice([*(path for path in ROUTES if path != "/v2/drain"), *(f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}" for name in COMPATIBLE_ROUTES), "/", "/nope", "//", "/v2/", "/metrics"])  # fmt: skip
-        method = "POST" if chance.random() < 0.9 else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
-        content_type = chance.choice(
-            (JSON, JSON, JSON, JSON, JSON, MSGPACK, MSGPACK, "text/plain", "application/json; charset=x", "")
+        path = chance.choice(
+            [
+                *(path for path in ROUTES if path != "/v2/drain"),
+                *(
+                    f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}"
+                    for name in COMPATIBLE_ROUTES
+                ),
+                "/",
+                "/nope",
+                "//",
+                "/v2/",
+                "/metrics",
+            ]
         )
-        headers = {"idempotency-key": chance.choice(("a", "b", "c" * 200))} if chance.random() < 0.2 else {}
+        method = (
+            "POST"
+            if chance.random() < 0.9
+            else chance.choice(("GET", "PUT", "DELETE", "HEAD", "OPTIONS"))
+        )
+        content_type = chance.choice(
+            (
+                JSON,
+                JSON,
+                JSON,
+                JSON,
+                JSON,
+                MSGPACK,
+                MSGPACK,
+                "text/plain",
+                "application/json; charset=x",
+                "",
+            )
+        )
+        headers = (
+            {"idempotency-key": chance.choice(("a", "b", "c" * 200))}
+            if chance.random() < 0.2
+            else {}
+        )
         if chance.random() < 0.1:
             return method, path, chance.choice(RAW), content_type, headers
         message = self.value() if chance.random() < 0.2 else self.body(path)
         try:
-            encoded = msgspec.msgpack.encode(message) if content_type == MSGPACK else msgspec.json.encode(message)
+            encoded = (
+                msgspec.msgpack.encode(message)
+                if content_type == MSGPACK
+                else msgspec.json.encode(message)
+            )
         except OverflowError:
             encoded = b"\xcf" + b"\xff" * 8
         if chance.random() < 0.1 and encoded:
@@ -135,7 +252,8 @@ class Fuzzer:
 
 
 def guarded(service):
-    """Tokens of two tenants and of none, and quotas that are reached; the clock of the rates goes on with each request."""
+    """Tokens of two tenants and of none, and quotas that are reached; the clock of the rates goes
+    on with each request."""
     tokens, ticks = Tokens(), count()
     tokens.take(
         [
@@ -170,7 +288,11 @@ OPERATOR = {"authorization": "Bearer admin-"}
 
 def limited():
     return msgspec.structs.replace(
-        DEFAULTS, quarantine_seconds=0, idempotency_seconds=0.05, lease_seconds=0.3, most_lease_seconds=0.5
+        DEFAULTS,
+        quarantine_seconds=0,
+        idempotency_seconds=0.05,
+        lease_seconds=0.3,
+        most_lease_seconds=0.5,
     )
 
 
@@ -189,8 +311,15 @@ def shared(redis, *, tokens=False):
 async def fuzz(opened, seed, requests, *, tokens=False):
     fuzzer, statuses, sizes = Fuzzer(seed), dict[int, int](), []
     async with opened as caller:
-        for headers, names in ((OPERATOR, (KEEP, "0:mamba")), ({"authorization": "Bearer write-acme"}, ("0:kv", "1:kv"))):
-            await caller.post("/v2/initialize", {"scopes": [{"scope": name, "slots": 8} for name in names]}, headers=headers)
+        for headers, names in (
+            (OPERATOR, (KEEP, "0:mamba")),
+            ({"authorization": "Bearer write-acme"}, ("0:kv", "1:kv")),
+        ):
+            await caller.post(
+                "/v2/initialize",
+                {"scopes": [{"scope": name, "slots": 8} for name in names]},
+                headers=headers,
+            )
         assert (await caller.store(KEEP, ["one", "two"], headers=OPERATOR)).status == 200
         tracemalloc.start()
         try:
@@ -198,7 +327,14 @@ async def fuzz(opened, seed, requests, *, tokens=False):
                 method, path, body, content_type, headers = fuzzer.request()
                 if tokens:
                     headers = {**headers, "authorization": f"Bearer {fuzzer.chance.choice(TOKENS)}"}
-                reply = await caller.send(method, path, body, content_type=content_type or None, headers=headers, pieces=fuzzer.chance.choice((1, 1, 3)))  # fmt: skip
+                reply = await caller.send(
+                    method,
+                    path,
+                    body,
+                    content_type=content_type or None,
+                    headers=headers,
+                    pieces=fuzzer.chance.choice((1, 1, 3)),
+                )
                 statuses[reply.status] = statuses.get(reply.status, 0) + 1
                 assert reply.status < 500, (method, path, body, reply)
                 if reply.status >= 400:
@@ -210,7 +346,9 @@ async def fuzz(opened, seed, requests, *, tokens=False):
                     sizes.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        looked_up = await caller.post("/v2/lookup", {"scopes": [{"scope": KEEP, "keys": ["one", "two"]}]}, headers=OPERATOR)
+        looked_up = await caller.post(
+            "/v2/lookup", {"scopes": [{"scope": KEEP, "keys": ["one", "two"]}]}, headers=OPERATOR
+        )
         found = looked_up.json["scopes"][0]
         assert (found["slots"], found["checksums"]) == ([0, 1], [2**64 - 1] * 2)
         assert (await caller.post("/v2/fsck", {}, headers=OPERATOR)).json["problems"] == []
@@ -219,15 +357,18 @@ async def fuzz(opened, seed, requests, *, tokens=False):
 
 
 def see_no_growth(requests, sizes):
-    """The first pieces fill caches, and history takes a sample a second. A leak makes each piece greater; one step is none: the
-    interpreter makes its table of interned strings anew now and then, which is 3.8 MB once torch is imported.
+    """The first pieces fill caches, and history takes a sample a second. A leak makes each piece
+    greater; one step is none: the interpreter makes its table of interned strings anew now and
+    then, which is 3.8 MB once torch is imported.
     """
     steps = [after - before for before, after in pairwise(sizes[2:])]
     assert statistics.median(steps) < 100 * requests / PIECES, sizes
 
 
 def see(statuses, sizes):
-    assert {200, 400, 404, 409, 413, 415, 422} & set(statuses) >= {200, 400, 404, 409, 415, 422}, "the fuzzer reaches everything"
+    assert {200, 400, 404, 409, 413, 415, 422} & set(statuses) >= {200, 400, 404, 409, 415, 422}, (
+        "the fuzzer reaches everything"
+    )
     assert statuses[200] > 0.1 * sum(statuses.values()), f"it also sends what is right: {statuses}"
     see_no_growth(sum(statuses.values()), sizes)
 
@@ -239,7 +380,9 @@ def see_guarded(statuses, sizes):
 
 
 def test_a_leak_is_seen_and_a_step_is_none():
-    see_no_growth(2000, [180_000, 200_000, 4_100_000, 4_110_000, 4_105_000, 8_000_000, 8_001_000, 8_002_000])
+    see_no_growth(
+        2000, [180_000, 200_000, 4_100_000, 4_110_000, 4_105_000, 8_000_000, 8_001_000, 8_002_000]
+    )
     with pytest.raises(AssertionError):
         see_no_growth(2000, [180_000 + 30_000 * piece for piece in range(PIECES)])
 

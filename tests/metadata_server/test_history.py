@@ -37,8 +37,16 @@ class Looked:
 
 def test_a_sample_counts_what_came_between_two_looks():
     rings = Rings()
-    rings.see(100.0, answered(10, 1, 1, (6, 9, 10)), Totals(live=5, free=3, hits=100, misses=50, evicted=7))
-    rings.see(101.5, answered(30, 4, 2, (6, 29, 30)), Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9))
+    rings.see(
+        100.0,
+        answered(10, 1, 1, (6, 9, 10)),
+        Totals(live=5, free=3, hits=100, misses=50, evicted=7),
+    )
+    rings.see(
+        101.5,
+        answered(30, 4, 2, (6, 29, 30)),
+        Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9),
+    )
     told = rings.seconds.series(0.0)
     assert (told.times, told.spans) == ([101.5], [1.5])
     assert (told.requests, told.refused, told.failed) == ([20], [3], [1])
@@ -143,7 +151,10 @@ def test_what_a_request_names(content_type):
         (p.Unpin(pins=[4, 5]), (2, 0, "")),
         (p.CompatibleKeys(keys=["a", "b"]), (2, 0, "")),
         (p.CompatibleReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
-        (p.CompatibleConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]), (3, 0, "")),
+        (
+            p.CompatibleConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]),
+            (3, 0, ""),
+        ),
     ):
         assert named(p.encode(request, content_type), content_type) == expected, request
 
@@ -151,11 +162,16 @@ def test_what_a_request_names(content_type):
 @pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
 def test_of_a_name_that_no_scope_can_have_only_the_beginning_is_kept(content_type):
     longest = "9" * 9 + ":" + "n" * 128
-    for request in (p.Inspect(scope=longest + "x" * 10**6), p.Clear(scopes=[longest + "x" * 10**6])):
+    for request in (
+        p.Inspect(scope=longest + "x" * 10**6),
+        p.Clear(scopes=[longest + "x" * 10**6]),
+    ):
         assert named(p.encode(request, content_type), content_type).scope == longest
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}']
+)
 def test_a_body_that_cannot_be_read_names_nothing(body):
     assert named(body, p.JSON) == named(body, p.MSGPACK) == (0, 0, "")
 
@@ -185,7 +201,9 @@ def test_the_server_tells_its_past():
             await caller.post("/v2/initialize", SCOPE)
             await caller.store("0:kv", ["a", "b"])
             await caller.post(
-                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]}, headers={"X-Request-Id": "e\x007 <i>"}
+                "/v2/lookup",
+                {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]},
+                headers={"X-Request-Id": "e\x007 <i>"},
             )
             await caller.post("/v2/lookup", {"scopes": []}, content_type="text/plain")
             clock.now += 1
@@ -193,10 +211,24 @@ def test_the_server_tells_its_past():
             clock.now += 0.5
             about = (await caller.send("GET", "/v2")).json
             found = await told(caller)
-            assert (found.instance, found.started, found.now) == (about["instance"], 1_000_000.0, 1_000_001.5)
+            assert (found.instance, found.started, found.now) == (
+                about["instance"],
+                1_000_000.0,
+                1_000_001.5,
+            )
             seconds = found.seconds
-            assert (seconds.times, seconds.requests, seconds.refused, seconds.failed) == ([1_000_001.0], [5], [1], [0])
-            assert (seconds.hits, seconds.misses, seconds.live, seconds.free) == ([2], [1], [2], [6])
+            assert (seconds.times, seconds.requests, seconds.refused, seconds.failed) == (
+                [1_000_001.0],
+                [5],
+                [1],
+                [0],
+            )
+            assert (seconds.hits, seconds.misses, seconds.live, seconds.free) == (
+                [2],
+                [1],
+                [2],
+                [6],
+            )
             assert 0 < seconds.median_seconds[0] <= seconds.p99_seconds[0]
             assert found.minutes.times == []
             assert (await told(caller, "after=1000001")).seconds.times == []
@@ -204,7 +236,13 @@ def test_the_server_tells_its_past():
             slow = {call.route: call for call in found.slowest if call.status == 200}
             assert set(slow) == {"/v2/initialize", "/v2/reserve", "/v2/commit", "/v2/lookup", "/v2"}
             asked = slow["/v2/lookup"]
-            assert (asked.entries, asked.scopes, asked.scope, asked.request_id, asked.status) == (3, 1, "0:kv", "e_7__i_", 200)
+            assert (asked.entries, asked.scopes, asked.scope, asked.request_id, asked.status) == (
+                3,
+                1,
+                "0:kv",
+                "e_7__i_",
+                200,
+            )
             assert slow["/v2/commit"].entries == 2
             assert sorted(found.slowest, key=lambda call: -call.seconds) == found.slowest
 
@@ -216,7 +254,11 @@ def test_a_time_that_is_none_is_refused(query):
     async def scenario():
         async with running() as caller:
             reply = await caller.send("GET", "/v2/history", query=query)
-            assert (reply.status, reply.json["code"], reply.json["field"]) == (422, "invalid", "after")
+            assert (reply.status, reply.json["code"], reply.json["field"]) == (
+                422,
+                "invalid",
+                "after",
+            )
 
     run(scenario())
 
@@ -237,7 +279,9 @@ def test_history_is_described():
         async with running() as caller:
             described = (await caller.send("GET", "/openapi.json")).json
             get = described["paths"]["/v2/history"]["get"]
-            assert get["responses"]["200"]["content"][p.JSON]["schema"] == {"$ref": "#/components/schemas/History"}
+            assert get["responses"]["200"]["content"][p.JSON]["schema"] == {
+                "$ref": "#/components/schemas/History"
+            }
             assert [parameter["name"] for parameter in get["parameters"]] == ["after"]
             assert {"Series", "SlowCall"} <= set(described["components"]["schemas"])
 
@@ -253,16 +297,24 @@ def test_the_page_is_for_everybody_and_holds_nothing():
             async with running(tokens=tokens) as caller:
                 for _ in range(2):
                     pages.append(
-                        [await caller.send("GET", path) for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg")]
+                        [
+                            await caller.send("GET", path)
+                            for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg")
+                        ]
                     )
                     await caller.post("/v2/initialize", SCOPE)
         assert pages.count(pages[0]) == 4
         for reply in pages[0]:
             assert reply.status == 200
-            policy = dict(part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; "))
+            policy = dict(
+                part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; ")
+            )
             assert policy["default-src"] == "'none'"
             assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-            assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == ("nosniff", "no-referrer")
+            assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == (
+                "nosniff",
+                "no-referrer",
+            )
         kinds = [reply.headers["content-type"].partition(";")[0] for reply in pages[0]]
         assert kinds == ["text/html", "text/javascript", "text/css", "image/svg+xml"]
 
@@ -275,7 +327,13 @@ def test_the_page_is_sent_once():
             tag = (await caller.send("GET", "/")).headers["etag"]
             again = await caller.send("GET", "/", headers={"If-None-Match": tag})
             assert (again.status, again.body) == (304, b"")
-            for path in ("/page/", "/page/index.html", "/page/../app.py", "/page/__init__.py", "/page/main.js/x"):
+            for path in (
+                "/page/",
+                "/page/index.html",
+                "/page/../app.py",
+                "/page/__init__.py",
+                "/page/main.js/x",
+            ):
                 reply = await caller.send("GET", path)
                 assert (reply.status, reply.json["code"]) == (404, "unknown_route"), path
 
@@ -285,7 +343,13 @@ def test_the_page_is_sent_once():
 def test_messages_survive_both_forms():
     empty = Rings().seconds.series(0.0)
     history = History(
-        instance="i", started=1.0, now=2.0, seconds=empty, minutes=empty, slowest=[call(0.5)], slowest_seconds=3600.0
+        instance="i",
+        started=1.0,
+        now=2.0,
+        seconds=empty,
+        minutes=empty,
+        slowest=[call(0.5)],
+        slowest_seconds=3600.0,
     )
     for form in (p.JSON, p.MSGPACK):
         assert p.decode(p.encode(history, form), History, form) == history

@@ -1,4 +1,5 @@
-"""A slot changes hands only when no earlier holder of a lease may still write into it: after a clear, and after a restart that lost all."""
+"""A slot changes hands only when no earlier holder of a lease may still write into it: after a
+clear, and after a restart that lost all."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
 SLOTS, LEASE, QUARANTINE = 6, 10.0, 5.0
-LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=QUARANTINE, lease_seconds=LEASE, most_lease_seconds=20.0)
+LIMITS = msgspec.structs.replace(
+    DEFAULTS, quarantine_seconds=QUARANTINE, lease_seconds=LEASE, most_lease_seconds=20.0
+)
 GEOMETRY = p.ScopeGeometry(scope="0:kv", slots=SLOTS)
 
 
@@ -90,21 +93,31 @@ def server(request, tmp_path):
 
 
 async def initialize(one, *earlier):
-    return await one.ask("initialize", p.Initialize(scopes=[GEOMETRY], earlier_lease_seconds=list(earlier)))
+    return await one.ask(
+        "initialize", p.Initialize(scopes=[GEOMETRY], earlier_lease_seconds=list(earlier))
+    )
 
 
 async def reserve(one, *keys, seconds=LEASE):
-    request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=list(keys))], lease_seconds=seconds)
+    request = p.Reserve(
+        scopes=[p.ReserveScope(scope="0:kv", keys=list(keys))], lease_seconds=seconds
+    )
     return (await one.ask("reserve", request)).scopes[0]
 
 
 async def commit(one, leases):
-    part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[1] * len(leases))
+    part = p.CommitScope(
+        scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[1] * len(leases)
+    )
     return (await one.ask("commit", p.Commit(scopes=[part]))).scopes[0].states
 
 
 def free(leased):
-    return {slot for slot, state in zip(leased.slots, leased.states, strict=True) if state is p.Reserved.LEASED}
+    return {
+        slot
+        for slot, state in zip(leased.slots, leased.states, strict=True)
+        if state is p.Reserved.LEASED
+    }
 
 
 def scenario(server, steps):
@@ -130,7 +143,9 @@ def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(se
         assert await commit(one, mine.leases) == [p.Settled.STALE] * 2
         one.now = NOW + 0.3 + QUARANTINE + 0.1
         others = await reserve(one, *"uvwxyz", seconds=1.0)
-        assert free(others) == set(range(SLOTS)) - free(mine), "pages that were live rest no longer than a quarantine"
+        assert free(others) == set(range(SLOTS)) - free(mine), (
+            "pages that were live rest no longer than a quarantine"
+        )
         one.now = NOW + LEASE - 0.1
         assert not free(mine) & free(await reserve(one, *"mnopqr", seconds=60.0))
         one.now = NOW + LEASE + 0.5
@@ -139,12 +154,16 @@ def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(se
     scenario(server, steps)
 
 
-def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(server):
+def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(
+    server,
+):
     async def steps(one):
         await initialize(one)
         mine, short = await reserve(one, "a"), await reserve(one, "b", seconds=1.0)
         one.now += 5
-        renewal = p.Renew(scopes=[p.LeaseScope(scope="0:kv", leases=mine.leases)], lease_seconds=15.0)
+        renewal = p.Renew(
+            scopes=[p.LeaseScope(scope="0:kv", leases=mine.leases)], lease_seconds=15.0
+        )
         await one.ask("renew", renewal)
         last = await reserve(one, "c", seconds=1.0)
         await one.ask("clear", p.Clear(scopes=["0:kv"]))
@@ -176,14 +195,19 @@ def test_a_cleared_lease_rests_over_a_restart_too(tmp_path):
     scenario(lambda: OneServer(f"sqlite:///{tmp_path}/m.db"), steps)
 
 
-def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(server):
+def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(
+    server,
+):
     async def steps(one):
         await initialize(one, LEASE)
         assert await one.counts() == (0, 0, 0, SLOTS)
         answer = await reserve(one, "a")
         assert (answer.states, answer.slots, answer.evicted) == ([p.Reserved.FULL], [-1], 0)
         [status] = (await one.ask("inspect", p.Inspect(scope="0:kv", slots=[3]))).slots
-        assert (status.state, round(status.seconds_left)) == (p.SlotState.QUARANTINED, round(LEASE + QUARANTINE))
+        assert (status.state, round(status.seconds_left)) == (
+            p.SlotState.QUARANTINED,
+            round(LEASE + QUARANTINE),
+        )
         await one.ask("clear", p.Clear(scopes=["0:kv"]))
         # Who comes later cannot open it.
         assert (await initialize(one)).created == [False]
@@ -298,7 +322,9 @@ def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
         gone = await reserve(one, "c", seconds=20.0)
         await one.ask("clear", p.Clear(scopes=["0:kv"]))
         held = await reserve(one, "d", seconds=20.0)
-        one.limits = msgspec.structs.replace(LIMITS, lease_seconds=2.0, most_lease_seconds=2.0, quarantine_seconds=1.0)
+        one.limits = msgspec.structs.replace(
+            LIMITS, lease_seconds=2.0, most_lease_seconds=2.0, quarantine_seconds=1.0
+        )
         for after in (0, 1, 1, 10):
             one.now += after
             one.start()

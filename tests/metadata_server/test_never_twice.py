@@ -1,4 +1,5 @@
-"""Numbers of leases, generations and pins are never given twice, whatever of a store survives a restart."""
+"""Numbers of leases, generations and pins are never given twice, whatever of a store survives a
+restart."""
 
 from __future__ import annotations
 
@@ -39,18 +40,24 @@ class Server:
         self.service.initialize(p.Initialize(scopes=SCOPES), NOW)
 
     def reserve(self, *keys):
-        leased = self.service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=list(keys))]), NOW).scopes[0]
+        leased = self.service.reserve(
+            p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=list(keys))]), NOW
+        ).scopes[0]
         self.keep()
         return leased
 
     def commit(self, leases):
-        part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[1] * len(leases))
+        part = p.CommitScope(
+            scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[1] * len(leases)
+        )
         done = self.service.commit(p.Commit(scopes=[part]), NOW).scopes[0].states
         self.keep()
         return done
 
     def pin(self, *keys):
-        return self.service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=list(keys))], pin_seconds=9), NOW).pin
+        return self.service.lookup(
+            p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=list(keys))], pin_seconds=9), NOW
+        ).pin
 
     def keep(self):
         self.store.write(self.service.take_changes())
@@ -117,9 +124,13 @@ def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
                 await service.initialize(p.Initialize(scopes=SCOPES))
                 request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b"])])
                 given = (await service.reserve(request)).scopes[0]
-                old = p.CommitScope(scope="0:kv", leases=seen, lengths=[1] * len(seen), checksums=[1] * len(seen))
+                old = p.CommitScope(
+                    scope="0:kv", leases=seen, lengths=[1] * len(seen), checksums=[1] * len(seen)
+                )
                 if seen:
-                    assert set((await service.commit(p.Commit(scopes=[old]))).scopes[0].states) == {p.Settled.STALE}
+                    assert set((await service.commit(p.Commit(scopes=[old]))).scopes[0].states) == {
+                        p.Settled.STALE
+                    }
                 assert min(given.leases) > max(seen, default=0)
                 assert min(given.generations) > max(seen, default=0)
                 seen += given.leases
@@ -135,7 +146,9 @@ def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
 def test_numbers_are_exact_in_json_and_lua():
     service = MetadataService(DEFAULTS)
     service.initialize(p.Initialize(scopes=SCOPES), NOW)
-    given = service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]), NOW).scopes[0]
+    given = service.reserve(
+        p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]), NOW
+    ).scopes[0]
     assert 0 < given.leases[0] < 2**53
     assert 0 < given.generations[0] < 2**53
     assert msgspec.json.decode(msgspec.json.encode(float(given.leases[0]))) == given.leases[0]

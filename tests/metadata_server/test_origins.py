@@ -1,4 +1,5 @@
-"""A server without tokens takes no orders from pages of other sites, in whatever way a browser can be made to send them."""
+"""A server without tokens takes no orders from pages of other sites, in whatever way a browser can
+be made to send them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ FOREIGN = [
     {"host": HOST, "sec-fetch-site": "same-site"},
     # DNS rebinding: the browser takes this server for the site's.
     {"host": "evil.example:18000"},
-    {"host": "evil.example:18000", "origin": "http://evil.example:18000", "sec-fetch-site": "same-origin"},
+    {
+        "host": "evil.example:18000",
+        "origin": "http://evil.example:18000",
+        "sec-fetch-site": "same-origin",
+    },
     {"host": "127.0.0.1.evil.example"},
     {"host": "[::1].evil.example"},
 ]
@@ -57,9 +62,17 @@ def test_every_route_refuses_pages_of_other_sites_and_does_nothing():
             for asked in every_route(lease=lease, pin=pin):
                 for headers in FOREIGN:
                     reply = await ask(caller, asked, headers)
-                    assert (reply.status, reply.json["code"]) == (403, "forbidden"), (asked, headers, reply)
+                    assert (reply.status, reply.json["code"]) == (403, "forbidden"), (
+                        asked,
+                        headers,
+                        reply,
+                    )
                     assert reply.json["field"] in ("Host", "Origin", "Sec-Fetch-Site")
-            assert (caller.service.list_scopes(), caller.service.draining, caller.service.totals()) == before
+            assert (
+                caller.service.list_scopes(),
+                caller.service.draining,
+                caller.service.totals(),
+            ) == before
 
     run(scenario())
 
@@ -68,7 +81,9 @@ def test_every_route_refuses_pages_of_other_sites_and_does_nothing():
 def test_clients_and_the_servers_own_page_are_served(headers):
     async def scenario():
         async with running() as caller:
-            assert (await caller.post("/0/initialize", {"num_pages": 4}, headers=headers)).status == 204
+            assert (
+                await caller.post("/0/initialize", {"num_pages": 4}, headers=headers)
+            ).status == 204
             assert (await caller.send("GET", "/v2/scopes", headers=headers)).status == 200
             assert (await caller.send("GET", "/metrics", headers=headers)).status == 200
 
@@ -86,7 +101,11 @@ def test_where_there_are_tokens_they_tell():
             caller = Caller(app)
             for headers in FOREIGN:
                 assert (await caller.send("GET", "/v2", headers=headers)).status == 401
-                assert (await caller.send("GET", "/v2", headers={**headers, "authorization": "Bearer admin-token"})).status == 200
+                assert (
+                    await caller.send(
+                        "GET", "/v2", headers={**headers, "authorization": "Bearer admin-token"}
+                    )
+                ).status == 200
 
     run(scenario())
 
@@ -95,13 +114,17 @@ def test_health_is_told_to_everybody_and_files_of_the_page_hold_no_data():
     async def scenario():
         async with running() as caller:
             for path in ("/healthz", "/readyz", "/"):
-                assert (await caller.send("GET", path, headers={"host": "evil.example"})).status == 200
+                assert (
+                    await caller.send("GET", path, headers={"host": "evil.example"})
+                ).status == 200
 
     run(scenario())
 
 
 @pytest.mark.parametrize("path", ["/0/clear", "/v2/clear"])
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 def test_what_a_form_can_send_is_refused(path, kind):
     """Also where the browser is so old that it does not say where it comes from."""
 
@@ -110,7 +133,10 @@ def test_what_a_form_can_send_is_refused(path, kind):
             await caller.post("/0/initialize", {"num_pages": 4})
             await caller.store("0:kv", ["a"])
             reply = await caller.send(
-                "POST", path, json.dumps({} if path[1] == "0" else {"scopes": ["0:kv"]}).encode(), content_type=kind
+                "POST",
+                path,
+                json.dumps({} if path[1] == "0" else {"scopes": ["0:kv"]}).encode(),
+                content_type=kind,
             )
             assert (reply.status, reply.json["code"]) == (415, "media_type")
             assert caller.service.list_scopes().scopes[0].live == 1
@@ -122,7 +148,9 @@ def test_what_a_form_can_send_is_refused(path, kind):
 def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
     async def scenario():
         async with running() as caller:
-            assert (await caller.send("POST", "/0/initialize", b'{"num_pages": 4}', content_type=kind)).status == 204
+            assert (
+                await caller.send("POST", "/0/initialize", b'{"num_pages": 4}', content_type=kind)
+            ).status == 204
             assert (await caller.send("POST", "/0/clear", b"{}", content_type=kind)).status == 204
 
     run(scenario())
@@ -131,8 +159,12 @@ def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
 def test_names_that_are_configured_are_known_and_their_pages_may_ask():
     settings = ServerSettings(allowed_hosts="meta.example.com, panel.example.com", host="10.1.2.3")
     security = Security.of(settings, MetadataService())
-    security.see_browser({b"host": b"meta.example.com:18000", b"origin": b"https://panel.example.com"})
-    security.see_browser({b"host": b"META.example.com", b"origin": b"https://panel.example.com:8443"})
+    security.see_browser(
+        {b"host": b"meta.example.com:18000", b"origin": b"https://panel.example.com"}
+    )
+    security.see_browser(
+        {b"host": b"META.example.com", b"origin": b"https://panel.example.com:8443"}
+    )
     with pytest.raises(Exception, match="HICACHE_METADATA_ALLOWED_HOSTS"):
         security.see_browser({b"host": b"other.example.com"})
 

@@ -46,10 +46,18 @@ def page(driver):
     driver.operations.clear()
     yield driver
     driver.driver.get("about:blank")
-    complaints = [said for said in driver.complaints() if not any(expected in said for expected in driver.expected)]
+    complaints = [
+        said
+        for said in driver.complaints()
+        if not any(expected in said for expected in driver.expected)
+    ]
     assert complaints == []
     driver.requests()
-    origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, driver.operations) if parts.scheme != "about"}
+    origins = {
+        f"{parts.scheme}://{parts.netloc}"
+        for parts in map(urlsplit, driver.operations)
+        if parts.scheme != "about"
+    }
     assert len(origins) == 1, "one server, and nobody else"
 
 
@@ -58,7 +66,9 @@ def server():
     """With forty small scopes, and one whose slots are in every state."""
     with served(LASTING) as (place, client):
         for number in range(1, 40):
-            V2Scope(client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)).initialize()
+            V2Scope(
+                client, f"{number}:mamba-1f0c9a3b", 10 * number, 1 << 20, random.Random(1)
+            ).initialize()
         scope = V2Scope(client, SCOPE, SLOTS, 4096, random.Random(1))
         scope.initialize()
         client.http.post("/v2/describe", {"scope": SCOPE, "model": MODEL})
@@ -85,8 +95,14 @@ def test_figures_are_those_of_the_api(page, server):
     page.open(place.url)
     page.shows(".health", "Ready")
     about = page.facts()
-    assert about["Instance"] == page.run("return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)")
-    assert (about["Durability"], about["Leases last"], about["Quarantine"]) == ("process", "600 s", "900 s")
+    assert about["Instance"] == page.run(
+        "return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)"
+    )
+    assert (about["Durability"], about["Leases last"], about["Quarantine"]) == (
+        "process",
+        "600 s",
+        "900 s",
+    )
     page.until(lambda: page.all(TABLE))
     shown = {row[0]: row[2:7] for row in table(page)}
     status = scopes(client)[SCOPE]
@@ -96,15 +112,20 @@ def test_figures_are_those_of_the_api(page, server):
     assert {row[0]: row[1] for row in table(page) if row[1]} == {SCOPE: MODEL}
     every = scopes(client).values()
     assert page.texts(".states b") == [
-        f"{sum(getattr(one, state) for one in every):,}" for state in ("live", "leased", "quarantined", "free")
+        f"{sum(getattr(one, state) for one in every):,}"
+        for state in ("live", "leased", "quarantined", "free")
     ]
     widths = page.run(
-        "return [...document.querySelectorAll(arguments[0])].map((part) => part.getBoundingClientRect().width)",
+        "return [...document.querySelectorAll(arguments[0])].map((part) => "
+        "part.getBoundingClientRect().width)",
         ".card > .bar > *",
     )
     whole = page.run("return document.querySelector('.card > .bar').getBoundingClientRect().width")
     all_slots = sum(one.slots for one in every)
-    shares = [sum(getattr(one, state) for one in every) / all_slots for state in ("live", "leased", "quarantined")]
+    shares = [
+        sum(getattr(one, state) for one in every) / all_slots
+        for state in ("live", "leased", "quarantined")
+    ]
     assert widths == [pytest.approx(max(2, share * whole), abs=1) for share in shares]
 
 
@@ -116,14 +137,19 @@ def test_the_overview_names_the_fullest_scope(page, server):
     most = max(scopes(client).values(), key=lambda one: (one.slots - one.free) / one.slots)
     assert most.scope == SCOPE
     used = most.slots - most.free
-    page.shows(".fullest", f"Fullest scope: {SCOPE}, {100 * used / most.slots:.1f}% of {most.slots} slots in use")
+    page.shows(
+        ".fullest",
+        f"Fullest scope: {SCOPE}, {100 * used / most.slots:.1f}% of {most.slots} slots in use",
+    )
     page.click(".fullest a")
     page.shows("h1", SCOPE)
 
 
 def table(page):
     return page.run(
-        "return [...document.querySelectorAll(arguments[0])].map((row) => [...row.cells].map((cell) => cell.textContent))", TABLE
+        "return [...document.querySelectorAll(arguments[0])].map((row) => "
+        "[...row.cells].map((cell) => cell.textContent))",
+        TABLE,
     )
 
 
@@ -133,8 +159,16 @@ def test_from_the_list_through_a_scope_to_a_key(page, server):
     page.click("a", SCOPE)
     page.shows("h1", SCOPE)
     facts = page.facts()
-    assert (facts["Slots"], facts["Bytes of a slot"], facts["All of it"]) == ("130", "4,096 (4 KiB)", "520 KiB")
-    assert (facts["Identity"], facts["Geometry"], facts["Hit ratio"]) == ("cf-identity", "page_first", "75.0% of 4 keys")
+    assert (facts["Slots"], facts["Bytes of a slot"], facts["All of it"]) == (
+        "130",
+        "4,096 (4 KiB)",
+        "520 KiB",
+    )
+    assert (facts["Identity"], facts["Geometry"], facts["Hit ratio"]) == (
+        "cf-identity",
+        "page_first",
+        "75.0% of 4 keys",
+    )
     assert facts["Model"] == MODEL
     page.until(lambda: len(page.all(ROWS)) == 50)
     page.click(".slots a", "page-007")
@@ -146,7 +180,11 @@ def test_from_the_list_through_a_scope_to_a_key(page, server):
     assert facts["Slot"].startswith(str(slot.slot))
     assert facts["Checksum"] == f"{slot.checksum:#018x} {slot.checksum}"
     assert facts["Length"].startswith("4,088 bytes")
-    assert (facts["Generation"], facts["Pins"], facts["Key before it"]) == (str(slot.generation), "none", "page-006")
+    assert (facts["Generation"], facts["Pins"], facts["Key before it"]) == (
+        str(slot.generation),
+        "none",
+        "page-006",
+    )
     assert facts["In the file"] == f"bytes {4096 * slot.slot:,} to {4096 * (slot.slot + 1) - 1:,}"
     page.click("dd a", "page-006")
     page.shows("h1", "page-006")
@@ -204,7 +242,9 @@ def test_slots_a_page_at_a_time(page, server):
         assert page.texts(f"{ROWS} th") == [str(slot) for slot in range(first, last + 1)]
         if last < 129:
             page.click(".pager button", "Next")
-    assert not page.until(lambda: next(b for b in page.all(".pager button") if b.text == "Next")).is_enabled()
+    assert not page.until(
+        lambda: next(b for b in page.all(".pager button") if b.text == "Next")
+    ).is_enabled()
     page.enter("input[type=number]", f"129{Keys.ENTER}")
     page.shows("h1", "Slot 129")
     page.until(lambda: page.facts().get("State", "").startswith("free"))
@@ -220,7 +260,9 @@ def test_the_list_is_sorted_and_filtered(page, server):
     names = sorted(scopes(client), key=lambda name: int(name.partition(":")[0]))
     assert [row[0] for row in table(page)] == names[:25]
     page.click(".scopes th button", "Slots")
-    page.until(lambda: any(head.text.startswith("Slots") for head in page.all("th[aria-sort=descending]")))
+    page.until(
+        lambda: any(head.text.startswith("Slots") for head in page.all("th[aria-sort=descending]"))
+    )
     assert [int(row[2]) for row in table(page)] == [10 * number for number in range(39, 14, -1)]
     page.click(".scopes th button", "Slots")
     page.until(lambda: page.all("th[aria-sort=ascending]"))
@@ -241,16 +283,26 @@ def test_the_past_is_drawn_and_told(page, server):
     place, _ = server
     page.open(place.url)
     page.until(
-        lambda: page.run("return [...document.querySelectorAll('.chart path.one.line')].some((line) => line.getAttribute('d'))")
+        lambda: page.run(
+            "return [...document.querySelectorAll('.chart path.one.line')].some((line) => "
+            "line.getAttribute('d'))"
+        )
     )
     assert page.texts(".chart h3") == [
-        "Requests per second", "Hit ratio % of keys asked for", "Time to answer ms", "Evictions pages per second",
-        "Occupancy % of slots", "Leases and quarantine slots",
-    ]  # fmt: skip
+        "Requests per second",
+        "Hit ratio % of keys asked for",
+        "Time to answer ms",
+        "Evictions pages per second",
+        "Occupancy % of slots",
+        "Leases and quarantine slots",
+    ]
 
     def label():
         """What is told of the occupancy; nothing before it is drawn."""
-        return page.run("return document.querySelectorAll('.chart svg[role=img]')[4].getAttribute('aria-label') || ''")
+        return page.run(
+            "return document.querySelectorAll('.chart "
+            "svg[role=img]')[4].getAttribute('aria-label') || ''"
+        )
 
     page.until(lambda: "live" in label())
     live, every = 93, SLOTS + sum(10 * number for number in range(1, 40))
@@ -260,7 +312,9 @@ def test_the_past_is_drawn_and_told(page, server):
     assert page.text(".chart:nth-child(5) .when")
     page.click(".choice span", "24 hours")
     page.until(lambda: page.fragment == "#/?range=day")
-    slow = page.run("return [...document.querySelectorAll('.slowest tbody tr')].map((row) => row.textContent)")
+    slow = page.run(
+        "return [...document.querySelectorAll('.slowest tbody tr')].map((row) => row.textContent)"
+    )
     page.click("button", "Show all 20")
     page.until(lambda: len(page.all(".slowest tbody tr")) == 20)
     assert len(slow) == 8
@@ -353,7 +407,9 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
         page.until(lambda: len(page.all(ROWS)) == 50)
         page.driver.refresh()
         page.shows("h1", SCOPE)
-        assert page.run("return [localStorage.length, document.cookie, location.href.includes('look')]") == [0, "", False]
+        assert page.run(
+            "return [localStorage.length, document.cookie, location.href.includes('look')]"
+        ) == [0, "", False]
         page.click("#forget")
         page.shows("h1", "This server asks for a token")
         assert page.run("return sessionStorage.length") == 0
@@ -390,10 +446,30 @@ def test_a_server_that_drains(page):
 
 
 ABOUT = {
-    "protocol": "2", "server": "another 1.0", "instance": "i1", "durability": "none",
+    "protocol": "2",
+    "server": "another 1.0",
+    "instance": "i1",
+    "durability": "none",
     "limits": {"keys": 384, "lease_seconds": 30, "quarantine_seconds": 5},
-}  # fmt: skip
-LISTED = {"scopes": [{"scope": SCOPE, "slots": 8, "free": 8, "leased": 0, "live": 0, "quarantined": 0, "slot_bytes": 0, "geometry": "", "identity": "", "hits": 0, "misses": 0, "evicted": 0}]}  # fmt: skip
+}
+LISTED = {
+    "scopes": [
+        {
+            "scope": SCOPE,
+            "slots": 8,
+            "free": 8,
+            "leased": 0,
+            "live": 0,
+            "quarantined": 0,
+            "slot_bytes": 0,
+            "geometry": "",
+            "identity": "",
+            "hits": 0,
+            "misses": 0,
+            "evicted": 0,
+        }
+    ]
+}
 
 
 class Said(BaseHTTPRequestHandler):
@@ -410,8 +486,14 @@ class Said(BaseHTTPRequestHandler):
         if path in self.assets:
             self.say(200, self.assets[path].body, self.assets[path].content_type)
         else:
-            status, body = self.answers.get(path, (404, {"code": "unknown_route", "message": "there is no such thing"}))
-            self.say(status, body if isinstance(body, bytes) else json.dumps(body).encode(), "application/json")
+            status, body = self.answers.get(
+                path, (404, {"code": "unknown_route", "message": "there is no such thing"})
+            )
+            self.say(
+                status,
+                body if isinstance(body, bytes) else json.dumps(body).encode(),
+                "application/json",
+            )
 
     def say(self, status, body, content_type):
         self.send_response(status)
@@ -449,12 +531,32 @@ def test_troubles_in_words_and_back(page):
         page.until(lambda: table(page) == [[SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0"]])
         page.shows("p", "This server keeps no history.")
         for path, answer, words in (
-            ("/v2/scopes", problem(503, "unavailable", "the store does not answer"), "The server cannot answer now: the store does not answer."),
-            ("/v2/scopes", problem(429, "too_many", "100 requests a second"), "asked too often: 100 requests a second."),
-            ("/v2/scopes", problem(500, "internal", "this server is at fault"), "The server answered 500 internal: this server is at fault."),
-            ("/v2", (502, b"<html>Bad Gateway</html>"), "something else may stand between this page and the server"),
-            ("/readyz", (502, b"<html>Bad Gateway</html>"), "something else may stand between this page and the server"),
-        ):  # fmt: skip
+            (
+                "/v2/scopes",
+                problem(503, "unavailable", "the store does not answer"),
+                "The server cannot answer now: the store does not answer.",
+            ),
+            (
+                "/v2/scopes",
+                problem(429, "too_many", "100 requests a second"),
+                "asked too often: 100 requests a second.",
+            ),
+            (
+                "/v2/scopes",
+                problem(500, "internal", "this server is at fault"),
+                "The server answered 500 internal: this server is at fault.",
+            ),
+            (
+                "/v2",
+                (502, b"<html>Bad Gateway</html>"),
+                "something else may stand between this page and the server",
+            ),
+            (
+                "/readyz",
+                (502, b"<html>Bad Gateway</html>"),
+                "something else may stand between this page and the server",
+            ),
+        ):
             answers.update(well)
             answers[path] = answer
             page.ask_now()
@@ -462,7 +564,9 @@ def test_troubles_in_words_and_back(page):
         answers.update(well)
         page.ask_now()
         page.until(lambda: not page.all("#banner")[0].is_displayed())
-        answers["/readyz"] = problem(503, "unavailable", "the last changes could not be written: disk full")
+        answers["/readyz"] = problem(
+            503, "unavailable", "the last changes could not be written: disk full"
+        )
         page.ask_now()
         page.shows(".health", "Not ready")
         page.shows(".health", "The last changes could not be written: disk full.")
@@ -471,7 +575,10 @@ def test_troubles_in_words_and_back(page):
         page.ask_now()
         page.shows("h1", "This server asks for a token")
         page.enter("#token", f"x{Keys.ENTER}")
-        page.shows(".token [role=alert]", "This token is known and does not permit reading: this token permits nothing.")
+        page.shows(
+            ".token [role=alert]",
+            "This token is known and does not permit reading: this token permits nothing.",
+        )
         answers["/v2"] = well["/v2"]
         page.enter("#token", f"y{Keys.ENTER}")
         page.until(lambda: page.all(TABLE))

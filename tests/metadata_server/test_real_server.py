@@ -1,4 +1,5 @@
-"""Real server processes: kill -9 under load, ends in good order, and the whole conformance suite."""
+"""Real server processes: kill -9 under load, ends in good order, and the whole conformance
+suite."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_every_acknowledged_change_survives_kill_9(seed):
             writer.join()
         place.start()
         client.http.drop()
-        assert all(writer.live or writer.unsure for writer in writers), "a writer got nothing done before the kill"
+        assert all(writer.live or writer.unsure for writer in writers), (
+            "a writer got nothing done before the kill"
+        )
         see_kept(scope, writers)
 
 
@@ -58,7 +61,10 @@ def test_a_second_server_on_the_same_store_says_so(tmp_path):
     with served(command):
         from hicache_conformance.protocol.server import CannotStartError
 
-        with pytest.raises(CannotStartError, match="another server has this store"), Served(command=command):
+        with (
+            pytest.raises(CannotStartError, match="another server has this store"),
+            Served(command=command),
+        ):
             pass
 
 
@@ -67,7 +73,9 @@ def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens", a="admin all", b="read look", c="write write")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in (2, 3))])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in (2, 3))]
+)
 def test_our_server_conforms_with_nothing_untested(seed, tokens):
     with Served(command=f"{DURABLE} --token-file {tokens}") as place:
         judgement = judged(place, seed=seed, tokens=True)
@@ -76,7 +84,9 @@ def test_our_server_conforms_with_nothing_untested(seed, tokens):
 
 def test_with_fsync_too():
     with Served(command=f"{DURABLE} --durability machine") as place:
-        judgement = judged(place, seed=4, cases=["restart", "kill", "retry", "history", "histories"])
+        judgement = judged(
+            place, seed=4, cases=["restart", "kill", "retry", "history", "histories"]
+        )
     assert errors(judgement) == []
     assert broken(judgement) == {}
 
@@ -84,7 +94,8 @@ def test_with_fsync_too():
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
 @pytest.mark.parametrize("with_length", [False, True])
 def test_head_is_answered_like_get_without_a_body(place_of_all, path, with_length):
-    """Load balancers ask so; the connection goes on, which a body that nobody expects would spoil."""
+    """Load balancers ask so; the connection goes on, which a body that nobody expects would
+    spoil."""
     host = urlsplit(place_of_all.url)
     with closing(http.client.HTTPConnection(host.hostname, host.port, timeout=30)) as connection:
         for method in ("HEAD", "GET", "HEAD"):

@@ -1,4 +1,5 @@
-"""The order of use against a plain list, with chunks so small that they are dropped, tidied and joined all the time."""
+"""The order of use against a plain list, with chunks so small that they are dropped, tidied and
+joined all the time."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from hicache_metadata_server.core.leases import LeaseLog
 from hicache_metadata_server.core.lru import Recency
 from hicache_metadata_server.core.slot_table import FREE, LIVE, SlotTable
 from tests.metadata_server.histories import History
-from tests.metadata_server.test_scope import test_eviction_takes_the_oldest_tail as take_the_oldest_tail
+from tests.metadata_server.test_scope import (
+    test_eviction_takes_the_oldest_tail as take_the_oldest_tail,
+)
 
 SLOTS = 24
 
@@ -65,7 +68,9 @@ class Model:
         self.recency.remove(slot)
 
     def evict(self, wanted):
-        may_go = [slot for slot in self.order if not self.table.children[slot] and slot not in self.pinned][:wanted]
+        may_go = [
+            slot for slot in self.order if not self.table.children[slot] and slot not in self.pinned
+        ][:wanted]
         gone = list[int]()
 
         def let_go(slot):
@@ -93,14 +98,20 @@ class Model:
         head, stamps = self.recency._head, self.table.stamps
         for number, chunk in self.recency._chunks.items():
             first = number << recency.BITS
-            current = [stamp for stamp, slot in enumerate(chunk, first) if stamp >= head and stamps[slot] == stamp]
+            current = [
+                stamp
+                for stamp, slot in enumerate(chunk, first)
+                if stamp >= head and stamps[slot] == stamp
+            ]
             assert self.recency._current[number] == len(current)
 
 
 def step(model, chance):
     live, free = list(model.order), [slot for slot in range(SLOTS) if slot not in model.order]
     some = chance.sample(live, chance.randint(0, len(live)))
-    match chance.choice(("add", "use", "use", "one", "one", "run", "remove", "children", "pin", "evict", "clear")):
+    match chance.choice(
+        ("add", "use", "use", "one", "one", "run", "remove", "children", "pin", "evict", "clear")
+    ):
         case "add":
             model.add(chance.sample(free, chance.randint(0, len(free))))
         case "use":
@@ -194,7 +205,11 @@ def test_slots_by_their_leases(seed):
     table.grow(SLOTS)
     for _ in range(600):
         first, count = chance.randrange(SLOTS), chance.randint(1, 6)
-        given = range(first, min(first + count, SLOTS)) if chance.random() < 0.5 else chance.sample(range(SLOTS), count)
+        given = (
+            range(first, min(first + count, SLOTS))
+            if chance.random() < 0.5
+            else chance.sample(range(SLOTS), count)
+        )
         next_lease += chance.randint(0, 2)
         for lease, slot in enumerate(given, next_lease):
             table.leases[slot] = lease

@@ -20,12 +20,15 @@ HEALTH = ("/healthz", "/readyz")
 
 
 def records(*tenants):
-    """For each tenant a token of each right, called right-tenant, and one of each that has expired."""
+    """For each tenant a token of each right, called right-tenant, and one of each that has
+    expired."""
     for tenant in tenants:
         for right in ("read", "write", "admin"):
             name = f"{right}-{tenant}"
             yield record_of(name, right, name=name, tenant=tenant)
-            yield record_of(f"late-{name}", right, name=f"late-{name}", tenant=tenant, expires=EARLIER)
+            yield record_of(
+                f"late-{name}", right, name=f"late-{name}", tenant=tenant, expires=EARLIER
+            )
 
 
 def bearer(token):
@@ -45,17 +48,37 @@ def state(service):
     now = service.limits.lease_seconds
     return [
         (
-            name, scope.geometry, scope.model, [msgspec.structs.replace(scope.status(slot, now), seconds_left=0) for slot in range(64)],
-            list(scope.recency), scope.hits, scope.misses, scope.evicted, scope.epoch,
+            name,
+            scope.geometry,
+            scope.model,
+            [
+                msgspec.structs.replace(scope.status(slot, now), seconds_left=0)
+                for slot in range(64)
+            ],
+            list(scope.recency),
+            scope.hits,
+            scope.misses,
+            scope.evicted,
+            scope.epoch,
         )
         for name, scope in sorted(service.scopes.items())
-    ] + [service.draining, len(service._pins), len(service.answers), dict(service.tenants.of_scope)]  # fmt: skip
+    ] + [service.draining, len(service._pins), len(service.answers), dict(service.tenants.of_scope)]
 
 
 def refused_tokens(asked):
     """Tokens with which a request of tenant acme is refused, and how."""
-    yield from (({}, 401), ({"authorization": ""}, 401), ({"authorization": "Basic admin-acme"}, 401), (bearer(""), 401))
-    yield from ((bearer("wrong"), 401), (bearer("revoked"), 401), (bearer("late-admin-acme"), 401), (bearer("late-admin-"), 401))
+    yield from (
+        ({}, 401),
+        ({"authorization": ""}, 401),
+        ({"authorization": "Basic admin-acme"}, 401),
+        (bearer(""), 401),
+    )
+    yield from (
+        (bearer("wrong"), 401),
+        (bearer("revoked"), 401),
+        (bearer("late-admin-acme"), 401),
+        (bearer("late-admin-"), 401),
+    )
     for right in ORDER[1 : ORDER.index(asked.right)]:
         yield bearer(f"{right}-acme"), 403
         yield bearer(f"{right}-"), 403
@@ -107,7 +130,10 @@ def test_the_same_requests_are_done_for_who_may(tmp_path, token):
                 asked = list(every_route(lease=lease, pin=pin))[number]
                 reply = await ask(caller, asked, bearer(token))
                 refused = token == "admin-acme" and not (asked.names_scope or asked.open_to_tenants)
-                assert reply.status == 403 if refused else reply.status in asked.done, (asked, reply)
+                assert reply.status == 403 if refused else reply.status in asked.done, (
+                    asked,
+                    reply,
+                )
 
     run(scenario())
 
@@ -116,16 +142,29 @@ def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
     async def scenario():
         async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
             _, pin = await prepared(caller, bearer("write-acme"))
-            await caller.post("/v2/initialize", {"scopes": [{"scope": "1:kv", "slots": 8}]}, headers=bearer("write-other"))
+            await caller.post(
+                "/v2/initialize",
+                {"scopes": [{"scope": "1:kv", "slots": 8}]},
+                headers=bearer("write-other"),
+            )
             await caller.post("/2/initialize", {"num_pages": 8}, headers=bearer("write-"))
             for token, names in (
-                ("read-acme", [SCOPE]), ("read-other", ["1:kv"]), ("read-", ["2:kv"]), ("admin-", [SCOPE, "1:kv", "2:kv"]),
-            ):  # fmt: skip
-                listed = (await caller.send("GET", "/v2/scopes", headers=bearer(token))).json["scopes"]
+                ("read-acme", [SCOPE]),
+                ("read-other", ["1:kv"]),
+                ("read-", ["2:kv"]),
+                ("admin-", [SCOPE, "1:kv", "2:kv"]),
+            ):
+                listed = (await caller.send("GET", "/v2/scopes", headers=bearer(token))).json[
+                    "scopes"
+                ]
                 assert [one["scope"] for one in listed] == names, token
-                assert token == "admin-" or {one["tenant"] for one in listed} == {token.partition("-")[2]}
+                assert token == "admin-" or {one["tenant"] for one in listed} == {
+                    token.partition("-")[2]
+                }
             for token, slots in (("admin-acme", 64), ("admin-other", 8), ("admin-", 80)):
-                assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json["slots"] == slots
+                assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json[
+                    "slots"
+                ] == slots
             pins = {"pins": [pin]}
             for token, left in (("read-other", 1), ("read-", 1), ("read-acme", 0)):
                 assert (await caller.post("/v2/unpin", pins, headers=bearer(token))).status == 204
@@ -140,12 +179,16 @@ def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
             for tenant, scope in (("acme", "0:a"), ("other", "0:b")):
                 made = {"scopes": [{"scope": scope, "slots": 8}]}
                 reply = await caller.post(
-                    "/v2/initialize", made, headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"}
+                    "/v2/initialize",
+                    made,
+                    headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"},
                 )
                 assert reply.json == {"created": [True]}, "a key of another tenant's is another key"
             reserve = {"scopes": [{"scope": "0:a", "keys": ["k"]}]}
             once = {"idempotency-key": "once"}
-            assert (await caller.post("/v2/reserve", reserve, headers=bearer("write-acme") | once)).status == 200
+            assert (
+                await caller.post("/v2/reserve", reserve, headers=bearer("write-acme") | once)
+            ).status == 200
             stolen = await caller.post("/v2/reserve", reserve, headers=bearer("write-other") | once)
             assert (stolen.status, stolen.json["field"]) == (403, "scopes[0].scope")
 
@@ -155,11 +198,19 @@ def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/v2/lookup", {"scopes": [{"scope": "9:mine", "keys": []}, {"scope": SCOPE, "keys": []}]}, "scopes[1].scope"),
+        (
+            "/v2/lookup",
+            {"scopes": [{"scope": "9:mine", "keys": []}, {"scope": SCOPE, "keys": []}]},
+            "scopes[1].scope",
+        ),
         ("/v2/clear", {"scopes": [SCOPE]}, "scopes[0]"),
         ("/v2/inspect", {"scope": SCOPE}, "scope"),
         ("/0/clear", {}, "namespace"),
-        ("/v2/initialize", {"scopes": [{"scope": "9:new", "slots": 1}, {"scope": SCOPE, "slots": 64}]}, "scopes[1].scope"),
+        (
+            "/v2/initialize",
+            {"scopes": [{"scope": "9:new", "slots": 1}, {"scope": SCOPE, "slots": 64}]},
+            "scopes[1].scope",
+        ),
     ],
 )
 def test_a_refusal_names_the_scope(tmp_path, path, body, field):

@@ -32,7 +32,8 @@ from tests.metadata_server.servers import served
 from tests.metadata_server.test_snapshots import Engine, address, live, write
 
 SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
+    f"--port {{port}}"
     " --store sqlite:///STORE --quarantine-seconds 0.05"
 )
 PAGES = 24
@@ -79,8 +80,15 @@ def place(tmp_path_factory):
             store_file, where = rig.scope.file, rig.scope
         finally:
             rig.storage.close()
-    return SimpleNamespace(directory=directory, data=directory / "data", slots=slots, scope=scope, page_bytes=page_bytes,
-                           file=store_file, where=where)  # fmt: skip
+    return SimpleNamespace(
+        directory=directory,
+        data=directory / "data",
+        slots=slots,
+        scope=scope,
+        page_bytes=page_bytes,
+        file=store_file,
+        where=where,
+    )
 
 
 @pytest.fixture
@@ -91,9 +99,22 @@ def planted(place, tmp_path):
         # Its server was killed: there is a log.
         shutil.copy(file, tmp_path)
     moved = tmp_path / "data" / place.file.path.rpartition("/")[2]
-    rig = SimpleNamespace(scope=SimpleNamespace(file=SimpleNamespace(path=str(moved), offset=place.file.offset, geometry=place.file.geometry)))  # fmt: skip
-    return SimpleNamespace(store=address(tmp_path / "m.db"), data=tmp_path / "data", rig=rig, file=moved, slots=place.slots,
-                           scope=place.scope, page_bytes=place.page_bytes)  # fmt: skip
+    rig = SimpleNamespace(
+        scope=SimpleNamespace(
+            file=SimpleNamespace(
+                path=str(moved), offset=place.file.offset, geometry=place.file.geometry
+            )
+        )
+    )
+    return SimpleNamespace(
+        store=address(tmp_path / "m.db"),
+        data=tmp_path / "data",
+        rig=rig,
+        file=moved,
+        slots=place.slots,
+        scope=place.scope,
+        page_bytes=place.page_bytes,
+    )
 
 
 def left(planted):
@@ -145,7 +166,9 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
             if f" {verdict}: " in line:
                 found[line.rpartition(": ")[2].strip("'")] = verdict
     late = {name for name, verdict in found.items() if verdict is Verdict.SHORT}
-    assert {name: verdict for name, verdict in found.items() if name not in late} == {n: v for n, v in bad.items() if n != "~"}
+    assert {name: verdict for name, verdict in found.items() if name not in late} == {
+        n: v for n, v in bad.items() if n != "~"
+    }
     assert highest in late
     assert len(late) == 2, "the last page, and the escaped one that was written behind it"
     mended = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
@@ -168,7 +191,10 @@ def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
         assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum)) is Verdict.WHOLE
         assert checked.verdict(ExpectedPage(slot, NAMES[0], 0, 0)) is Verdict.UNKNOWN
         assert checked.verdict(ExpectedPage(slot, NAMES[0], 64, checksum)) is Verdict.LENGTH
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum)) is Verdict.LENGTH
+        assert (
+            checked.verdict(ExpectedPage(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum))
+            is Verdict.LENGTH
+        )
         assert checked.verdict(ExpectedPage(slot, NAMES[0], length - 1, checksum)) is Verdict.OTHER
         assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum ^ 1)) is Verdict.OTHER
         assert checked.verdict(ExpectedPage(slot, NAMES[1], length, checksum)) is Verdict.OTHER
@@ -207,20 +233,35 @@ def test_a_sample(planted):
             assert found.verdicts == {Verdict.WHOLE: min(size, PAGES)}
         drawn = set()
         for seed in range(60):
-            drawn |= {key for part in sampled(parts, 3, random.Random(seed)) if isinstance(part, Pages) for key in part.keys}
+            drawn |= {
+                key
+                for part in sampled(parts, 3, random.Random(seed))
+                if isinstance(part, Pages)
+                for key in part.keys
+            }
         assert len(drawn) == PAGES, "each page may be drawn"
     for key in NAMES[:-1]:
         flip(planted.rig, planted.slots[key], 7)
     done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--sample", "20")
     assert done.exit_code == 1
-    assert sum("bytes that are not those" in line for line in done.output.splitlines() if line.startswith("0:")) >= 19
+    assert (
+        sum(
+            "bytes that are not those" in line
+            for line in done.output.splitlines()
+            if line.startswith("0:")
+        )
+        >= 19
+    )
 
 
 def test_of_a_server_that_runs(planted):
     bad = [NAMES[2], NAMES[5], NAMES[6]]
     for key in bad:
         flip(planted.rig, planted.slots[key], 100)
-    with served(SERVE.replace("STORE", planted.store.removeprefix("sqlite:///"))) as (server, client):
+    with served(SERVE.replace("STORE", planted.store.removeprefix("sqlite:///"))) as (
+        server,
+        client,
+    ):
         where = ("--url", server.url, "--files", planted.data)
         done = hicache("fsck", *where)
         assert done.exit_code == 1, done.output
@@ -232,9 +273,16 @@ def test_of_a_server_that_runs(planted):
         asked = p.Lookup(scopes=[p.LookupScope(scope=planted.scope, keys=NAMES[:-1])])
         slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
         assert [key for key, slot in zip(NAMES, slots, strict=False) if slot < 0] == bad
-        assert "mends nothing by itself" in " ".join(hicache("fsck", "--url", server.url, "--repair").output.split())
-        assert "another server has this store" in hicache("fsck", "--store", planted.store, "--files", planted.data).output
-    assert "checked as a whole" in " ".join(hicache("fsck", "0:kv", "--store", planted.store, "--repair").output.split())
+        assert "mends nothing by itself" in " ".join(
+            hicache("fsck", "--url", server.url, "--repair").output.split()
+        )
+        assert (
+            "another server has this store"
+            in hicache("fsck", "--store", planted.store, "--files", planted.data).output
+        )
+    assert "checked as a whole" in " ".join(
+        hicache("fsck", "0:kv", "--store", planted.store, "--repair").output.split()
+    )
 
 
 @pytest.fixture(params=["one Redis", pytest.param("a cluster", marks=pytest.mark.fuzz)])
@@ -252,7 +300,9 @@ def test_of_servers_on_one_redis(shared_url, tmp_path):
             assert all(rig.put(NAMES))
             where = ("--url", other.url, "--files", tmp_path / "data")
             done = hicache("fsck", *where)
-            assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True), done.output
+            assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True), (
+                done.output
+            )
             bad = NAMES[2:5]
             flip(rig, rig.slot(bad[0]), 100)
             swap(rig, rig.slot(bad[1]), rig.slot(bad[2]))
@@ -296,7 +346,9 @@ def spoil(file, scope, rows):
     recovered = store.recover(0.0)
     [record] = [record for record in recovered.scopes if record.geometry.scope == scope]
     for row in rows:
-        store.write(Changes(slots={record.number: changes_of_row(row._replace(epoch=record.epoch))}))
+        store.write(
+            Changes(slots={record.number: changes_of_row(row._replace(epoch=record.epoch))})
+        )
     store.close()
 
 
@@ -304,8 +356,20 @@ def changes_of_row(row):
     def wide(*values):
         return array("Q", values).tobytes()
 
-    states = SlotStates(row.epoch, wide(row.slot), bytes([row.state]), array("d", [row.until]).tobytes(), wide(row.length), wide(row.checksum))  # fmt: skip
-    return SlotChanges(states, SlotLeases(wide(row.slot), wide(row.generation), wide(row.lease), [row.key], [row.prefix], []))
+    states = SlotStates(
+        row.epoch,
+        wide(row.slot),
+        bytes([row.state]),
+        array("d", [row.until]).tobytes(),
+        wide(row.length),
+        wide(row.checksum),
+    )
+    return SlotChanges(
+        states,
+        SlotLeases(
+            wide(row.slot), wide(row.generation), wide(row.lease), [row.key], [row.prefix], []
+        ),
+    )
 
 
 SPOILED = [
@@ -333,7 +397,14 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
     store = address(tmp_path / "m.db")
     told = hicache("fsck", "--store", store)
     assert told.exit_code == 1
-    for said in ("slot 91 belongs to the key of slot 90", "slot 92 is in no state", "slot 93 is live", "slot 94 is live", "slot 95 is live", "slot 5000 is outside"):  # fmt: skip
+    for said in (
+        "slot 91 belongs to the key of slot 90",
+        "slot 92 is in no state",
+        "slot 93 is live",
+        "slot 94 is live",
+        "slot 95 is live",
+        "slot 5000 is outside",
+    ):
         assert said in told.output
     copied = hicache("copy", store, address(tmp_path / "c.db"))
     assert copied.exit_code == 2
@@ -348,4 +419,6 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
         lost = list(range(91, 98))
         assert not {scope.table.states[slot] for slot in lost} & {LIVE, LEASED}
         scope.settle(time.time() + 601, 10_000)
-        assert {scope.table.states[slot] for slot in lost if slot < len(scope.table)} == {FREE}, "lost slots return"
+        assert {scope.table.states[slot] for slot in lost if slot < len(scope.table)} == {FREE}, (
+            "lost slots return"
+        )

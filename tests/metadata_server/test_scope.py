@@ -31,8 +31,11 @@ def test_a_scope_of_the_largest_size_takes_no_memory():
 
 
 def oldest_tail(live, prefixes):
-    """What the documentation says, in one line: the least recently used that no other page names."""
-    return next(key for key in live if not any(prefixes[other] == key for other in live if other != key))
+    """What the documentation says, in one line: the least recently used that no other page
+    names."""
+    return next(
+        key for key in live if not any(prefixes[other] == key for other in live if other != key)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -78,7 +81,9 @@ def test_a_large_scope_keeps_some_slots_spare():
     """Evicted slots rest: what is evicted only when it is asked for comes too late."""
     scope, full, lease = scope_of(4096, quarantine=5.0), 0, 1
     for number in range(800):
-        states, _, leases = scope.reserve([f"{number}-{i}" for i in range(16)], (), "", lease, number * 1.0, number + 10.0)
+        states, _, leases = scope.reserve(
+            [f"{number}-{i}" for i in range(16)], (), "", lease, number * 1.0, number + 10.0
+        )
         full += states.count(Reserved.FULL)
         held = [one for one in leases if one]
         scope.commit(held, [1] * len(held), [1] * len(held), number * 1.0)
@@ -112,7 +117,11 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     scope = scope_of(pages, quarantine)
     store(scope, [f"k{i}" for i in range(pages)], [""] + [f"k{i}" for i in range(pages - 1)])
     assert scope.clear(100.0) == pages
-    assert (len(scope.recency), scope.table.count(LIVE), scope.table.count(QUARANTINED) + scope.table.count(FREE)) == (
+    assert (
+        len(scope.recency),
+        scope.table.count(LIVE),
+        scope.table.count(QUARANTINED) + scope.table.count(FREE),
+    ) == (
         0,
         0,
         pages,
@@ -152,7 +161,11 @@ def test_a_commit_can_be_repeated_however_long_ago_it_was():
         store(scope, keys, lease=lease + 1)
         lease += 600
         scope.delete(keys, (), 0.0)
-    assert scope.commit([first[0], first[0], first[0] + 1], [5, 5, 5], [6, 7, 6], 1.0) == [True, False, False]
+    assert scope.commit([first[0], first[0], first[0] + 1], [5, 5, 5], [6, 7, 6], 1.0) == [
+        True,
+        False,
+        False,
+    ]
     assert len(scope.leases.log) < 20_000, "what was deleted long ago is forgotten"
 
 
@@ -200,9 +213,26 @@ def plant(scope, fault):
 
 
 FAULTS = (
-    "free and live", "twice free", "lost", "two keys", "unknown key", "never evicted", "never evicted tail", "state", "no state", "lease",
-    "count of leases", "lease of nobody", "generation", "length", "log", "resting", "children", "prefix", "outside",
-)  # fmt: skip
+    "free and live",
+    "twice free",
+    "lost",
+    "two keys",
+    "unknown key",
+    "never evicted",
+    "never evicted tail",
+    "state",
+    "no state",
+    "lease",
+    "count of leases",
+    "lease of nobody",
+    "generation",
+    "length",
+    "log",
+    "resting",
+    "children",
+    "prefix",
+    "outside",
+)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -25,7 +25,9 @@ def test_copying_without_a_scope(engine, tmp_path):
     service = engine.service
     gone, stays = sorted(service.scopes)
     write(tmp_path / "a.db", service)
-    done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--without", gone)
+    done = hicache(
+        "copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--without", gone
+    )
     assert done.exit_code == 0, done.output
     expected = {place: page for place, page in live(service).items() if place[0] == stays}
     assert len(expected) < len(live(service))
@@ -36,7 +38,15 @@ def test_copying_without_a_scope(engine, tmp_path):
         assert copied.counters().lease >= service.counters().lease
         [lease] = Engine(copied, random.Random(1), scopes=(gone,), slots=50).reserve(gone, ["new"])
         assert lease >= service.counters().lease
-    done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "c.db"), "--without", gone, "--without", "0:typo")
+    done = hicache(
+        "copy",
+        address(tmp_path / "a.db"),
+        address(tmp_path / "c.db"),
+        "--without",
+        gone,
+        "--without",
+        "0:typo",
+    )
     assert done.exit_code == 2
     assert "there is no scope 0:typo" in done.output
     assert not (tmp_path / "c.db").exists()
@@ -46,12 +56,16 @@ def test_restoring_without_a_scope(engine, tmp_path):
     gone, stays = sorted(engine.service.scopes)
     write(tmp_path / "a.db", engine.service)
     assert hicache("backup", address(tmp_path / "a.db"), tmp_path / "b").exit_code == 0
-    done = hicache("restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", gone)
+    done = hicache(
+        "restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", gone
+    )
     assert done.exit_code == 0, done.output
     with opened_store(address(tmp_path / "a.db")) as restored_store:
         assert list(restored_store.scopes) == [stays]
         assert live(restored_store)
-    again = hicache("restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", "0:typo")
+    again = hicache(
+        "restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", "0:typo"
+    )
     assert (again.exit_code, "there is no scope 0:typo" in again.output) == (2, True)
     with opened_store(address(tmp_path / "a.db")) as restored_store:
         assert list(restored_store.scopes) == [stays]

@@ -1,4 +1,5 @@
-"""What several servers on one Redis promise beyond the state machine: settings, faults, repeated requests, fsck."""
+"""What several servers on one Redis promise beyond the state machine: settings, faults, repeated
+requests, fsck."""
 
 from __future__ import annotations
 
@@ -29,7 +30,22 @@ from tests.metadata_server.redis_servers import redis_cluster, redis_server
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-PARTS = ("meta", "slots", "live", "leased", "leases", "free", "expiring", "order", "aside", "resting", "children", "pins", "pinned", "holds")  # fmt: skip
+PARTS = (
+    "meta",
+    "slots",
+    "live",
+    "leased",
+    "leases",
+    "free",
+    "expiring",
+    "order",
+    "aside",
+    "resting",
+    "children",
+    "pins",
+    "pinned",
+    "holds",
+)
 NAMES = dict(zip(PARTS, ScopeKeys("0:kv").all, strict=False))
 
 
@@ -53,7 +69,9 @@ def cluster(tmp_path_factory):
 
 @asynccontextmanager
 async def service_on(url: str, slots: int = 8, **limits: float) -> AsyncIterator[SharedService]:
-    service = SharedService(open_link(url), msgspec.structs.replace(DEFAULTS, **limits), durability=p.Durability.NONE)
+    service = SharedService(
+        open_link(url), msgspec.structs.replace(DEFAULTS, **limits), durability=p.Durability.NONE
+    )
     try:
         await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)]))
         yield service
@@ -61,14 +79,20 @@ async def service_on(url: str, slots: int = 8, **limits: float) -> AsyncIterator
         await service.link.close()
 
 
-async def leased(service: SharedService, keys: list[str], prefixes: tuple[str, ...] = ()) -> p.Leased:
+async def leased(
+    service: SharedService, keys: list[str], prefixes: tuple[str, ...] = ()
+) -> p.Leased:
     part = p.ReserveScope(scope="0:kv", keys=keys, prefixes=list(prefixes))
     return (await service.reserve(p.Reserve(scopes=[part]))).scopes[0]
 
 
-async def stored(service: SharedService, keys: list[str], prefixes: tuple[str, ...] = ()) -> p.Leased:
+async def stored(
+    service: SharedService, keys: list[str], prefixes: tuple[str, ...] = ()
+) -> p.Leased:
     found = await leased(service, keys, prefixes)
-    part = p.CommitScope(scope="0:kv", leases=found.leases, lengths=[1] * len(keys), checksums=[7] * len(keys))
+    part = p.CommitScope(
+        scope="0:kv", leases=found.leases, lengths=[1] * len(keys), checksums=[7] * len(keys)
+    )
     done = await service.commit(p.Commit(scopes=[part]))
     assert set(done.scopes[0].states) == {p.Settled.DONE}
     return found
@@ -81,11 +105,16 @@ def test_more_durability_than_redis_keeps_is_refused(tmp_path):
     with redis_server(tmp_path, appendonly="yes", appendfsync="everysec") as redis:
         client = redis.client()
         see_store(redis.url, p.Durability.NONE)
-        with pytest.raises(StoreError, match=r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`"):
+        with pytest.raises(
+            StoreError,
+            match=r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`",
+        ):
             see_store(redis.url, p.Durability.PROCESS)
         client.config_set("appendfsync", "no")
         see_store(redis.url, p.Durability.PROCESS)
-        with pytest.raises(StoreError, match=r"keep durability 'process', not 'machine'.*`appendfsync always`"):
+        with pytest.raises(
+            StoreError, match=r"keep durability 'process', not 'machine'.*`appendfsync always`"
+        ):
             see_store(redis.url, p.Durability.MACHINE)
         client.config_set("appendfsync", "always")
         see_store(redis.url, p.Durability.MACHINE)
@@ -147,47 +176,84 @@ def test_a_request_is_done_once_by_whichever_server_is_asked(where, request):
 
     async def ask():
         limits = msgspec.structs.replace(DEFAULTS, idempotency_seconds=30)
-        async with running_shared(store.url, limits) as one, running_shared(store.url, limits) as two:
+        async with (
+            running_shared(store.url, limits) as one,
+            running_shared(store.url, limits) as two,
+        ):
             scopes = [{"scope": f"{n}:once", "slots": 600} for n in range(3)]
-            made = await one.post("/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where})
-            again = await two.post("/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where})
+            made = await one.post(
+                "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
+            )
+            again = await two.post(
+                "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
+            )
             assert made.json == again.json == {"created": [True] * 3}
             # More than one piece, and several scopes.
-            body = {"scopes": [{"scope": part["scope"], "keys": [f"k{i}" for i in range(300)]} for part in scopes]}
+            body = {
+                "scopes": [
+                    {"scope": part["scope"], "keys": [f"k{i}" for i in range(300)]}
+                    for part in scopes
+                ]
+            }
             first = await one.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
             second = await two.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
             assert first.json == second.json
-            assert {state for part in first.json["scopes"] for state in part["states"]} == {"leased"}
-            for path, other in (("/v2/reserve", {"scopes": []}), ("/v2/clear", {"scopes": ["1:once"]}), ("/v2/reserve", {"scopes": [{"scope": "2:once", "keys": ["new"]}]})):  # fmt: skip
+            assert {state for part in first.json["scopes"] for state in part["states"]} == {
+                "leased"
+            }
+            for path, other in (
+                ("/v2/reserve", {"scopes": []}),
+                ("/v2/clear", {"scopes": ["1:once"]}),
+                ("/v2/reserve", {"scopes": [{"scope": "2:once", "keys": ["new"]}]}),
+            ):
                 reply = await two.post(path, other, headers={"idempotency-key": "r" + where})
                 assert (reply.status, reply.json["code"]) == (422, "key_reused"), path
             # What was refused is not remembered.
             refused = await one.post(
-                "/v2/abort", {"scopes": [{"scope": "9:none", "leases": [1]}]}, headers={"idempotency-key": "x" + where}
+                "/v2/abort",
+                {"scopes": [{"scope": "9:none", "leases": [1]}]},
+                headers={"idempotency-key": "x" + where},
             )
             assert refused.status == 404
-            assert (await one.post("/v2/clear", {"scopes": ["0:once"]}, headers={"idempotency-key": "x" + where})).json == {
-                "pages": [0]
-            }
+            assert (
+                await one.post(
+                    "/v2/clear", {"scopes": ["0:once"]}, headers={"idempotency-key": "x" + where}
+                )
+            ).json == {"pages": [0]}
 
     run(ask())
 
 
 def test_while_one_server_drains_the_others_go_on(empty):
     async def ask():
-        async with running_shared(empty.url, DEFAULTS) as one, running_shared(empty.url, DEFAULTS) as two:
+        async with (
+            running_shared(empty.url, DEFAULTS) as one,
+            running_shared(empty.url, DEFAULTS) as two,
+        ):
             await one.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
             body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
             first = await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
-            assert (await one.post("/v2/drain", {"enabled": True})).json == {"enabled": True, "leases": 1}
-            assert (await one.post("/v2/reserve", body)).status == 503
-            assert (await one.post("/v2/reserve", body, headers={"idempotency-key": "new"})).status == 503
-            assert (await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})).json == first.json
-            assert (await one.post("/0/reserve_and_allocate_page_indices", {"keys": [["b", ""]]})).json == {
-                "indices": [[False, -1]]
+            assert (await one.post("/v2/drain", {"enabled": True})).json == {
+                "enabled": True,
+                "leases": 1,
             }
-            assert ((await one.send("GET", "/readyz")).status, (await two.send("GET", "/readyz")).status) == (503, 200)
-            assert (await two.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["c"]}]})).status == 200
+            assert (await one.post("/v2/reserve", body)).status == 503
+            assert (
+                await one.post("/v2/reserve", body, headers={"idempotency-key": "new"})
+            ).status == 503
+            assert (
+                await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
+            ).json == first.json
+            assert (
+                await one.post("/0/reserve_and_allocate_page_indices", {"keys": [["b", ""]]})
+            ).json == {"indices": [[False, -1]]}
+            assert (
+                (await one.send("GET", "/readyz")).status,
+                (await two.send("GET", "/readyz")).status,
+            ) == (503, 200)
+            assert (
+                await two.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["c"]}]})
+            ).status == 200
 
     run(ask())
 
@@ -228,7 +294,9 @@ def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
 
     async def ask(cluster):
         async with running_shared(cluster.url, DEFAULTS) as caller:
-            await caller.post("/v2/initialize", {"scopes": [{"scope": scope, "slots": 8} for scope in scopes]})
+            await caller.post(
+                "/v2/initialize", {"scopes": [{"scope": scope, "slots": 8} for scope in scopes]}
+            )
             for scope in scopes:
                 assert (await caller.store(scope, ["a"])).status == 200
             bodies = [{"scopes": [{"scope": scope, "keys": ["a"]}]} for scope in scopes]
@@ -274,14 +342,17 @@ def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
             # Nobody can tell that from a Redis that has lost the scope, and leases with it.
             assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
             limits = service.limits
-            service.catalog.clock_offset += round((limits.most_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS)
+            service.catalog.clock_offset += round(
+                (limits.most_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS
+            )
             assert (await leased(service, ["a"])).states == [p.Reserved.LEASED]
 
     run(ask())
 
 
 def test_leases_of_a_redis_that_has_forgotten_them_are_given_to_nobody_again(empty):
-    """As after a failover to a replica that lags behind: the counter is back where it was, the clock is not."""
+    """As after a failover to a replica that lags behind: the counter is back where it was, the
+    clock is not."""
 
     async def ask():
         async with service_on(empty.url, quarantine_seconds=0) as service:
@@ -293,7 +364,11 @@ def test_leases_of_a_redis_that_has_forgotten_them_are_given_to_nobody_again(emp
             other = await leased(service, ["b"])
             assert other.slots == first.slots
             assert other.leases[0] > first.leases[0]
-            late = p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=first.leases, lengths=[1], checksums=[1])])
+            late = p.Commit(
+                scopes=[
+                    p.CommitScope(scope="0:kv", leases=first.leases, lengths=[1], checksums=[1])
+                ]
+            )
             assert (await service.commit(late)).scopes[0].states == [p.Settled.STALE]
 
     run(ask())
@@ -312,7 +387,11 @@ def test_a_clear_is_taken_apart_bit_by_bit_and_so_is_the_next(empty):
             assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [90]
             raw = await service.link.command("ZCARD", NAMES["resting"])
             assert raw < 2690, "not all of it at once"
-            found = (await service.inspect(p.Inspect(scope="0:kv", slots=list(range(2690)), keys=keys[:3]))).slots
+            found = (
+                await service.inspect(
+                    p.Inspect(scope="0:kv", slots=list(range(2690)), keys=keys[:3])
+                )
+            ).slots
             assert {one.state for one in found[:2690]} == {p.SlotState.QUARANTINED}
             assert all(0 < one.seconds_left <= 100 for one in found[:2690])
             assert found[2690:] == [None] * 3
@@ -337,14 +416,22 @@ def test_long_chains_are_evicted_from_their_tails(empty, heads_first):
         async with service_on(empty.url, 500, quarantine_seconds=0) as service:
             for start in range(0, 500, 100):
                 some = keys[start : start + 100]
-                await stored(service, some, tuple(keys[start - 1 + i] if start + i else "" for i in range(100)))
+                await stored(
+                    service,
+                    some,
+                    tuple(keys[start - 1 + i] if start + i else "" for i in range(100)),
+                )
             order = keys if heads_first else keys[::-1]
             # From the last key to the first: the first is the latest.
             await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=order[::-1])]))
             for round_ in range(5):
                 got = await leased(service, [f"n{round_}-{i}" for i in range(60)])
                 assert (got.evicted, set(got.states)) == (60, {p.Reserved.LEASED})
-                live = (await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=keys)]))).scopes[0].done
+                live = (
+                    (await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=keys)])))
+                    .scopes[0]
+                    .done
+                )
                 left = 500 - 60 * (round_ + 1)
                 assert live == [True] * left + [False] * (500 - left)
             assert (await fsck(service, p.Fsck())).problems == []
@@ -370,25 +457,49 @@ PLANTED = {
     "a live slot that is free too": (("ZADD", "free", 0, "0"), "in the lists free, live"),
     "a live slot in no list": (("ZREM", "order", "0"), "slot 0 is live, and in no list"),
     "a live slot without a key": (("HDEL", "live", "a"), "slot 0 is live for a, which is in none"),
-    "a key that leads elsewhere": (("HSET", "live", "a", "1"), "slot 0 is live for a, which is in 1"),
-    "a key too many": (("HSET", "live", "ghost", "1"), "key ghost is said to be live in slot 1, which has b"),
-    "a leased key too many": (("HSET", "leased", "ghost", "2"), "key ghost is said to be leased in slot 2, which has c"),
+    "a key that leads elsewhere": (
+        ("HSET", "live", "a", "1"),
+        "slot 0 is live for a, which is in 1",
+    ),
+    "a key too many": (
+        ("HSET", "live", "ghost", "1"),
+        "key ghost is said to be live in slot 1, which has b",
+    ),
+    "a leased key too many": (
+        ("HSET", "leased", "ghost", "2"),
+        "key ghost is said to be leased in slot 2, which has c",
+    ),
     "a key that is live and leased": (("HSET", "leased", "a", "0"), "key a is live and leased"),
     "a lease that is forgotten": (("DEL", "leases"), "which is for none"),
     "a lease too many": (("HSET", "leases", "77", "0"), "lease 77 is said to be for slot 0"),
     "a slot without a record": (("HDEL", "slots", "2"), "slot 2 has no record"),
-    "a slot that was never used": (("ZADD", "free", 0, "7"), "leads to slot 7, which was never used"),
-    "a leased slot that rests": (("ZADD", "resting", 9e18, "2"), "in the lists leased, quarantined"),
+    "a slot that was never used": (
+        ("ZADD", "free", 0, "7"),
+        "leads to slot 7, which was never used",
+    ),
+    "a leased slot that rests": (
+        ("ZADD", "resting", 9e18, "2"),
+        "in the lists leased, quarantined",
+    ),
     "a lease without an end": (("ZREM", "expiring", "2"), "slot 2 is leased, and in no list"),
     "a lease with another end": (("ZADD", "expiring", "9e15", "2"), "and listed until"),
     "a quarantine for good": (("ZADD", "resting", "inf", "3"), "slot 3 is quarantined for good"),
-    "a page that builds upon none": (("HSET", "children", "b", 1), "0 live pages build upon 'b', and 1 are counted"),
-    "a page upon which more build": (("HDEL", "children", "a"), "1 live pages build upon 'a', and 0 are counted"),
+    "a page that builds upon none": (
+        ("HSET", "children", "b", 1),
+        "0 live pages build upon 'b', and 1 are counted",
+    ),
+    "a page upon which more build": (
+        ("HDEL", "children", "a"),
+        "1 live pages build upon 'a', and 0 are counted",
+    ),
     "a page kept for nothing": (("ZADD", "aside", 1, "1"), "in the lists live, aside"),
     "a pin on nothing": (("HSET", "holds", "1", 3), "slot 1 has 3 pins, and 1 are known"),
     "a pin without slots": (("DEL", "holds"), "has 0 pins, and 1 are known"),
     "a pin without an end": (("DEL", "pins"), "0 pieces of pins have an end"),
-    "more slots than there are": (("HSET", "meta", "fresh", 9), "there are 9 slots in a scope of 8"),
+    "more slots than there are": (
+        ("HSET", "meta", "fresh", 9),
+        "there are 9 slots in a scope of 8",
+    ),
 }
 
 
@@ -402,7 +513,9 @@ def test_fsck_finds_what_is_planted(empty, name):
             await leased(service, ["c"])
             await stored(service, ["gone"])
             await service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["gone"])]))
-            await service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["b"])], pin_seconds=60))
+            await service.lookup(
+                p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["b"])], pin_seconds=60)
+            )
             assert (await fsck(service, p.Fsck())).problems == []
             empty.client().execute_command(command, NAMES[key], *values)
             return (await fsck(service, p.Fsck(scopes=["0:kv"]))).problems
@@ -428,7 +541,17 @@ def test_import_of_sglangs_file(where, request, tmp_path):
     stored_pages = {f"k{i}": (7 * i) % 1000 for i in range(700)}
     free = [page for page in range(1000) if page not in stored_pages.values()]
     file = tmp_path / "m.json"
-    file.write_text(json.dumps({"3:kv": {"num_pages": 1000, "free_pages": free, "key_to_index": list(stored_pages.items())}}))
+    file.write_text(
+        json.dumps(
+            {
+                "3:kv": {
+                    "num_pages": 1000,
+                    "free_pages": free,
+                    "key_to_index": list(stored_pages.items()),
+                }
+            }
+        )
+    )
     done = CliRunner().invoke(app, ["import", str(file), "--store", store.url])
     assert done.exit_code == 0, done.output
     assert "3:kv: 700 pages in 1,000 slots" in done.output
@@ -441,7 +564,10 @@ def test_import_of_sglangs_file(where, request, tmp_path):
             keys = [*stored_pages, "none"]
             found = await caller.post("/3/get_page_indices", {"keys": keys})
             assert found.json == {"indices": [*stored_pages.values(), None]}
-            new = await caller.post("/v2/reserve", {"scopes": [{"scope": "3:kv", "keys": [f"n{i}" for i in range(300)]}]})
+            new = await caller.post(
+                "/v2/reserve",
+                {"scopes": [{"scope": "3:kv", "keys": [f"n{i}" for i in range(300)]}]},
+            )
             assert sorted(new.json["scopes"][0]["slots"]) == free
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 

@@ -1,4 +1,5 @@
-"""A shared store behind TLS, passwords and an ACL: real handshakes, the user of the documents, and no secret anywhere."""
+"""A shared store behind TLS, passwords and an ACL: real handshakes, the user of the documents, and
+no secret anywhere."""
 
 from __future__ import annotations
 
@@ -69,12 +70,18 @@ async def everything(url):
         await service.unpin(p.Unpin(pins=[found.pin]), caller=Caller(tenant="acme"))
         more = [f"m{number}" for number in range(12)]
         once = Once("once", b"digest")
-        leased = (await service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=more, prefixes=[])]), once)).scopes[0]
+        leased = (
+            await service.reserve(
+                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=more, prefixes=[])]), once
+            )
+        ).scopes[0]
         assert leased.evicted > 0
         leases = [lease for lease in leased.leases if lease]
         await service.renew(p.Renew(scopes=[p.LeaseScope(scope="0:kv", leases=leases)]))
         await service.abort(p.Abort(scopes=[p.LeaseScope(scope="0:kv", leases=leases)]))
-        await service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys[:1], generations=[])]))
+        await service.delete(
+            p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys[:1], generations=[])])
+        )
         await service.inspect(p.Inspect(scope="0:kv", slots=[0], keys=keys))
         assert (await fsck(service, p.Fsck())).problems == []
         await stored(service, ["last"])
@@ -82,16 +89,24 @@ async def everything(url):
         await service.look()
         service.draining = True
         with pytest.raises(RefusedError, match="drains"):
-            await service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["x"], prefixes=[])]), Once("x", b"x"))
+            await service.reserve(
+                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["x"], prefixes=[])]),
+                Once("x", b"x"),
+            )
 
 
-def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(place, url, tmp_path):
+def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
+    place, url, tmp_path
+):
     see_store(url, p.Durability.NONE)
     run(everything(url))
     for arguments in (
-        ("import", write_import(tmp_path), "--store", url), ("fsck", "--store", url), ("backup", url, tmp_path / "b"),
-        ("restore", tmp_path / "b", url, "--replace"), ("copy", url, f"sqlite:///{tmp_path}/m.db"),
-    ):  # fmt: skip
+        ("import", write_import(tmp_path), "--store", url),
+        ("fsck", "--store", url),
+        ("backup", url, tmp_path / "b"),
+        ("restore", tmp_path / "b", url, "--replace"),
+        ("copy", url, f"sqlite:///{tmp_path}/m.db"),
+    ):
         done = hicache(*arguments)
         assert done.exit_code == 0, done.output
         assert PASSWORD not in done.output
@@ -104,7 +119,9 @@ def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(p
 
 def write_import(tmp_path):
     file = tmp_path / "metadata.json"
-    file.write_text('{"7:kv": {"num_pages": 4, "free_pages": [1, 2, 3], "key_to_index": [["k", 0]]}}')
+    file.write_text(
+        '{"7:kv": {"num_pages": 4, "free_pages": [1, 2, 3], "key_to_index": [["k", 0]]}}'
+    )
     return file
 
 
@@ -141,14 +158,23 @@ def test_a_password_that_is_changed_needs_no_restart(place, url, tmp_path):
 
 
 REFUSED = {
-    "a wrong password": (lambda url: url.replace(LOGIN, f"hicache:{SECRET}@").partition("&password_file")[0], "invalid username-password"),
-    "no password": (lambda url: url.replace(LOGIN, "").partition("&password_file")[0], "authenticated"),
+    "a wrong password": (
+        lambda url: url.replace(LOGIN, f"hicache:{SECRET}@").partition("&password_file")[0],
+        "invalid username-password",
+    ),
+    "no password": (
+        lambda url: url.replace(LOGIN, "").partition("&password_file")[0],
+        "authenticated",
+    ),
     "an unknown user": (lambda url: url.replace(LOGIN, "nobody@"), "invalid username-password"),
     "no TLS": (lambda url: "redis://" + url.partition("://")[2].partition("?")[0], None),
-    "an unknown authority": (lambda url: url.replace("/authority.pem", "/other.pem"), "CERTIFICATE_VERIFY_FAILED"),
+    "an unknown authority": (
+        lambda url: url.replace("/authority.pem", "/other.pem"),
+        "CERTIFICATE_VERIFY_FAILED",
+    ),
     "another host": (lambda url: url.replace("127.0.0.1", "localhost2"), None),
     "no client certificate": (lambda url: url.partition("&certificate")[0], None),
-}  # fmt: skip
+}
 SECRET = "my-secret-password-41"
 
 
@@ -198,16 +224,35 @@ def test_a_password_file_that_is_of_no_use(place, url, tmp_path):
 def test_addresses_are_taken_apart(tmp_path):
     for name in ("ca.pem", "c.pem", "c.key", "p"):
         (tmp_path / name).touch()
-    one = address_of(f"rediss://me:p%40ss%2F@[::1]:1/4?ca={tmp_path}/ca.pem&certificate={tmp_path}/c.pem&key={tmp_path}/c.key")
-    assert (one.kind, one.hosts, one.db, one.login.user, one.login.password) == (Kind.ONE, (("::1", 1),), 4, "me", "p@ss/")
+    one = address_of(
+        f"rediss://me:p%40ss%2F@[::1]:1/4?ca={tmp_path}/ca.pem&certificate={tmp_path}/c.pem&key={tmp_path}/c.key"
+    )
+    assert (one.kind, one.hosts, one.db, one.login.user, one.login.password) == (
+        Kind.ONE,
+        (("::1", 1),),
+        4,
+        "me",
+        "p@ss/",
+    )
     assert one.tls == Tls(f"{tmp_path}/ca.pem", f"{tmp_path}/c.pem", f"{tmp_path}/c.key")
     assert one.shown == "rediss://***@[::1]:1/4"
     assert "p@ss" not in repr(one)
     assert address_of("valkey://host").hosts == (("host", 6379),)
     assert address_of("redis://host").tls is None
-    by = address_of(f"valkeys+sentinel://a,b:2/cache/1?sentinel_user=s&sentinel_password_file={tmp_path}/p")
-    assert (by.kind, by.hosts, by.name, by.db) == (Kind.SENTINEL, (("a", 26379), ("b", 2)), "cache", 1)
-    assert (by.sentinel_login.user, by.sentinel_login.password_file, by.tls) == ("s", f"{tmp_path}/p", Tls())
+    by = address_of(
+        f"valkeys+sentinel://a,b:2/cache/1?sentinel_user=s&sentinel_password_file={tmp_path}/p"
+    )
+    assert (by.kind, by.hosts, by.name, by.db) == (
+        Kind.SENTINEL,
+        (("a", 26379), ("b", 2)),
+        "cache",
+        1,
+    )
+    assert (by.sentinel_login.user, by.sentinel_login.password_file, by.tls) == (
+        "s",
+        f"{tmp_path}/p",
+        Tls(),
+    )
     assert address_of("unix:///run/redis.sock?db=2").path == "/run/redis.sock"
     assert address_of("unix:///run/redis.sock?db=2").db == 2
 
@@ -238,14 +283,26 @@ def test_addresses_are_taken_apart(tmp_path):
 def test_addresses_that_are_none(url, message):
     with pytest.raises(ValueError, match=message) as caught:
         address_of(url)
-    assert "pa" not in str(caught.value).replace("path", "").replace("password", "").replace("apart", "")
+    assert "pa" not in str(caught.value).replace("path", "").replace("password", "").replace(
+        "apart", ""
+    )
 
 
-PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=1).map(lambda text: f"S3cr3t{text}T3rc3s")
+PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=1).map(
+    lambda text: f"S3cr3t{text}T3rc3s"
+)
 
 
 @given(
-    PASSWORDS, st.sampled_from(["redis://{}host:1/2", "redis+cluster://{}a:1,b:2", "unix://{}/run/x", "valkeys+sentinel://{}a/n"])
+    PASSWORDS,
+    st.sampled_from(
+        [
+            "redis://{}host:1/2",
+            "redis+cluster://{}a:1,b:2",
+            "unix://{}/run/x",
+            "valkeys+sentinel://{}a/n",
+        ]
+    ),
 )
 def test_any_password_can_be_written_in_an_address(password, url):
     address = address_of(url.format(f"me:{quote(password, safe='')}@"))
@@ -256,7 +313,13 @@ def test_any_password_can_be_written_in_an_address(password, url):
 @given(
     PASSWORDS,
     st.sampled_from(
-        ["redis://:{}@host:1/2", "redis+cluster://u:{}@a:1,b", "unix://:{}@/run/x", "redis://u:{}", "rediss://{}@h?x=1"]
+        [
+            "redis://:{}@host:1/2",
+            "redis+cluster://u:{}@a:1,b",
+            "unix://:{}@/run/x",
+            "redis://u:{}",
+            "rediss://{}@h?x=1",
+        ]
     ),
 )
 def test_no_password_is_told_however_wrong_the_address_is(password, url):

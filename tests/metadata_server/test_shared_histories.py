@@ -1,4 +1,5 @@
-"""Property tests of the state machine in Redis: it says what the one in memory says, and holds together after each step."""
+"""Property tests of the state machine in Redis: it says what the one in memory says, and holds
+together after each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real server processes on a real Redis: the whole conformance suite, and kill -9 of servers and of Redis under load."""
+"""Real server processes on a real Redis: the whole conformance suite, and kill -9 of servers and of
+Redis under load."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
 
 
 def conforms(url, seed, tmp_path):
-    tokens = write_tokens(tmp_path / "tokens.json", all="admin all", look="read look", write="write write")
+    tokens = write_tokens(
+        tmp_path / "tokens.json", all="admin all", look="read look", write="write write"
+    )
     with Served(command=f"{SHARED} --store {url} --token-file {tokens}") as place:
         judgement = judged(place, seed=seed, tokens=True)
     conforms_entirely(judgement)

@@ -1,6 +1,8 @@
-"""A replica takes over from its primary: by hand behind an address that moves, by Sentinel, in a cluster.
+"""A replica takes over from its primary: by hand behind an address that moves, by Sentinel, in a
+cluster.
 
-Whatever a replica lacks, nothing wrong is read, and no lease is given twice; with `store_replicas` nothing is lacking that was acknowledged.
+Whatever a replica lacks, nothing wrong is read, and no lease is given twice; with `store_replicas`
+nothing is lacking that was acknowledged.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from tests.metadata_server.redis_servers import redis_cluster, redis_replicas, s
 from tests.metadata_server.test_shared import leased, stored
 
 DEADLINE_SECONDS = 5.0
-"""Of a call: one for a connection, two for an answer, half a second for each of three Sentinels, and a grace."""
+"""Of a call: one for a connection, two for an answer, half a second for each of three Sentinels,
+and a grace."""
 PATIENCE_SECONDS = 30.0
 
 
@@ -43,15 +46,23 @@ async def service_on(url, *, replicas=0, slots=4000):
     limits = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
     service = SharedService(Link(url, replicas=replicas), limits, durability=p.Durability.NONE)
     try:
-        await eventually(lambda: service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)])))
+        await eventually(
+            lambda: service.initialize(
+                p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)])
+            )
+        )
         yield service
     finally:
         await service.link.close()
 
 
 async def committed(service, leases, once=None):
-    part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[7] * len(leases))
-    return (await service.commit(p.Commit(scopes=[part]), *([once] if once else []))).scopes[0].states
+    part = p.CommitScope(
+        scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[7] * len(leases)
+    )
+    return (
+        (await service.commit(p.Commit(scopes=[part]), *([once] if once else []))).scopes[0].states
+    )
 
 
 async def live(service, keys):
@@ -95,19 +106,27 @@ def test_nothing_is_told_that_no_replica_has(pair):
             with pytest.raises(StoreError, match="0 of 1 replicas have it"):
                 await committed(service, first.leases, once)
             # A connection that has never written anything asks for the answer that was kept.
-            other = SharedService(Link(primary.url, replicas=1), DEFAULTS, durability=p.Durability.NONE)
+            other = SharedService(
+                Link(primary.url, replicas=1), DEFAULTS, durability=p.Durability.NONE
+            )
             with pytest.raises(StoreError, match="0 of 1 replicas"):
                 await committed(other, first.leases, once)
             await other.link.close()
             # It was done, and is there; that is not told either.
-            asked = [live(service, ["a"]), *(committed(service, first.leases, once) for _ in range(4))]
+            asked = [
+                live(service, ["a"]),
+                *(committed(service, first.leases, once) for _ in range(4)),
+            ]
             for refused in await asyncio.gather(*asked, return_exceptions=True):
                 assert "0 of 1 replicas" in str(refused)
             with pytest.raises(StoreError):
                 await service.tick(8)
             assert "0 of 1 replicas" in service.problem
             replica.resume()
-            assert await eventually(lambda: committed(service, first.leases, once)) == [p.Settled.DONE] * 2
+            assert (
+                await eventually(lambda: committed(service, first.leases, once))
+                == [p.Settled.DONE] * 2
+            )
             await service.tick(8)
             assert service.problem == ""
 
@@ -217,8 +236,12 @@ def test_a_primary_that_is_none_any_more_is_left(pair, moving):
 def test_pages_whose_slots_were_given_away_behind_a_replica_are_misses(pair, moving, tmp_path):
     """The map that comes back is older than the bytes: what it leads to is another page."""
     primary, replica = pair
-    with Served(command=SERVE.replace("sqlite:///{tmp}/m.db", url_of(moving)) + " --durability none") as server:
-        rig = Rig(tmp_path / "store", metadata_url=server.url, file_size="64KiB", timeout_seconds=10.0)
+    with Served(
+        command=SERVE.replace("sqlite:///{tmp}/m.db", url_of(moving)) + " --durability none"
+    ) as server:
+        rig = Rig(
+            tmp_path / "store", metadata_url=server.url, file_size="64KiB", timeout_seconds=10.0
+        )
         try:
             old = chain("old", 4)
             assert rig.put(old) == [True] * 4
@@ -262,10 +285,14 @@ async def work(service, number, told, stop):
 
 
 async def under_load(url, kill, *, after):
-    """Kills a primary while four clients write through two servers; then all that was told must be there."""
+    """Kills a primary while four clients write through two servers; then all that was told must be
+    there."""
     told, stop = list[str](), asyncio.Event()
     async with service_on(url, replicas=1) as one, service_on(url, replicas=1) as other:
-        workers = [asyncio.create_task(work((one, other)[number % 2], number, told, stop)) for number in range(4)]
+        workers = [
+            asyncio.create_task(work((one, other)[number % 2], number, told, stop))
+            for number in range(4)
+        ]
         await grows(told, 400)
         kill()
         await grows(told, after)
@@ -292,7 +319,8 @@ def test_sentinels_tell_who_the_primary_is_now(tmp_path):
 
 
 def test_no_sentinel_is_lost_by_looking_at_the_same_time():
-    """redis-py swaps the one that knew the primary to the front of its list, whoever has swapped meanwhile."""
+    """redis-py swaps the one that knew the primary to the front of its list, whoever has swapped
+    meanwhile."""
 
     async def scenario():
         sentinels, known = _Sentinels([("127.0.0.1", port) for port in (1, 2, 3)]), asyncio.Event()
@@ -303,7 +331,12 @@ def test_no_sentinel_is_lost_by_looking_at_the_same_time():
 
         async def answer():
             await known.wait()
-            state = {"is_master": True, "is_sdown": False, "is_odown": False, "num-other-sentinels": 2}
+            state = {
+                "is_master": True,
+                "is_sdown": False,
+                "is_odown": False,
+                "num-other-sentinels": 2,
+            }
             return {"cache": {"ip": "127.0.0.1", "port": 4, **state}}
 
         gone.sentinel_masters, knows.sentinel_masters = refuse, answer
@@ -327,12 +360,17 @@ def test_sentinels_that_know_no_such_primary(pair, tmp_path):
 
 def test_a_cluster_promotes_a_replica(tmp_path):
     """The node that has the scope's keys is killed; its last page is still there."""
-    with redis_cluster(tmp_path, replicas=3, cluster_node_timeout=600, cluster_replica_validity_factor=0) as cluster:
+    with redis_cluster(
+        tmp_path, replicas=3, cluster_node_timeout=600, cluster_replica_validity_factor=0
+    ) as cluster:
         see_store(cluster.url, p.Durability.NONE, 1)
 
         async def scenario():
             keys = [f"k{number}" for number in range(200)]
-            async with service_on(cluster.url, replicas=1) as service, service_on(cluster.url) as other:
+            async with (
+                service_on(cluster.url, replicas=1) as service,
+                service_on(cluster.url) as other,
+            ):
                 with cluster.client() as client:
                     owner = client.get_node_from_key("hm:{0:kv}:meta").port
                 await stored(service, keys)

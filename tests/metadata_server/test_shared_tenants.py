@@ -1,4 +1,5 @@
-"""Tenants on a shared store: what one server has made, every other guards, and a quota is one for all of them."""
+"""Tenants on a shared store: what one server has made, every other guards, and a quota is one for
+all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.metadata_server.http_calls import run, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.test_refusals import bearer, records, refused_tokens
 
-QUOTAS = Quotas({"acme": Quota(scopes=30, slots=2000, bytes=1_000_000)}, default=Quota(scopes=1, slots=100))
+QUOTAS = Quotas(
+    {"acme": Quota(scopes=30, slots=2000, bytes=1_000_000)}, default=Quota(scopes=1, slots=100)
+)
 QUOTA = QUOTAS.of("acme")
 
 
@@ -37,7 +40,9 @@ def server(redis, tmp_path):
     def start(quotas=Quotas()):  # noqa: B008 - it cannot be changed
         def guard(service):
             tokens = Tokens()
-            tokens.take([*records("acme", "other", ""), record_of("revoked", "admin", name="revoked")])
+            tokens.take(
+                [*records("acme", "other", ""), record_of("revoked", "admin", name="revoked")]
+            )
             tokens.take(list(records("acme", "other", "")))
             service.tenants.quotas = quotas
             return Security(service, tokens, Audit(tmp_path / "audit"))
@@ -66,8 +71,12 @@ def test_every_route_of_another_server_refuses_and_does_nothing(server):
             assert await listed(second) == before
             assert await listed(second, "admin-other") == []
             assert await listed(second, "read-acme") == before
-            assert (await second.post("/v2/fsck", {}, headers=bearer("admin-other"))).json["slots"] == 0
-            assert (await second.post("/v2/fsck", {}, headers=bearer("admin-acme"))).json["slots"] == before[0]["slots"]
+            assert (await second.post("/v2/fsck", {}, headers=bearer("admin-other"))).json[
+                "slots"
+            ] == 0
+            assert (await second.post("/v2/fsck", {}, headers=bearer("admin-acme"))).json[
+                "slots"
+            ] == before[0]["slots"]
 
     run(scenario())
 
@@ -78,8 +87,12 @@ def test_another_tenant_s_pins_stay(server):
             _, pin = await prepared(first, bearer("write-acme"))
             looked = {"scope": SCOPE, "slots": [0]}
             for token, pins in (("read-other", 1), ("read-acme", 0)):
-                assert (await second.post("/v2/unpin", {"pins": [pin]}, headers=bearer(token))).status == 204
-                told = (await second.post("/v2/inspect", looked, headers=bearer("admin-"))).json["slots"][0]
+                assert (
+                    await second.post("/v2/unpin", {"pins": [pin]}, headers=bearer(token))
+                ).status == 204
+                told = (await second.post("/v2/inspect", looked, headers=bearer("admin-"))).json[
+                    "slots"
+                ][0]
                 assert told["pins"] == pins, token
 
     run(scenario())
@@ -93,11 +106,15 @@ def test_a_quota_is_one_for_all_servers(server):
         for i in range(20):
             some = [
                 {
-                    "scope": f"{number}:{i}-{j}", "slots": chance.choice((1, 10, 100, 300)), "slot_bytes": chance.choice((1, 500, 4096))
+                    "scope": f"{number}:{i}-{j}",
+                    "slots": chance.choice((1, 10, 100, 300)),
+                    "slot_bytes": chance.choice((1, 500, 4096)),
                 }
                 for j in range(2)
-            ]  # fmt: skip
-            reply = await caller.post("/v2/initialize", {"scopes": some}, headers=bearer("write-acme"))
+            ]
+            reply = await caller.post(
+                "/v2/initialize", {"scopes": some}, headers=bearer("write-acme")
+            )
             assert reply.status in (200, 403), reply
             if reply.status == 200:
                 given += some
@@ -108,11 +125,17 @@ def test_a_quota_is_one_for_all_servers(server):
     async def scenario():
         given = []
         async with server(QUOTAS) as first, server(QUOTAS) as second:
-            await asyncio.gather(*(client((first, second)[number % 2], number, given) for number in range(8)))
+            await asyncio.gather(
+                *(client((first, second)[number % 2], number, given) for number in range(8))
+            )
             scopes = await listed(first)
         assert given
         assert {scope["scope"] for scope in scopes} == {scope["scope"] for scope in given}
-        held = Holding(len(scopes), sum(one["slots"] for one in scopes), sum(one["slots"] * one["slot_bytes"] for one in scopes))
+        held = Holding(
+            len(scopes),
+            sum(one["slots"] for one in scopes),
+            sum(one["slots"] * one["slot_bytes"] for one in scopes),
+        )
         assert held.scopes <= QUOTA.scopes
         assert held.slots <= QUOTA.slots
         assert held.bytes <= QUOTA.bytes
@@ -124,10 +147,16 @@ def test_the_compatible_part_has_the_same_quota(server):
     async def scenario():
         async with server(QUOTAS) as first, server(QUOTAS) as second:
             for caller, token, rank, pages, status in (
-                (first, "write-other", 0, 101, 403), (first, "write-other", 0, 100, 204), (second, "write-other", 0, 100, 204),
-                (second, "write-other", 1, 1, 403), (second, "write-", 1, 1000, 204), (first, "write-other", 1, 1000, 403),
-            ):  # fmt: skip
-                reply = await caller.post(f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token))
+                (first, "write-other", 0, 101, 403),
+                (first, "write-other", 0, 100, 204),
+                (second, "write-other", 0, 100, 204),
+                (second, "write-other", 1, 1, 403),
+                (second, "write-", 1, 1000, 204),
+                (first, "write-other", 1, 1000, 403),
+            ):
+                reply = await caller.post(
+                    f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token)
+                )
                 assert reply.status == status, reply
                 assert status == 204 or reply.json["field"] == "namespace"
 
@@ -137,7 +166,11 @@ def test_the_compatible_part_has_the_same_quota(server):
 def test_where_bytes_are_limited_slots_say_how_large_they_are(server):
     async def scenario():
         async with server(QUOTAS) as caller:
-            reply = await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=bearer("write-acme"))
+            reply = await caller.post(
+                "/v2/initialize",
+                {"scopes": [{"scope": "0:kv", "slots": 8}]},
+                headers=bearer("write-acme"),
+            )
             assert (reply.status, reply.json["code"]) == (403, "quota")
             assert "slot_bytes" in reply.json["message"]
 

@@ -21,16 +21,32 @@ from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 from tests.metadata_server.histories import problems_of
 
 LOADS = st.builds(
-    Load, engines=st.integers(1, 5), requests_per_second=st.floats(0.5, 5), seconds=st.floats(10, 60), prefixes=st.integers(1, 8),
-    prefix_tokens=st.sampled_from((0, 100, 20_000)), zipf=st.floats(0, 2), turns=st.floats(1, 5), turn_tokens=st.sampled_from((0, 300, 2000)),
-    think_seconds=st.floats(0, 10), affinity=st.floats(0, 1), engine_failures_per_hour=st.sampled_from((0, 2000)),
-    server_failures_per_hour=st.sampled_from((0, 1000)), seed=st.integers(0, 2**32),
-)  # fmt: skip
+    Load,
+    engines=st.integers(1, 5),
+    requests_per_second=st.floats(0.5, 5),
+    seconds=st.floats(10, 60),
+    prefixes=st.integers(1, 8),
+    prefix_tokens=st.sampled_from((0, 100, 20_000)),
+    zipf=st.floats(0, 2),
+    turns=st.floats(1, 5),
+    turn_tokens=st.sampled_from((0, 300, 2000)),
+    think_seconds=st.floats(0, 10),
+    affinity=st.floats(0, 1),
+    engine_failures_per_hour=st.sampled_from((0, 2000)),
+    server_failures_per_hour=st.sampled_from((0, 1000)),
+    seed=st.integers(0, 2**32),
+)
 CLUSTERS = st.builds(
-    ClusterSettings, slots=st.sampled_from((1, 50, 1100, 100_000)), ranks=st.integers(1, 4), local_pages=st.sampled_from((0, 20, 1000)),
-    chains=st.booleans(), write_seconds=st.sampled_from((0, 0.05, 20)), lease_seconds=st.sampled_from((1, 10)),
-    quarantine_seconds=st.sampled_from((0, 5)), warm_up_seconds=st.sampled_from((0, 20)),
-)  # fmt: skip
+    ClusterSettings,
+    slots=st.sampled_from((1, 50, 1100, 100_000)),
+    ranks=st.integers(1, 4),
+    local_pages=st.sampled_from((0, 20, 1000)),
+    chains=st.booleans(),
+    write_seconds=st.sampled_from((0, 0.05, 20)),
+    lease_seconds=st.sampled_from((1, 10)),
+    quarantine_seconds=st.sampled_from((0, 5)),
+    warm_up_seconds=st.sampled_from((0, 20)),
+)
 
 
 def hicache(*arguments):
@@ -44,7 +60,9 @@ def test_every_page_is_accounted_for(load, chosen):
     outcome = cluster.run(events)
     prompts = [event for event in events if event.op is Op.PROMPT]
     assert outcome.prompts == len(prompts)
-    assert outcome.local + outcome.asked + outcome.not_asked == sum(len(event.keys) for event in prompts)
+    assert outcome.local + outcome.asked + outcome.not_asked == sum(
+        len(event.keys) for event in prompts
+    )
     assert outcome.hits + outcome.misses == outcome.asked
     assert 0 <= outcome.usable <= outcome.hits
     writing = sum(len(commit.keys) for commit in cluster._writing)
@@ -77,12 +95,22 @@ def test_a_trace_says_what_its_source_says(load, chosen, tmp_path_factory):
 
 
 @settings(max_examples=40, deadline=None)
-@given(keys=st.lists(st.integers(0, 60), min_size=1, max_size=300), slots=st.integers(1, 40), chance=st.randoms())
+@given(
+    keys=st.lists(st.integers(0, 60), min_size=1, max_size=300),
+    slots=st.integers(1, 40),
+    chance=st.randoms(),
+)
 def test_more_slots_never_hit_less(keys, slots, chance):
-    """Least recently used is a stack algorithm: what a small cache holds, a larger one holds, too."""
+    """Least recently used is a stack algorithm: what a small cache holds, a larger one holds,
+    too."""
     events = [Event(time=float(i), op=Op.PROMPT, keys=[f"k{key}"]) for i, key in enumerate(keys)]
-    chosen = ClusterSettings(slots=slots, ranks=1, chains=False, write_seconds=0, quarantine_seconds=0)
-    hits = [Cluster(structs.replace(chosen, slots=slots << doubled)).run(events).hits for doubled in range(4)]
+    chosen = ClusterSettings(
+        slots=slots, ranks=1, chains=False, write_seconds=0, quarantine_seconds=0
+    )
+    hits = [
+        Cluster(structs.replace(chosen, slots=slots << doubled)).run(events).hits
+        for doubled in range(4)
+    ]
     assert hits == sorted(hits)
     # What a list says that is kept by hand.
     order, expected = [], 0
@@ -122,7 +150,8 @@ def test_what_each_event_does():
     assert (outcome.hits, outcome.misses) == (3 + 190 + 200 + 10 + 10, 128 + 50 + 1 + 1)
     assert outcome.not_asked == 72
     assert outcome.scopes == 2
-    # One prompt alone asks twice for its 200 pages, and twice before it reads them; what one rank does alone counts once.
+    # One prompt alone asks twice for its 200 pages, and twice before it reads them; what one rank
+    # does alone counts once.
     assert outcome.requests["lookup"] == 2 * (1 + 1 + 4 + 4 + 1 + 1 + 2) + 1
     assert outcome.requests["reserve"] == 2 * 4
     assert outcome.requests["commit"] == 2 * 2
@@ -142,7 +171,9 @@ def test_the_time_to_warm_up_does_not_count():
 
 
 def test_slots_for_a_hit_ratio():
-    load = Load(engines=2, requests_per_second=10, seconds=60, prefixes=20, turns=1, turn_tokens=200, seed=2)
+    load = Load(
+        engines=2, requests_per_second=10, seconds=60, prefixes=20, turns=1, turn_tokens=200, seed=2
+    )
     chosen = ClusterSettings(slots=64, write_seconds=0, quarantine_seconds=0)
 
     def ratio(slots):
@@ -172,14 +203,26 @@ def test_what_a_cluster_needs():
 
 
 def test_the_command_says_the_same_each_time(tmp_path):
-    options = ("--seconds", 60, "--seed", 3, "--slots", 2000, "--server-failures-per-hour", 200, "--json")
+    options = (
+        "--seconds",
+        60,
+        "--seed",
+        3,
+        "--slots",
+        2000,
+        "--server-failures-per-hour",
+        200,
+        "--json",
+    )
     first = hicache(*options, "--write-trace", tmp_path / "t.jsonl", "--hit-ratio", "0.3")
     assert first.exit_code == 0, first.output
     found = json.loads(first.output)
     assert found["outcome"]["hits"] + found["outcome"]["misses"] == found["outcome"]["asked"]
     assert found["wanted"]["slots"] > 0
     assert hicache(*options, "--hit-ratio", "0.3").output == first.output
-    replayed = json.loads(hicache("--trace", tmp_path / "t.jsonl", "--slots", 2000, "--json").output)
+    replayed = json.loads(
+        hicache("--trace", tmp_path / "t.jsonl", "--slots", 2000, "--json").output
+    )
     assert replayed["outcome"] == found["outcome"]
     assert replayed["needs"] == found["needs"]
     other = json.loads(hicache(*options[:2], "--seed", 4, *options[4:]).output)
@@ -209,8 +252,17 @@ def test_options_that_cannot_be(options, said):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"time": 1}', '{"time": -1, "op": "prompt"}', '{"time": 1, "op": "fly"}', '{"time": 5, "op": "prompt", "key": []}', '{"time": 0.1, "op": "prompt"}', "[]", "\xff"]
-)  # fmt: skip
+    "line",
+    [
+        '{"time": 1}',
+        '{"time": -1, "op": "prompt"}',
+        '{"time": 1, "op": "fly"}',
+        '{"time": 5, "op": "prompt", "key": []}',
+        '{"time": 0.1, "op": "prompt"}',
+        "[]",
+        "\xff",
+    ],
+)
 def test_lines_that_are_no_events(line, tmp_path):
     file = tmp_path / "t.jsonl"
     file.write_text('{"time": 1, "op": "prompt", "keys": ["a"]}\n\n' + line + "\n", "latin-1")

@@ -54,7 +54,10 @@ class Engine:
     def __init__(self, service, chance, scopes=("0:kv", "1:kv"), slots=60, keys=80):
         self.service, self.chance, self.keys, self.now = service, chance, keys, NOW
         self.names = scopes
-        wanted = [p.ScopeGeometry(scope=name, slots=slots, slot_bytes=100, geometry="g", identity="i") for name in scopes]
+        wanted = [
+            p.ScopeGeometry(scope=name, slots=slots, slot_bytes=100, geometry="g", identity="i")
+            for name in scopes
+        ]
         service.initialize(p.Initialize(scopes=wanted), self.now)
 
     def step(self):
@@ -66,9 +69,13 @@ class Engine:
             case "hold":
                 self.reserve(name, keys)
             case "delete":
-                self.service.delete(p.Delete(scopes=[p.DeleteScope(scope=name, keys=keys)]), self.now)
+                self.service.delete(
+                    p.Delete(scopes=[p.DeleteScope(scope=name, keys=keys)]), self.now
+                )
             case "touch":
-                self.service.lookup(p.Lookup(scopes=[p.LookupScope(scope=name, keys=keys)], pin_seconds=3), self.now)
+                self.service.lookup(
+                    p.Lookup(scopes=[p.LookupScope(scope=name, keys=keys)], pin_seconds=3), self.now
+                )
             case "wait":
                 self.now += chance.choice((0.5, 6, 31))
                 self.service.settle(self.now, 1000)
@@ -84,7 +91,16 @@ class Engine:
     def commit(self, name, leases):
         held = [lease for lease in leases if lease]
         checksums = [self.chance.getrandbits(64) for _ in held]
-        self.service.commit(p.Commit(scopes=[p.CommitScope(scope=name, leases=held, lengths=[7] * len(held), checksums=checksums)]), self.now)  # fmt: skip
+        self.service.commit(
+            p.Commit(
+                scopes=[
+                    p.CommitScope(
+                        scope=name, leases=held, lengths=[7] * len(held), checksums=checksums
+                    )
+                ]
+            ),
+            self.now,
+        )
 
 
 def live(service):
@@ -106,7 +122,15 @@ def pages_in(parts):
     found, name = {}, ""
     for part in parts:
         if isinstance(part, Pages):
-            rows = zip(part.keys, part.slots, part.generations, part.lengths, part.checksums, part.prefixes, strict=True)
+            rows = zip(
+                part.keys,
+                part.slots,
+                part.generations,
+                part.lengths,
+                part.checksums,
+                part.prefixes,
+                strict=True,
+            )
             for key, *page in rows:
                 assert (name, key) not in found, "a key stands twice"
                 found[name, key] = tuple(page)
@@ -146,7 +170,9 @@ def test_a_copy_has_the_pages_and_goes_on_growing(seed, steps, tmp_path_factory)
         assert list(other.table.generations) == list(scope.table.generations)
         assert not leased(other)
         # The next that are given have never been given.
-        leases = Engine(copied, random.Random(1), scopes=(name,), slots=60).reserve(name, [f"new{i}" for i in range(60)])
+        leases = Engine(copied, random.Random(1), scopes=(name,), slots=60).reserve(
+            name, [f"new{i}" for i in range(60)]
+        )
         assert all(lease >= service.counters().lease for lease in leases if lease)
         held = leased(scope)
         assert held.isdisjoint(leased(other)), "an old writer may still write there"
@@ -170,7 +196,12 @@ def test_copying_by_the_command(tmp_path):
     again = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"))
     assert again.exit_code == 2
     assert "holds scopes already" in again.output
-    assert hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--replace").exit_code == 0
+    assert (
+        hicache(
+            "copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--replace"
+        ).exit_code
+        == 0
+    )
     assert hicache("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
 
 
@@ -189,17 +220,32 @@ def test_what_is_no_target(tmp_path):
         done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / target), "--replace")
         assert (done.exit_code, said in " ".join(done.output.split())) == (2, True), done.output
     assert (tmp_path / "foreign.db").read_bytes() == before
-    assert "is not the address of a store that can be filled" in hicache("copy", address(tmp_path / "a.db"), "http://x").output
-    assert "nothing is kept in memory" in hicache("copy", "memory:", address(tmp_path / "new.db")).output
-    assert "there is no store" in hicache("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
+    assert (
+        "is not the address of a store that can be filled"
+        in hicache("copy", address(tmp_path / "a.db"), "http://x").output
+    )
+    assert (
+        "nothing is kept in memory"
+        in hicache("copy", "memory:", address(tmp_path / "new.db")).output
+    )
+    assert (
+        "there is no store"
+        in hicache("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
+    )
     assert not (tmp_path / "typo.db").exists()
     # A store whose scopes are only in its log yet.
     held = open_store(address(tmp_path / "held.db"))
     held.recover(NOW)
     held.write(Engine(MetadataService(), random.Random(1)).service.take_changes())
-    assert "another server has this store" in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+    assert (
+        "another server has this store"
+        in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+    )
     held.close()
-    assert "holds scopes already" in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+    assert (
+        "holds scopes already"
+        in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+    )
 
 
 def test_what_fails_leaves_the_target_as_it_was(tmp_path, monkeypatch):
@@ -212,7 +258,10 @@ def test_what_fails_leaves_the_target_as_it_was(tmp_path, monkeypatch):
         yield next(broken)
         raise SnapshotError("the source fails")
 
-    with closing(open_target(address(tmp_path / "a.db"), replace=True)) as target, pytest.raises(SnapshotError):
+    with (
+        closing(open_target(address(tmp_path / "a.db"), replace=True)) as target,
+        pytest.raises(SnapshotError),
+    ):
         fill(target, parts())
     twice = [Pages([0, 1], [1, 1], [1, 2], [7, 7], [7, 7], ["k", "k"], ["", ""])]
     head = next(snapshot_of(Engine(MetadataService(), random.Random(3)).service, NOW))
@@ -238,7 +287,9 @@ def stored(tmp_path_factory):
         engine.step()
     # As the compatible part writes them.
     compatible = CompatibleService(engine.service)
-    reserved = compatible.reserve_and_allocate_page_indices(0, p.CompatibleReserve(keys=[("plain1", ""), ("plain2", "plain1")]), engine.now)  # fmt: skip
+    reserved = compatible.reserve_and_allocate_page_indices(
+        0, p.CompatibleReserve(keys=[("plain1", ""), ("plain2", "plain1")]), engine.now
+    )
     slots = [slot for _, slot in reserved["indices"]]
     pairs = list(zip(["plain1", "plain2"], slots, strict=True))
     compatible.confirm_write(0, p.CompatibleConfirm(written_keys_to_confirm=pairs), engine.now)
@@ -255,7 +306,10 @@ def test_a_backup_says_what_the_store_says(stored):
     assert found.counters == stored.service.counters()
     assert found.origin.source == address(stored.directory / "m.db")
     assert stored.file.stat().st_mode & 0o777 == 0o600
-    assert "is there already" in hicache("backup", address(stored.directory / "m.db"), stored.file).output
+    assert (
+        "is there already"
+        in hicache("backup", address(stored.directory / "m.db"), stored.file).output
+    )
 
 
 def test_a_restored_backup_has_what_readers_can_verify(stored, tmp_path):
@@ -269,10 +323,16 @@ def test_a_restored_backup_has_what_readers_can_verify(stored, tmp_path):
         assert live(service) == wanted
         assert service.counters().lease >= stored.service.counters().lease + LEAP
         scope, old = service.scopes["0:kv"], stored.service.scopes["0:kv"]
-        gone = [slot for slot, state in enumerate(old.table.states) if state != 2 or not old.table.checksums[slot]]
+        gone = [
+            slot
+            for slot, state in enumerate(old.table.states)
+            if state != 2 or not old.table.checksums[slot]
+        ]
         used = [slot for slot in gone if old.table.generations[slot]]
         assert used
-        assert {scope.table.states[slot] for slot in used} == {3}, "a writer of that time may still hold a lease"
+        assert {scope.table.states[slot] for slot in used} == {3}, (
+            "a writer of that time may still hold a lease"
+        )
         assert min(scope.table.until[slot] for slot in used) > NOW + 500
 
 
@@ -285,7 +345,15 @@ def test_a_backup_that_is_not_whole_is_refused(stored, tmp_path):
         (tmp_path / "bad").write_bytes(bad)
         with pytest.raises(SnapshotError):
             Backup(tmp_path / "bad")
-    for length in {0, 5, 27, 28, 30, *(chance.randrange(len(whole)) for _ in range(40)), len(whole) - 1}:
+    for length in {
+        0,
+        5,
+        27,
+        28,
+        30,
+        *(chance.randrange(len(whole)) for _ in range(40)),
+        len(whole) - 1,
+    }:
         (tmp_path / "bad").write_bytes(whole[:length])
         with pytest.raises(SnapshotError):
             Backup(tmp_path / "bad")
@@ -334,7 +402,9 @@ def test_what_is_left_out_is_no_page_any_more(seed):
     less = list(after.over(restored(verifiable(whole, dropped), NOW + 600)))
     assert after.pages == before.pages - dropped.total()
     for name, count in before.scopes.items():
-        assert count.pages + count.resting == after.scopes[name].pages + after.scopes[name].resting, "no slot is lost"
+        assert (
+            count.pages + count.resting == after.scopes[name].pages + after.scopes[name].resting
+        ), "no slot is lost"
     assert all(page[3] for page in pages_in(less).values())
 
 
@@ -351,12 +421,18 @@ class Between:
         for _ in range(self.steps):
             self.engine.step()
         service = self.engine.service
-        return service.list_scopes() if path == "/v2/scopes" else getattr(service, path[4:])(request, self.engine.now)
+        return (
+            service.list_scopes()
+            if path == "/v2/scopes"
+            else getattr(service, path[4:])(request, self.engine.now)
+        )
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 4))
-def test_a_backup_of_a_serving_server_is_of_one_instant(seed, steps, tmp_path_factory, monkeypatch_module):
+def test_a_backup_of_a_serving_server_is_of_one_instant(
+    seed, steps, tmp_path_factory, monkeypatch_module
+):
     engine = Engine(MetadataService(), random.Random(seed), slots=60)
     for _ in range(60):
         engine.step()
@@ -383,7 +459,9 @@ def test_a_copy_of_a_drained_server_is_whole(seed, steps, tmp_path_factory, monk
         assert source.changed() == []
         [page, *_] = live(engine.service) or [None]
         if page:
-            engine.service.delete(p.Delete(scopes=[p.DeleteScope(scope=page[0], keys=[page[1]])]), engine.now)
+            engine.service.delete(
+                p.Delete(scopes=[p.DeleteScope(scope=page[0], keys=[page[1]])]), engine.now
+            )
             assert source.changed() == [page[0]]
 
 
@@ -399,7 +477,9 @@ def test_moving_a_server_that_runs(tmp_path):
     """From one server to another, with a client that holds a lease."""
     with served(DURABLE) as (place, client):
         client.call(
-            "/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=5000, slot_bytes=64)]), p.Initialized
+            "/v2/initialize",
+            p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=5000, slot_bytes=64)]),
+            p.Initialized,
         )
 
         def reserve(keys):
@@ -408,7 +488,9 @@ def test_moving_a_server_that_runs(tmp_path):
 
         for start in range(0, 3000, 500):
             leases = reserve([f"k{i}" for i in range(start, start + 500)]).leases
-            part = p.CommitScope(scope="0:kv", leases=leases, lengths=[9] * 500, checksums=list(range(1, 501)))
+            part = p.CommitScope(
+                scope="0:kv", leases=leases, lengths=[9] * 500, checksums=list(range(1, 501))
+            )
             client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
         held = reserve(["held"])
         saved = hicache("backup", place.url, tmp_path / "m.backup")
@@ -417,24 +499,40 @@ def test_moving_a_server_that_runs(tmp_path):
         done = hicache("copy", place.url, address(tmp_path / "b.db"), "--wait", "0")
         assert done.exit_code == 0, done.output
         assert "drains; 1 leases are out" in done.output
-        assert "holds scopes already" in hicache("copy", place.url, address(tmp_path / "b.db")).output
+        assert (
+            "holds scopes already" in hicache("copy", place.url, address(tmp_path / "b.db")).output
+        )
         assert hicache("status", "--url", place.url).exit_code == 1, "it drains still"
         hicache("drain", "--off", "--url", place.url)
-        assert "cannot open" in hicache("copy", place.url, address(tmp_path / "none" / "b.db")).output
+        assert (
+            "cannot open" in hicache("copy", place.url, address(tmp_path / "none" / "b.db")).output
+        )
         (tmp_path / "c.db").mkdir()
         assert hicache("copy", place.url, address(tmp_path / "c.db")).exit_code == 2
-        assert "there is no scope 0:typo" in hicache("copy", place.url, address(tmp_path / "d.db"), "--without", "0:typo").output
+        assert (
+            "there is no scope 0:typo"
+            in hicache("copy", place.url, address(tmp_path / "d.db"), "--without", "0:typo").output
+        )
         assert hicache("status", "--url", place.url).exit_code == 0
     command = f"{DURABLE.replace('{tmp}/m.db', str(tmp_path / 'b.db'))}"
     with served(command) as (_, client):
         asked = p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=[f"k{i}" for i in range(3000)])])
         found = client.call("/v2/lookup", asked, p.LookedUp).scopes[0]
         assert found.checksums == [*range(1, 501)] * 6
-        states = client.call("/v2/commit", p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=held.leases, lengths=[9], checksums=[9])]), p.SettledLeases)  # fmt: skip
+        states = client.call(
+            "/v2/commit",
+            p.Commit(
+                scopes=[p.CommitScope(scope="0:kv", leases=held.leases, lengths=[9], checksums=[9])]
+            ),
+            p.SettledLeases,
+        )
         assert states.scopes[0].states == [p.Settled.STALE], "leases do not travel"
     with opened_store(address(tmp_path / "b.db")) as service:
         assert len(live(service)) == 3000
-        assert service.inspect(p.Inspect(scope="0:kv", slots=held.slots), 0).slots[0].state is p.SlotState.QUARANTINED
+        assert (
+            service.inspect(p.Inspect(scope="0:kv", slots=held.slots), 0).slots[0].state
+            is p.SlotState.QUARANTINED
+        )
 
 
 def test_who_may_export():
@@ -443,7 +541,11 @@ def test_who_may_export():
             head = {"authorization": "Bearer secret"}
             return (await caller.post("/v2/export", {"scope": "0:kv"}, headers=head)).status
 
-    assert [run(asked(right)) for right in (p.Token.READ, p.Token.WRITE, p.Token.ADMIN)] == [403, 403, 404]
+    assert [run(asked(right)) for right in (p.Token.READ, p.Token.WRITE, p.Token.ADMIN)] == [
+        403,
+        403,
+        404,
+    ]
 
 
 def test_a_piece_is_as_large_as_a_request_may_be():
@@ -457,7 +559,11 @@ def test_a_piece_is_as_large_as_a_request_may_be():
     assert (without.slots, without.digest) == ([], told.digest)
     service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["k3"])]), NOW)
     after = service.export(p.Export(scope="0:kv", first=2), NOW)
-    assert (after.slots, after.other_slots, after.other_seconds) == ([2, 4, 5, 6], [3], [DEFAULTS.quarantine_seconds])
+    assert (after.slots, after.other_slots, after.other_seconds) == (
+        [2, 4, 5, 6],
+        [3],
+        [DEFAULTS.quarantine_seconds],
+    )
     assert after.digest != told.digest
     with pytest.raises(RefusedError):
         service.export(p.Export(scope="9:kv"), NOW)

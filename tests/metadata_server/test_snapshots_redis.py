@@ -48,7 +48,9 @@ def bare(pages):
 def pages_of(store):
     found = {}
     for scope in store.call("/v2/scopes", None, p.Scopes).scopes:
-        told = store.call("/v2/inspect", p.Inspect(scope=scope.scope, slots=list(range(scope.slots))), p.Inspected).slots
+        told = store.call(
+            "/v2/inspect", p.Inspect(scope=scope.scope, slots=list(range(scope.slots))), p.Inspected
+        ).slots
         found |= {
             (scope.scope, one.key): (one.slot, one.length, one.checksum, one.prefix)
             for one in told
@@ -76,12 +78,16 @@ def test_there_and_back(url, tmp_path):
             scope = engine.service.scopes[name]
             held = [slot for slot, state in enumerate(scope.table.states) if state == 1]
             told = store.call("/v2/inspect", p.Inspect(scope=name, slots=held), p.Inspected).slots
-            assert {one.state for one in told} <= {p.SlotState.QUARANTINED}, "an old writer may still write there"
+            assert {one.state for one in told} <= {p.SlotState.QUARANTINED}, (
+                "an old writer may still write there"
+            )
             used = [slot for slot in range(len(scope.table)) if scope.table.generations[slot]]
             told = store.call("/v2/inspect", p.Inspect(scope=name, slots=used), p.Inspected).slots
             assert all(one.generation > scope.table.generations[one.slot] for one in told)
         # What is used last goes last.
-        reserved = store.do(store.service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["new"])])))
+        reserved = store.do(
+            store.service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["new"])]))
+        )
         assert reserved.scopes[0].states[0] in (p.Reserved.LEASED, p.Reserved.FULL)
     back = hicache("copy", url, address(tmp_path / "b.db"))
     assert back.exit_code == 0, back.output
@@ -92,8 +98,17 @@ def test_there_and_back(url, tmp_path):
         assert len(missing) <= 1, "one may have gone to make room"
         assert service.counters().lease > max(reserved.scopes[0].leases)
         order = list(service.scopes["1:kv"].recency)
-    before = [key for key in engine.service.scopes["1:kv"].recency if ("1:kv", key) in live(engine.service)]
-    by_lease = sorted(before, key=lambda key: engine.service.scopes["1:kv"].table.leases[live(engine.service)["1:kv", key][0]])
+    before = [
+        key
+        for key in engine.service.scopes["1:kv"].recency
+        if ("1:kv", key) in live(engine.service)
+    ]
+    by_lease = sorted(
+        before,
+        key=lambda key: engine.service.scopes["1:kv"].table.leases[
+            live(engine.service)["1:kv", key][0]
+        ],
+    )
     assert order == by_lease, "the order of use is that of the leases, as after a restart"
 
 
@@ -107,7 +122,9 @@ def test_a_scope_is_left_behind(url, tmp_path):
     assert hicache("copy", address(tmp_path / "b.db"), url, "--replace").exit_code == 0
     with SharedStore(url) as store:
         assert [one.scope for one in store.call("/v2/scopes", None, p.Scopes).scopes] == ["0:kv"]
-        assert pages_of(store) == {place: page for place, page in bare(live(engine.service)).items() if place[0] == "0:kv"}
+        assert pages_of(store) == {
+            place: page for place, page in bare(live(engine.service)).items() if place[0] == "0:kv"
+        }
 
 
 def test_a_backup_of_a_shared_store(url, tmp_path):
@@ -126,7 +143,15 @@ def test_a_backup_of_a_shared_store(url, tmp_path):
 def test_slots_that_nobody_has_used_between_others(url):
     """An imported store has them."""
     head = next(snapshot_of(filled(0).service, 0.0))
-    pages = Pages([3, 50, 20], [1, 1, 1], [1, 2, 3], [7, 7, 7], [8, 2**64 - 1, 9], ["a", "b\0", "ключ"], ["", "a", ""])
+    pages = Pages(
+        [3, 50, 20],
+        [1, 1, 1],
+        [1, 2, 3],
+        [7, 7, 7],
+        [8, 2**64 - 1, 9],
+        ["a", "b\0", "ключ"],
+        ["", "a", ""],
+    )
     with closing(open_target(url, replace=False)) as target:
         fill(target, [head, pages])
         target.keep()
@@ -151,13 +176,18 @@ def test_what_fails_leaves_no_scope(url, place):
         fill(target, parts())
     twice = Pages([0, 1], [1, 1], [1, 2], [7, 7], [7, 7], ["k", "k"], ["", ""])
     head = next(snapshot_of(filled(0).service, 0.0))
-    with closing(open_target(url, replace=False)) as target, pytest.raises(SnapshotError, match="is not what was read"):
+    with (
+        closing(open_target(url, replace=False)) as target,
+        pytest.raises(SnapshotError, match="is not what was read"),
+    ):
         fill(target, [head, twice])
     with place.client() as client:
         assert client.dbsize() == 0
 
 
-@pytest.mark.filterwarnings("ignore:Call to '__init__' function with deprecated usage:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Call to '__init__' function with deprecated usage:DeprecationWarning"
+)
 def test_on_a_cluster(tmp_path):
     engine = filled(seed=9)
     write(tmp_path / "a.db", engine.service)

@@ -22,7 +22,16 @@ from hicache_metadata_server.storage.blocks import Block
 from hicache_metadata_server.storage.store import StoreError, open_store
 
 NOW = 1_700_000_000.0
-STRANGE = ["a\x00b", "a", "ключ", "\U0001f5dd", "x" * 1024, " ", "'; DROP TABLE slots; --", "\x7f\x01"]
+STRANGE = [
+    "a\x00b",
+    "a",
+    "ключ",
+    "\U0001f5dd",
+    "x" * 1024,
+    " ",
+    "'; DROP TABLE slots; --",
+    "\x7f\x01",
+]
 
 
 def address(tmp_path):
@@ -48,7 +57,11 @@ def refuse(*_):
 def state(service, now):
     """Everything that clients can see."""
     return [
-        (name, [scope.status(slot, now) for slot in range(len(scope.table))], scope.recency.slots(["a", "b"]))
+        (
+            name,
+            [scope.status(slot, now) for slot in range(len(scope.table))],
+            scope.recency.slots(["a", "b"]),
+        )
         for name, scope in sorted(service.scopes.items())
     ]
 
@@ -59,12 +72,22 @@ def reserve(service, keys, scope="0:kv", now=NOW, prefixes=()):
 
 
 def commit(service, leases, scope="0:kv", now=NOW):
-    part = p.CommitScope(scope=scope, leases=leases, lengths=[7] * len(leases), checksums=[2**64 - 1 - lease for lease in leases])
+    part = p.CommitScope(
+        scope=scope,
+        leases=leases,
+        lengths=[7] * len(leases),
+        checksums=[2**64 - 1 - lease for lease in leases],
+    )
     return service.commit(p.Commit(scopes=[part]), now)
 
 
 def initialize(service, *names, slots=1000):
-    service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=name, slots=slots, identity="me") for name in names]), NOW)
+    service.initialize(
+        p.Initialize(
+            scopes=[p.ScopeGeometry(scope=name, slots=slots, identity="me") for name in names]
+        ),
+        NOW,
+    )
 
 
 @pytest.mark.parametrize("fold", [False, True])
@@ -74,7 +97,9 @@ def test_everything_comes_back(tmp_path, fold):
     commit(service, reserve(service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
     held = reserve(service, ["held"])
     commit(service, reserve(service, ["a"], "1:kv").leases, "1:kv")
-    pinned = service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW)
+    pinned = service.lookup(
+        p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW
+    )
     service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
     store.write(service.take_changes())
@@ -92,9 +117,15 @@ def test_everything_comes_back(tmp_path, fold):
     slot = pinned.scopes[0].slots[0]
     assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW).slots[0].pins == 1
     restored.settle(NOW + 8, 1000)
-    assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 8).slots[0].state is p.SlotState.QUARANTINED
+    assert (
+        restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 8).slots[0].state
+        is p.SlotState.QUARANTINED
+    )
     restored.settle(NOW + 10, 1000)
-    assert restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 10).slots[0].state is p.SlotState.FREE
+    assert (
+        restored.inspect(p.Inspect(scope="0:kv", slots=[slot]), NOW + 10).slots[0].state
+        is p.SlotState.FREE
+    )
     again.close()
 
 
@@ -133,16 +164,24 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
     for _ in range(150):
         scope = chance.choice(("0:kv", "0:mamba"))
         keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
-        prefixes = [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
+        prefixes = (
+            [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
+        )
         leases = [lease for lease in reserve(service, keys, scope, now, prefixes).leases if lease]
         if chance.random() < 0.8:
             commit(service, leases, scope, now)
         if chance.random() < 0.3:
-            service.delete(p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[: batch // 2])]), now)
+            service.delete(
+                p.Delete(scopes=[p.DeleteScope(scope=scope, keys=keys[: batch // 2])]), now
+            )
         if chance.random() < 0.05:
             service.clear(p.Clear(scopes=[scope]), now)
         changes = service.take_changes()
-        piece = store.gather(service.scope_of) if store.wants_folding(idle=True) and chance.random() < 0.6 else None
+        piece = (
+            store.gather(service.scope_of)
+            if store.wants_folding(idle=True) and chance.random() < 0.6
+            else None
+        )
         store.write(changes)
         if piece is not None and chance.random() < 0.8:
             store.fold(piece, now)
@@ -154,7 +193,9 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
             before = state(service, now)
             store._lock.release()
             store, service = opened(tmp_path, now)
-            for (name, slots, live), (other, restored, alive) in zip(before, state(service, now), strict=True):
+            for (name, slots, live), (other, restored, alive) in zip(
+                before, state(service, now), strict=True
+            ):
                 assert (name, live) == (other, alive)
                 assert [slot for slot in slots if slot.state in ("live", "leased")] == [
                     slot for slot in restored if slot.state in ("live", "leased")
@@ -173,7 +214,11 @@ def test_a_group_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, ca
     changes = service.take_changes()
     with monkeypatch.context() as full:
         # A disk that takes a part of it.
-        full.setattr(log.os, "write", lambda descriptor, record, write=os.write: write(descriptor, record[:-9]))
+        full.setattr(
+            log.os,
+            "write",
+            lambda descriptor, record, write=os.write: write(descriptor, record[:-9]),
+        )
         if not can_be_taken_away:
             full.setattr(log.os, "ftruncate", refuse)
         with pytest.raises(StoreError, match=r"cannot be written.*No space left"):
@@ -196,13 +241,17 @@ def test_a_database_that_was_replaced_does_not_take_the_log(tmp_path):
     store.write(service.take_changes())
     store._lock.release()
     (tmp_path / "m.db").unlink()
-    with pytest.raises(StoreError, match="is the log of another database: bring that back, or remove the log"):
+    with pytest.raises(
+        StoreError, match="is the log of another database: bring that back, or remove the log"
+    ):
         opened(tmp_path)
 
 
 def test_a_second_server_is_refused(tmp_path):
     store, _ = opened(tmp_path)
-    with pytest.raises(StoreError, match=r"another server has this store: .*m\.db\.lock is locked by process \d+"):
+    with pytest.raises(
+        StoreError, match=r"another server has this store: .*m\.db\.lock is locked by process \d+"
+    ):
         opened(tmp_path)
     store.close()
     opened(tmp_path)[0].close()
@@ -215,11 +264,15 @@ def test_other_databases_are_left_alone(tmp_path):
     database.close()
     with pytest.raises(StoreError, match="database of something else"):
         opened(tmp_path)
-    assert sqlite3.connect(file).execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+    assert sqlite3.connect(file).execute("SELECT name FROM sqlite_master").fetchall() == [
+        ("bookmarks",)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"), [(99, "later version"), (1, r"earlier version of this server \(schema 1;")], ids=["later", "earlier"]
+    ("schema", "said"),
+    [(99, "later version"), (1, r"earlier version of this server \(schema 1;")],
+    ids=["later", "earlier"],
 )
 def test_another_schema_is_refused(tmp_path, schema, said):
     opened(tmp_path)[0].close()
@@ -232,7 +285,11 @@ def test_another_schema_is_refused(tmp_path, schema, said):
 
 
 @pytest.mark.parametrize(
-    "content", [b"not a database at all, but long enough to look at" * 50, b"SQLite format 3\x00" + b"x" * 5000]
+    "content",
+    [
+        b"not a database at all, but long enough to look at" * 50,
+        b"SQLite format 3\x00" + b"x" * 5000,
+    ],
 )
 def test_a_file_that_is_no_database_is_refused(tmp_path, content):
     (tmp_path / "m.db").write_bytes(content)
@@ -245,7 +302,9 @@ def test_durability_is_what_reaches_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(log.os, "fdatasync", synced.append)
     for durability in (p.Durability.PROCESS, p.Durability.MACHINE):
         store, service = opened(tmp_path, durability=durability)
-        assert store._database.execute("PRAGMA synchronous").fetchone() == (1,), "what is folded waits for a checkpoint"
+        assert store._database.execute("PRAGMA synchronous").fetchone() == (1,), (
+            "what is folded waits for a checkpoint"
+        )
         assert store._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert store.is_quick == (durability is p.Durability.PROCESS)
         assert service.about.durability is durability
@@ -273,7 +332,9 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     database.close()
     store, restored = opened(tmp_path)
     assert len(restored.recovery_problems) == 3
-    assert restored.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a", "b", "c"])]), NOW).scopes[0].slots == [
+    assert restored.lookup(
+        p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a", "b", "c"])]), NOW
+    ).scopes[0].slots == [
         0,
         -1,
         -1,
@@ -282,7 +343,9 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("blob", [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])])
+@pytest.mark.parametrize(
+    "blob", [b"", b"\x90", msgspec.msgpack.encode([b"", *[b"x"] * 6, [], [], {}])]
+)
 def test_a_damaged_block_is_refused(tmp_path, blob):
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
@@ -368,7 +431,8 @@ def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatc
 
 
 def test_a_log_that_cannot_be_settled_is_not_appended_to(tmp_path, monkeypatch):
-    """While another program reads the database, what is folded does not reach it; a log that went on would follow nothing."""
+    """While another program reads the database, what is folded does not reach it; a log that went
+    on would follow nothing."""
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     store.write(service.take_changes())

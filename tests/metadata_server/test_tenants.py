@@ -57,9 +57,14 @@ def test_quotas_count_all_scopes_of_a_tenant():
         service = with_quota(**limits)
         assert initialize(service, geometry("0:a", 10, 100), geometry("0:b", 10, 100)) == "done"
         assert initialize(service, last) == "quota"
-        assert initialize(service, geometry("0:a", 10, 100)) == "done", "what is there may be initialized again"
+        assert initialize(service, geometry("0:a", 10, 100)) == "done", (
+            "what is there may be initialized again"
+        )
         assert initialize(service, last, caller=Caller("t", p.Token.WRITE, "other")) == "done"
-        assert initialize(service, geometry("0:d", 2**40, 100), caller=Caller("t", p.Token.WRITE, "")) == "done"
+        assert (
+            initialize(service, geometry("0:d", 2**40, 100), caller=Caller("t", p.Token.WRITE, ""))
+            == "done"
+        )
 
 
 def test_a_request_beyond_a_quota_makes_none_of_its_scopes():
@@ -84,8 +89,13 @@ def test_what_is_given_is_what_fits(sizes, quota):
     service.tenants.quotas = Quotas(default=quota)
     for number, (slots, slot_bytes) in enumerate(sizes):
         new = Holding(held.scopes + 1, held.slots + slots, held.bytes + slots * slot_bytes)
-        fits = all(most is None or has <= most for has, most in zip(new, (quota.scopes, quota.slots, quota.bytes), strict=True))
-        assert initialize(service, geometry(f"0:{number}", slots, slot_bytes)) == ("done" if fits else "quota")
+        fits = all(
+            most is None or has <= most
+            for has, most in zip(new, (quota.scopes, quota.slots, quota.bytes), strict=True)
+        )
+        assert initialize(service, geometry(f"0:{number}", slots, slot_bytes)) == (
+            "done" if fits else "quota"
+        )
         held = new if fits else held
     assert Holding.of(service.held_by("acme")) == held
 
@@ -97,10 +107,15 @@ def test_the_compatible_part_has_the_same_quota(tmp_path):
     async def scenario():
         async with running(**options) as caller:
             for token, rank, pages, status in (
-                ("write-acme", 0, 11, 403), ("write-acme", 0, 10, 204), ("write-acme", 0, 10, 204), ("write-acme", 1, 1, 403),
+                ("write-acme", 0, 11, 403),
+                ("write-acme", 0, 10, 204),
+                ("write-acme", 0, 10, 204),
+                ("write-acme", 1, 1, 403),
                 ("write-", 1, 100, 204),
-            ):  # fmt: skip
-                reply = await caller.post(f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token))
+            ):
+                reply = await caller.post(
+                    f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token)
+                )
                 assert reply.status == status, reply
             assert reply.status == 204
             told = (await caller.send("GET", "/metrics", headers=bearer("read-"))).body.decode()
@@ -115,7 +130,10 @@ class Crowd:
 
     def __init__(self, url, clients, work):
         self.failures = []
-        self.threads = [threading.Thread(target=self._run, args=(url, work, number)) for number in range(clients)]
+        self.threads = [
+            threading.Thread(target=self._run, args=(url, work, number))
+            for number in range(clients)
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -134,15 +152,23 @@ class Crowd:
 
 @pytest.fixture
 def place(tmp_path):
-    tokens = write_tokens(tmp_path / "tokens.json", acme="write token-of-acme acme", operator="admin operator")
+    tokens = write_tokens(
+        tmp_path / "tokens.json", acme="write token-of-acme acme", operator="admin operator"
+    )
     quotas = tmp_path / "tenants.toml"
-    quotas.write_text("[tenants.acme]\nmost_scopes = 30\nmost_slots = 2000\nmost_bytes = 1_000_000\n")
-    with served(f"{DURABLE} --token-file {tokens} --tenants-file {quotas}", "operator") as (place, client):
+    quotas.write_text(
+        "[tenants.acme]\nmost_scopes = 30\nmost_slots = 2000\nmost_bytes = 1_000_000\n"
+    )
+    with served(f"{DURABLE} --token-file {tokens} --tenants-file {quotas}", "operator") as (
+        place,
+        client,
+    ):
         yield place, client, quotas
 
 
 def test_a_crowd_gets_no_more_than_its_quota(place):
-    """Eight clients make scopes as fast as they can, and what the server has is looked at all the while."""
+    """Eight clients make scopes as fast as they can, and what the server has is looked at all the
+    while."""
     place, client, _ = place
     given, most = [], Holding(30, 2000, 1_000_000)
 
@@ -150,7 +176,12 @@ def test_a_crowd_gets_no_more_than_its_quota(place):
         chance = random.Random(number)
         for i in range(60):
             some = [
-                geometry(f"{number}:{i}-{j}", chance.choice((1, 10, 100, 300)), chance.choice((1, 500, 4096))) for j in range(2)
+                geometry(
+                    f"{number}:{i}-{j}",
+                    chance.choice((1, 10, 100, 300)),
+                    chance.choice((1, 500, 4096)),
+                )
+                for j in range(2)
             ]
             reply = wire.post("/v2/initialize", p.Initialize(scopes=some))
             assert reply.status in (200, 403), reply
@@ -164,7 +195,9 @@ def test_a_crowd_gets_no_more_than_its_quota(place):
         assert all(has <= limit for has, limit in zip(Holding.of(scopes), most, strict=True))
         looks += 1
     crowd.join()
-    assert Holding.of(listed(client)) == Holding.of(given), "what was given is what is there, and nothing else"
+    assert Holding.of(listed(client)) == Holding.of(given), (
+        "what was given is what is there, and nothing else"
+    )
     assert given
     place.kill()
     place.start()
@@ -187,7 +220,9 @@ def test_a_crowd_sends_no_more_than_its_rate(place):
     answers, begin = [], time.monotonic()
 
     def ask(wire, number):
-        while time.monotonic() < begin + 1.5 or (429 not in answers and time.monotonic() < begin + 60):
+        while time.monotonic() < begin + 1.5 or (
+            429 not in answers and time.monotonic() < begin + 60
+        ):
             answers.append(wire.get("/v2").status)
 
     Crowd(place.url, 8, ask).join()
@@ -241,7 +276,9 @@ def test_a_slow_rate_says_when_to_come_again():
     assert admitted(made) == 1
 
 
-@pytest.mark.parametrize("route", ["/v2/commit", "/v2/abort", "/v2/renew", "/v2/unpin", "/{rank}/confirm_write"])
+@pytest.mark.parametrize(
+    "route", ["/v2/commit", "/v2/abort", "/v2/renew", "/v2/unpin", "/{rank}/confirm_write"]
+)
 def test_what_was_begun_is_ended_ahead_of_the_rate(route):
     _, made = rates(requests_per_second=1.0, burst=5.0)
     assert [admitted(made) for _ in range(6)] == [0] * 5 + [1]
@@ -257,7 +294,11 @@ def test_a_refusal_says_when_to_come_again(tmp_path):
         async with running(**options) as caller:
             assert (await caller.send("GET", "/v2", headers=bearer("read-acme"))).status == 200
             refused = await caller.send("GET", "/v2", headers=bearer("read-acme"))
-            assert (refused.status, refused.json["code"], refused.headers["retry-after"]) == (429, "too_many", "2")
+            assert (refused.status, refused.json["code"], refused.headers["retry-after"]) == (
+                429,
+                "too_many",
+                "2",
+            )
 
     run(scenario())
 
@@ -265,18 +306,29 @@ def test_a_refusal_says_when_to_come_again(tmp_path):
 def test_a_file_of_quotas(tmp_path):
     file = tmp_path / "tenants.toml"
     file.write_text(
-        '[default]\nmost_scopes = 4\n[tenants.acme]\nmost_bytes = "2GiB"\nmost_slots = 7\nrequests_per_second = 10\n[tenants.free]\n'
+        '[default]\nmost_scopes = 4\n[tenants.acme]\nmost_bytes = "2GiB"\nmost_slots = '
+        "7\nrequests_per_second = 10\n[tenants.free]\n"
     )
     quotas = read_tenants_file(file)
     assert quotas.of("acme") == Quota(None, 7, 2 << 30, 10.0)
-    assert (quotas.of("free"), quotas.of("unnamed"), quotas.of("")) == (Quota(), Quota(scopes=4), Quota())
+    assert (quotas.of("free"), quotas.of("unnamed"), quotas.of("")) == (
+        Quota(),
+        Quota(scopes=4),
+        Quota(),
+    )
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[default]\nmost_pages = 1", "default.most_pages: there is no such key; did you mean 'most_scopes'"),
-        ("[tenants.acme]\nmost_slot = 1", "tenants.acme.most_slot: there is no such key; did you mean 'most_slots'?"),
+        (
+            "[default]\nmost_pages = 1",
+            "default.most_pages: there is no such key; did you mean 'most_scopes'",
+        ),
+        (
+            "[tenants.acme]\nmost_slot = 1",
+            "tenants.acme.most_slot: there is no such key; did you mean 'most_slots'?",
+        ),
         ("[defaults]\nmost_slots = 1", "defaults: there is no such key; did you mean 'default'?"),
         ("zzz = 1", "zzz: there is no such key; there are default, tenants"),
         ("[tenants.a]\nmost_slots = -1", "tenants.a.most_slots"),
@@ -331,7 +383,8 @@ def test_a_store_of_schema_3_is_brought_up_to_date(tmp_path):
     store.close()
     with closing(sqlite3.connect(tmp_path / "m.db")) as database:
         database.executescript(
-            "ALTER TABLE scopes DROP COLUMN model; ALTER TABLE scopes DROP COLUMN tenant; PRAGMA user_version = 3;"
+            "ALTER TABLE scopes DROP COLUMN model; ALTER TABLE scopes DROP COLUMN tenant; PRAGMA "
+            "user_version = 3;"
         )
     store, service = restored(tmp_path)
     assert service.tenants.of_scope == {"0:a": ""}

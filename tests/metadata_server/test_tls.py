@@ -101,14 +101,27 @@ def test_handshakes(tmp_path, authority, others):
 def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):
     with started(tmp_path, authority) as place:
         trusted, other = str(authority.file), str(others.file)
-        for arguments, code in (((), 2), (("--ca", other), 2), (("--ca", trusted), 0), (("--ca", "/nonexistent"), 2)):
+        for arguments, code in (
+            ((), 2),
+            (("--ca", other), 2),
+            (("--ca", trusted), 0),
+            (("--ca", "/nonexistent"), 2),
+        ):
             done = CliRunner().invoke(app, ["status", "--url", place.url, *arguments])
             assert done.exit_code == code, done.output
-        assert CliRunner().invoke(app, ["status", "--url", place.url], env={"HICACHE_METADATA_CA": trusted}).exit_code == 0
+        assert (
+            CliRunner()
+            .invoke(app, ["status", "--url", place.url], env={"HICACHE_METADATA_CA": trusted})
+            .exit_code
+            == 0
+        )
         with closing(HttpMetadataClient(place.url, tls=client_context(ca=trusted))) as client:
             assert client.refresh(Call(10)).protocol == "2"
         for tls in (client_context(ca=other), None):
-            with closing(HttpMetadataClient(place.url, tls=tls)) as client, pytest.raises(MetadataError, match="certificate"):
+            with (
+                closing(HttpMetadataClient(place.url, tls=tls)) as client,
+                pytest.raises(MetadataError, match="certificate"),
+            ):
                 client.refresh(Call(10))
 
 
@@ -119,10 +132,14 @@ def test_clients_show_certificates(tmp_path, authority, others):
     both.write_bytes(certificate.read_bytes() + key.read_bytes())
     with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
         for files, answers in (
-            ({}, False), ({"certificate": foreign, "key": foreign_key}, False), ({"certificate": certificate, "key": key}, True),
+            ({}, False),
+            ({"certificate": foreign, "key": foreign_key}, False),
+            ({"certificate": certificate, "key": key}, True),
             ({"certificate": both}, True),
-        ):  # fmt: skip
-            tls = client_context(ca=str(authority.file), **{name: str(file) for name, file in files.items()})
+        ):
+            tls = client_context(
+                ca=str(authority.file), **{name: str(file) for name, file in files.items()}
+            )
             with closing(HttpMetadataClient(place.url, tls=tls)) as client:
                 if answers:
                     assert client.refresh(Call(10)).protocol == "2"
@@ -130,7 +147,10 @@ def test_clients_show_certificates(tmp_path, authority, others):
                     with pytest.raises(MetadataError):
                         client.refresh(Call(10))
         with_certificate = ("--ca", str(authority.file), "--certificate", str(both))
-        assert CliRunner().invoke(app, ["status", "--url", place.url, *with_certificate]).exit_code == 0
+        assert (
+            CliRunner().invoke(app, ["status", "--url", place.url, *with_certificate]).exit_code
+            == 0
+        )
 
 
 def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
@@ -142,7 +162,9 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
             assert shown(place, trusting)[0] == "first"
             installed(tmp_path, *authority.sign("second"))
             until_shown(place, trusting, "second")
-            assert shown(place, trusting, "127.0.0.1")[0] == "second", "also for a client that names no host"
+            assert shown(place, trusting, "127.0.0.1")[0] == "second", (
+                "also for a client that names no host"
+            )
             # Connections that are open go on.
             see_alive(open_before)
         # A key that does not belong to its certificate, then one that does.
@@ -163,7 +185,9 @@ def test_authorities_of_clients_are_changed_without_a_restart(tmp_path, authorit
     contexts = {}
     for name, who in (("ours", authority), ("theirs", others)):
         certificate, key = who.sign(f"client-{name}")
-        contexts[name] = client_context(ca=str(authority.file), certificate=str(certificate), key=str(key))
+        contexts[name] = client_context(
+            ca=str(authority.file), certificate=str(certificate), key=str(key)
+        )
 
     def may(name):
         try:
@@ -193,9 +217,11 @@ def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
     with pytest.raises(ValueError, match=r"nonsense\.pem cannot be used"):
         ServerTls(certificate, key, nonsense)
     for options, said in (
-        ({"ca": str(nonsense)}, "nonsense.pem"), ({"ca": "/nonexistent"}, "/nonexistent"), ({"key": str(key)}, "needs its certificate"),
+        ({"ca": str(nonsense)}, "nonsense.pem"),
+        ({"ca": "/nonexistent"}, "/nonexistent"),
+        ({"key": str(key)}, "needs its certificate"),
         ({"certificate": str(certificate)}, "settings.pem"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=said):
             client_context(**options)
     for options, said in (
@@ -209,11 +235,20 @@ def test_settings_and_options_that_cannot_be(tmp_path, authority, others):
 @pytest.mark.parametrize("option", ["--tls-certificate", "--tls-key", "--tls-client-ca"])
 def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, option):
     certificate, key = installed(tmp_path, *authority.sign("first"))
-    files = {"--tls-certificate": certificate, "--tls-key": key, "--tls-client-ca": authority.file, option: tmp_path / "nope.pem"}
+    files = {
+        "--tls-certificate": certificate,
+        "--tls-key": key,
+        "--tls-client-ca": authority.file,
+        option: tmp_path / "nope.pem",
+    }
     arguments = [str(argument) for pair in files.items() for argument in pair]
-    with pytest.raises(ValueError, match=f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"):
+    with pytest.raises(
+        ValueError, match=f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"
+    ):
         ServerTls(*files.values())
-    told = CliRunner().invoke(app, ["serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments])
+    told = CliRunner().invoke(
+        app, ["serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments]
+    )
     assert told.exit_code == 2
     assert f"{option}: {tmp_path}/nope.pem" in told.stderr
     assert len(told.stderr.strip().splitlines()) == 1
@@ -243,11 +278,15 @@ def test_the_expiry_of_certificates_is_told(tmp_path, authority):
         "-out",
         chain,
     )
-    assert first_expiry(chain.read_text()) == openssl_end(chain) > 2_500_000_000, "in the other form of dates, after 2049"
+    assert first_expiry(chain.read_text()) == openssl_end(chain) > 2_500_000_000, (
+        "in the other form of dates, after 2049"
+    )
     assert first_expiry(chain.read_text() + certificate.read_text()) == text, "the first of several"
 
 
-@pytest.mark.parametrize("pem", ["", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
+@pytest.mark.parametrize(
+    "pem", ["", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"]
+)
 def test_what_is_no_certificate_has_no_expiry(pem):
     with pytest.raises(ValueError, match=r"."):
         first_expiry(pem)
@@ -255,7 +294,10 @@ def test_what_is_no_certificate_has_no_expiry(pem):
 
 def openssl_end(file):
     told = subprocess.run(
-        ["openssl", "x509", "-enddate", "-noout", "-in", file], capture_output=True, text=True, check=True
+        ["openssl", "x509", "-enddate", "-noout", "-in", file],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     return ssl.cert_time_to_seconds(told.strip().removeprefix("notAfter="))
 
@@ -264,4 +306,7 @@ def test_a_client_without_a_certificate_is_told_of_the_option(tmp_path, authorit
     with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
         told = CliRunner().invoke(app, ["status", "--url", place.url, "--ca", str(authority.file)])
         assert told.exit_code == 2
-        assert "if the server asks for a client certificate: --certificate FILE, or HICACHE_METADATA_CERTIFICATE" in told.stderr
+        assert (
+            "if the server asks for a client certificate: --certificate FILE, or "
+            "HICACHE_METADATA_CERTIFICATE" in told.stderr
+        )

@@ -1,4 +1,5 @@
-"""Tokens: the file that holds their digests, the commands that change it, and servers that notice."""
+"""Tokens: the file that holds their digests, the commands that change it, and servers that
+notice."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_metadata_server.auth.audit_log import Audit
-from hicache_metadata_server.auth.token_file import PREFIX, TokenFileError, changing, encoded, read_token_file, record_of
+from hicache_metadata_server.auth.token_file import (
+    PREFIX,
+    TokenFileError,
+    changing,
+    encoded,
+    read_token_file,
+    record_of,
+)
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RefusedError
@@ -44,7 +52,9 @@ def status(tokens, token, needed=Token.READ):
 
 def test_a_token_is_told_once_and_only_its_digest_is_kept(tmp_path):
     file = tmp_path / "tokens.json"
-    token = made(file, "--right", "write", "--tenant", "acme", "--id", "engine-1", "--expires", "90d")
+    token = made(
+        file, "--right", "write", "--tenant", "acme", "--id", "engine-1", "--expires", "90d"
+    )
     assert token.startswith(PREFIX)
     assert len(token) >= 43
     assert token not in file.read_text()
@@ -64,7 +74,9 @@ def test_a_token_in_a_file_is_the_owners_alone(tmp_path):
     file, output = tmp_path / "tokens.json", tmp_path / "engines.token"
     before = os.umask(0)
     try:
-        assert made(file, "--right", "write", "--id", "engines", "--output", output) == "", "it is not printed as well"
+        assert made(file, "--right", "write", "--id", "engines", "--output", output) == "", (
+            "it is not printed as well"
+        )
     finally:
         os.umask(before)
     assert stat.S_IMODE(output.stat().st_mode) == 0o600
@@ -74,7 +86,17 @@ def test_a_token_in_a_file_is_the_owners_alone(tmp_path):
     assert (again.exit_code, output.read_text()) == (2, f"{token}\n")
     assert "File exists" in " ".join(again.output.split())
     assert [record.id for record in read_token_file(file)] == ["engines"], "nothing was added"
-    unmade = command("new", "--file", file, "--right", "write", "--id", "engines", "--output", tmp_path / "other.token")
+    unmade = command(
+        "new",
+        "--file",
+        file,
+        "--right",
+        "write",
+        "--id",
+        "engines",
+        "--output",
+        tmp_path / "other.token",
+    )
     assert unmade.exit_code == 2
     assert not (tmp_path / "other.token").exists()
 
@@ -96,7 +118,11 @@ def test_tokens_are_revoked_at_once_or_after_a_time(tmp_path):
 def test_checking_a_token(tmp_path):
     file = write_tokens(tmp_path / "tokens.json", a="write right", b="read late-expired")
     assert command("check", "--file", file).output == "2 tokens\n"
-    for token, code, said in (("right", 0, "a: write"), ("late-expired", 1, "which is over"), ("other", 1, "unknown")):
+    for token, code, said in (
+        ("right", 0, "a: write"),
+        ("late-expired", 1, "which is over"),
+        ("other", 1, "unknown"),
+    ):
         by_variable = command("check", "--file", file, env={"HICACHE_METADATA_TOKEN": token})
         by_input = command("check", "--file", file, "--token-file", "-", input=f"{token}\n")
         assert (by_variable.exit_code, by_input.exit_code) == (code, code)
@@ -158,9 +184,14 @@ def test_files_that_others_may_change_or_that_mean_nothing_are_refused(tmp_path)
     assert len(read_token_file(file)) == 1
     record = good["tokens"][0]
     for tokens in (
-        [record, record], [record, {**record, "id": "b"}], [{**record, "sha256": "abc"}], [{**record, "right": "none"}],
-        [{**record, "more": 1}], [{**record, "tenant": "a\nb"}], 7,
-    ):  # fmt: skip
+        [record, record],
+        [record, {**record, "id": "b"}],
+        [{**record, "sha256": "abc"}],
+        [{**record, "right": "none"}],
+        [{**record, "more": 1}],
+        [{**record, "tenant": "a\nb"}],
+        7,
+    ):
         file.write_bytes(msgspec.json.encode({**good, "tokens": tokens}))
         with pytest.raises(TokenFileError):
             read_token_file(file)
@@ -199,20 +230,44 @@ def test_tokens_expire_while_the_server_runs():
     now = [1_000.0]
     tokens = Tokens(clock=lambda: now[0])
     tokens.take([record_of("t", "read", expires=datetime.fromtimestamp(1_500, UTC))])
-    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (200, 1_500.0, {"valid": 1, "expired": 0})
+    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (
+        200,
+        1_500.0,
+        {"valid": 1, "expired": 0},
+    )
     now[0] = 1_500.0
-    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (401, None, {"valid": 0, "expired": 1})
+    assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (
+        401,
+        None,
+        {"valid": 0, "expired": 1},
+    )
 
 
 def test_who_asks():
     assert Tokens().check(b"", Token.ADMIN) is ANYBODY
     tokens = Tokens({"e": Token.ADMIN, "r": Token.READ})
-    tokens.take([record_of("t", "admin", name="a", tenant="acme"), record_of("o", "admin", name="o")])
-    told = {text: tokens.check(b"Bearer " + text.encode(), Token.READ) for text in ("e", "r", "t", "o")}
+    tokens.take(
+        [record_of("t", "admin", name="a", tenant="acme"), record_of("o", "admin", name="o")]
+    )
+    told = {
+        text: tokens.check(b"Bearer " + text.encode(), Token.READ) for text in ("e", "r", "t", "o")
+    }
     assert {text: (who.token, who.tenant, who.sees_all) for text, who in told.items()} == {
-        "e": ("env-admin", "", True), "r": ("env-read", "", False), "t": ("a", "acme", False), "o": ("o", "", True),
-    }  # fmt: skip
-    for header in (b"", b"Bearer", b"Bearer ", b"Basic t", b"t", b"Bearer t t", b"Bearer \xff", b"Bearer " + b"t" * 10_000):
+        "e": ("env-admin", "", True),
+        "r": ("env-read", "", False),
+        "t": ("a", "acme", False),
+        "o": ("o", "", True),
+    }
+    for header in (
+        b"",
+        b"Bearer",
+        b"Bearer ",
+        b"Basic t",
+        b"t",
+        b"Bearer t t",
+        b"Bearer \xff",
+        b"Bearer " + b"t" * 10_000,
+    ):
         with pytest.raises(RefusedError, match="401"):
             tokens.check(header, Token.READ)
     tokens.take([])

@@ -1,7 +1,8 @@
-"""A server of another version on the same store: what it finds after an update, and after the way back.
+"""A server of another version on the same store: what it finds after an update, and after the way
+back.
 
-`data/store-schema-4.tar.gz` was written by the server before scopes could be dropped, and left as by kill -9: a database, and a log
-that is not folded.
+`data/store-schema-4.tar.gz` was written by the server before scopes could be dropped, and left as
+by kill -9: a database, and a log that is not folded.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def test_an_update_finds_everything_that_was_acknowledged(tmp_path):
     store, service = opened(tmp_path)
     assert service.recovery_problems == []
     assert found(service, "0:logged", [f"k{i}" for i in range(30)]) == [True] * 30
-    assert found(service, "0:folded", ["after", "k0"]) == [True, False], "it was cleared, and written again"
-    held = p.Commit(scopes=[p.CommitScope(scope="0:logged", leases=[102], lengths=[7], checksums=[9])])
+    assert found(service, "0:folded", ["after", "k0"]) == [True, False], (
+        "it was cleared, and written again"
+    )
+    held = p.Commit(
+        scopes=[p.CommitScope(scope="0:logged", leases=[102], lengths=[7], checksums=[9])]
+    )
     assert service.commit(held, NOW + 200).scopes[0].states == [p.Settled.DONE]
     assert list(service.fsck(p.Fsck()))[-1].problems == []
     store.write(service.take_changes())
@@ -56,7 +61,9 @@ def test_an_update_finds_everything_that_was_acknowledged(tmp_path):
 
 
 def columns(database):
-    return database.execute("SELECT name, type, \"notnull\", dflt_value FROM pragma_table_info('scopes')").fetchall()
+    return database.execute(
+        "SELECT name, type, \"notnull\", dflt_value FROM pragma_table_info('scopes')"
+    ).fetchall()
 
 
 def test_an_update_gives_scopes_a_place_for_their_model(tmp_path):
@@ -77,7 +84,10 @@ def test_an_update_gives_scopes_a_place_for_their_model(tmp_path):
         store.close()
     (tmp_path / "new").mkdir()
     opened(tmp_path / "new")[0].close()
-    with closing(sqlite3.connect(tmp_path / "m.db")) as old, closing(sqlite3.connect(tmp_path / "new" / "m.db")) as new:
+    with (
+        closing(sqlite3.connect(tmp_path / "m.db")) as old,
+        closing(sqlite3.connect(tmp_path / "new" / "m.db")) as new,
+    ):
         assert old.execute("PRAGMA user_version").fetchone() == (VERSION,)
         assert columns(old) == columns(new)
 
@@ -87,6 +97,8 @@ def test_there_is_no_way_back(tmp_path, monkeypatch):
     opened(tmp_path)[0].close()
     before = (tmp_path / "m.db").read_bytes()
     monkeypatch.setattr(sqlite, "VERSION", 4)
-    with pytest.raises(StoreError, match=f"later version of this server .schema {VERSION}; this one knows 4"):
+    with pytest.raises(
+        StoreError, match=f"later version of this server .schema {VERSION}; this one knows 4"
+    ):
         opened(tmp_path)
     assert (tmp_path / "m.db").read_bytes() == before

@@ -10,7 +10,8 @@ EARLIER = datetime.now(UTC) - timedelta(days=1)
 
 
 def write_tokens(file, **tokens):
-    """One token for each id: `id="read TOKEN"`, or `id="read TOKEN TENANT"`; with `-expired` behind the token it is over."""
+    """One token for each id: `id="read TOKEN"`, or `id="read TOKEN TENANT"`; with `-expired` behind
+    the token it is over."""
     with changing(file) as records:
         records.clear()
         for name, text in tokens.items():

@@ -1,4 +1,5 @@
-"""Writers that go on until their server is gone, and whether it has kept what it acknowledged to them."""
+"""Writers that go on until their server is gone, and whether it has kept what it acknowledged to
+them."""
 
 from __future__ import annotations
 
@@ -18,21 +19,30 @@ class Writer(threading.Thread):
 
     def __init__(self, url, number):
         super().__init__(daemon=True)
-        self.chance, self.wire, self.number = random.Random(number), HttpClient(url, answer_seconds=60.0), number
+        self.chance, self.wire, self.number = (
+            random.Random(number),
+            HttpClient(url, answer_seconds=60.0),
+            number,
+        )
         self.live, self.unsure = {}, set()
 
     def run(self):
         scope = V2Scope(V2Client(self.wire), "0:kv", SLOTS, 4096, self.chance)
         try:
             for batch in range(10_000):
-                keys = [f"{self.number}-{batch}-{i}" for i in range(self.chance.choice((1, 16, 128)))]
+                keys = [
+                    f"{self.number}-{batch}-{i}" for i in range(self.chance.choice((1, 16, 128)))
+                ]
                 self.unsure = set(keys)
                 leased = scope.reserve(keys)
                 assert set(leased.states) == {Reserved.LEASED}
                 sums = [self.chance.getrandbits(64) for _ in keys]
                 done = scope.commit(leased.leases, [1] * len(keys), sums)
                 assert all(done)
-                self.live |= {key: (slot, total) for key, slot, total in zip(keys, leased.slots, sums, strict=True)}
+                self.live |= {
+                    key: (slot, total)
+                    for key, slot, total in zip(keys, leased.slots, sums, strict=True)
+                }
                 self.unsure = set()
                 if self.chance.random() < 0.3:
                     gone = self.chance.sample(list(self.live), min(len(self.live), 20))
@@ -48,7 +58,8 @@ class Writer(threading.Thread):
 
 
 def see_kept(scope, writers):
-    """All that was acknowledged is there, each page in a slot of its own, and the server finds nothing wrong."""
+    """All that was acknowledged is there, each page in a slot of its own, and the server finds
+    nothing wrong."""
     owners = {}
     for writer in writers:
         keys = [key for key in writer.live if key not in writer.unsure]
@@ -56,7 +67,11 @@ def see_kept(scope, writers):
         for start in range(0, len(keys), 10_000):
             some = keys[start : start + 10_000]
             found = scope.lookup(some)
-            assert list(zip(found.slots, found.checksums, strict=True)) == [writer.live[key] for key in some]
-            owners |= {slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners}
+            assert list(zip(found.slots, found.checksums, strict=True)) == [
+                writer.live[key] for key in some
+            ]
+            owners |= {
+                slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners
+            }
     assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
     assert scope.client.call("/v2/fsck", Fsck(), Checked).problems == []

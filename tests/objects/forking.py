@@ -14,7 +14,8 @@ HUNG = "hung"
 
 
 def in_child(work: Callable[[], str], seconds: float = 20.0) -> str:
-    """Return the result of `work` in a forked child, or the name of its exception; `HUNG` if it does not return."""
+    """Return the result of `work` in a forked child, or the name of its exception; `HUNG` if it
+    does not return."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

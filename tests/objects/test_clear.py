@@ -18,7 +18,9 @@ def failing(storage, error):
     storage.before = before
 
 
-@pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("half of it"), KeyError("a bug")])
+@pytest.mark.parametrize(
+    "error", [OSError(5, "I/O error"), StorageUnavailableError("half of it"), KeyError("a bug")]
+)
 def test_a_clear_that_fails_raises(kit, error):
     storage, pool = kit.memory_storage()
     stored(storage, pool, ["a"], [0])

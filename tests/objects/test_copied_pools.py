@@ -1,4 +1,5 @@
-"""Engines' pools that only copy pages: what a missing page costs, and what becomes of a pool that raises."""
+"""Engines' pools that only copy pages: what a missing page costs, and what becomes of a pool that
+raises."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def both(kit):
     flat, lending = FlatPool(), AddressPool()
     storage, _ = kit.memory_storage({"kv": flat, "mamba": lending})
     flat.kv_buffer.copy_(torch.arange(flat.kv_buffer.numel()).view_as(flat.kv_buffer))
-    assert storage.batch_set_v2([transfer("kv", ["a", "b"], [0, 1]), transfer("mamba", ["a"], [0])]) == {
+    assert storage.batch_set_v2(
+        [transfer("kv", ["a", "b"], [0, 1]), transfer("mamba", ["a"], [0])]
+    ) == {
         "kv": [True, True],
         "mamba": [True],
     }
@@ -37,20 +40,25 @@ def broken(*_arguments, **_options):
 
 
 def test_a_page_that_is_missing_takes_no_memory(both, monkeypatch):
-    """GET-6: a buffer was mapped for each page of a call before anybody knew whether it was there, 10 s for 70,000."""
+    """GET-6: a buffer was mapped for each page of a call before anybody knew whether it was there,
+    10 s for 70,000."""
     storage, flat, _lending = both
     made, make = [], StagedPages._buffer
     monkeypatch.setattr(StagedPages, "_buffer", lambda access: (made.append(1), make(access))[1])
     page = flat.get_data_page(P).clone()
     keys = ["none", "b", "nowhere", "a", "nothing"]
-    assert storage.batch_get_v2([transfer("kv", keys, [1, 2, 3, 4, 5])]) == {"kv": [False, True, False, True, False]}
+    assert storage.batch_get_v2([transfer("kv", keys, [1, 2, 3, 4, 5])]) == {
+        "kv": [False, True, False, True, False]
+    }
     assert len(made) == 2
     assert torch.equal(flat.get_data_page(2 * P), page)
 
 
 def test_a_damaged_page_of_it_does_not_arrive(both):
     storage, flat, _lending = both
-    storage.objects = {name: payload[:-65] + b"\xff" + payload[-64:] for name, payload in storage.objects.items()}
+    storage.objects = {
+        name: payload[:-65] + b"\xff" + payload[-64:] for name, payload in storage.objects.items()
+    }
     before = flat.kv_buffer.clone()
     assert storage.batch_get_v2([transfer("kv", ["a", "b"], [4, 5])]) == {"kv": [False, False]}
     assert torch.equal(flat.kv_buffer, before)
@@ -59,7 +67,8 @@ def test_a_damaged_page_of_it_does_not_arrive(both):
 
 @pytest.mark.parametrize("pool", ["kv", "mamba"])
 def test_a_pool_that_raises_while_pages_are_read_is_a_miss(both, monkeypatch, caplog, pool):
-    """FT-1: an engine's pool is not ours either, and a bare `RuntimeError` must not reach the engine's thread."""
+    """FT-1: an engine's pool is not ours either, and a bare `RuntimeError` must not reach the
+    engine's thread."""
     storage, flat, lending = both
     asked = [transfer("kv", ["a"], [4]), transfer("mamba", ["a"], [4])]
     with caplog.at_level(logging.INFO):
@@ -71,22 +80,34 @@ def test_a_pool_that_raises_while_pages_are_read_is_a_miss(both, monkeypatch, ca
                 raising=False,
             )
             for _ in range(2):
-                assert storage.batch_get_v2(asked) == {"kv": [pool != "kv"], "mamba": [pool != "mamba"]}
+                assert storage.batch_get_v2(asked) == {
+                    "kv": [pool != "kv"],
+                    "mamba": [pool != "mamba"],
+                }
         stats = storage.get_stats()
-        assert (stats.faults, stats.pools[pool].pages_missed, stats.pools[pool].pages_read) == (2, 2, 0)
+        assert (stats.faults, stats.pools[pool].pages_missed, stats.pools[pool].pages_read) == (
+            2,
+            2,
+            0,
+        )
         assert caplog.text.count(f"answering misses: {CUDA_ERROR}") == 1
         assert storage.batch_get_v2(asked) == {"kv": [True], "mamba": [True]}
         assert caplog.text.count("serving again") == 1
 
 
-@pytest.mark.parametrize(("pool", "method"), [("kv", "get_data_page"), ("mamba", "get_page_buffer_meta")])
+@pytest.mark.parametrize(
+    ("pool", "method"), [("kv", "get_data_page"), ("mamba", "get_page_buffer_meta")]
+)
 def test_a_pool_that_raises_while_pages_are_stored_is_refused(both, monkeypatch, pool, method):
     storage, flat, lending = both
     asked = [transfer("kv", ["c", "a"], [2, 0]), transfer("mamba", ["c", "a"], [2, 0])]
     with monkeypatch.context() as patched:
         patched.setattr({"kv": flat, "mamba": lending}[pool], method, broken)
         # What is there already needs no copy.
-        assert storage.batch_set_v2(asked) == {"kv": [pool != "kv", True], "mamba": [pool != "mamba", True]}
+        assert storage.batch_set_v2(asked) == {
+            "kv": [pool != "kv", True],
+            "mamba": [pool != "mamba", True],
+        }
     stats = storage.get_stats()
     assert (stats.faults, stats.pools[pool].pages_refused) == (1, 1)
     assert storage.batch_set_v2(asked) == {"kv": [True, True], "mamba": [True, True]}

@@ -27,7 +27,9 @@ class TestDamage:
             "empty": b"",
         }[what]
         with caplog.at_level(logging.WARNING):
-            assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [4, 5])]) == {"kv": [False, True]}
+            assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [4, 5])]) == {
+                "kv": [False, True]
+            }
         assert "1 damaged pages in pool kv, first 'a'" in caplog.text
         assert storage.get_stats().pools["kv"].pages_damaged == 1
         assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0

@@ -20,7 +20,10 @@ from tests.objects.storing import stored
 class TestFaults:
     """FT-1: whatever the driver raises is a miss, counted, and logged once for each episode."""
 
-    @pytest.mark.parametrize("error", [OSError(5, "I/O error"), StorageUnavailableError("down"), KeyError("bug"), EOFError()])
+    @pytest.mark.parametrize(
+        "error",
+        [OSError(5, "I/O error"), StorageUnavailableError("down"), KeyError("bug"), EOFError()],
+    )
     def test_a_failing_driver_is_a_miss(self, kit, error, caplog):
         storage, pool = kit.memory_storage()
         stored(storage, pool, ["a"], [0])
@@ -32,7 +35,9 @@ class TestFaults:
         with caplog.at_level(logging.INFO):
             for _ in range(3):
                 assert storage.batch_exists_v2(["a"]).kv_hit_pages == 0
-                assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [1, 2])]) == {"kv": [False, False]}
+                assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [1, 2])]) == {
+                    "kv": [False, False]
+                }
                 assert storage.batch_set_v2([pool.transfer("kv", ["c"], [1])]) == {"kv": [False]}
             assert caplog.text.count("answering misses") == 1
             faults = storage.get_stats().faults
@@ -74,7 +79,9 @@ class TestFaults:
         with caplog.at_level(logging.INFO):
             for _ in range(3):
                 assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
-                assert storage.batch_get_v2([pool.transfer("kv", ["nowhere"], [1])]) == {"kv": [False]}
+                assert storage.batch_get_v2([pool.transfer("kv", ["nowhere"], [1])]) == {
+                    "kv": [False]
+                }
             assert caplog.text.count("answering misses") == 1
             storage.read_objects = real
             assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}

@@ -25,12 +25,18 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("transfer", "message"),
         [
-            (PoolTransfer("mamba", torch.arange(2), keys=["a"]), "'mamba' is not registered; registered: kv"),
+            (
+                PoolTransfer("mamba", torch.arange(2), keys=["a"]),
+                "'mamba' is not registered; registered: kv",
+            ),
             (PoolTransfer("kv", torch.arange(2)), "keys is None"),
             (PoolTransfer("kv", torch.arange(2), keys="a"), "keys is one text"),
             (PoolTransfer("kv", torch.arange(2), keys=[b"a"]), "keys must be text, got bytes"),
             (PoolTransfer("kv", torch.arange(2), keys=b"a"), "pool 'kv': keys is one text"),
-            (PoolTransfer("kv", torch.arange(2), keys=3), "pool 'kv': keys must be a list of page keys, got int"),
+            (
+                PoolTransfer("kv", torch.arange(2), keys=3),
+                "pool 'kv': keys must be a list of page keys, got int",
+            ),
             (PoolTransfer("kv", torch.arange(2), keys=iter(["a"])), "got list_iterator; pass list"),
             (PoolTransfer("kv", torch.arange(2), keys=numpy.array(["a"])), "got ndarray"),
             (PoolTransfer("kv", torch.arange(2), keys={"a": 0}), "got dict"),
@@ -39,7 +45,10 @@ class TestMisuse:
             (PoolTransfer("kv", torch.arange(2), keys=["a\0"]), "contains NUL"),
             (PoolTransfer("kv", torch.arange(2), keys=["\ud800"]), "lone surrogate"),
             (PoolTransfer("kv", None, keys=["a"]), "host_indices is None; pass 2 slots for 1 keys"),
-            (PoolTransfer("kv", torch.arange(2, dtype=torch.int32), keys=["a"]), "int64 tensor, got torch.int32"),
+            (
+                PoolTransfer("kv", torch.arange(2, dtype=torch.int32), keys=["a"]),
+                "int64 tensor, got torch.int32",
+            ),
             (PoolTransfer("kv", [0, 1], keys=["a"]), "int64 tensor, got list"),
             (PoolTransfer("kv", torch.arange(2), keys=["a", "b"]), "2 keys x 2 slots = 4 entries"),
             (PoolTransfer("kv", torch.arange(4), keys=["a"]), "1 keys x 2 slots = 2 entries"),
@@ -48,7 +57,10 @@ class TestMisuse:
             (PoolTransfer("kv", torch.tensor([1, 2]), keys=["a"]), "multiples of 2"),
             (PoolTransfer("kv", torch.tensor([16, 17]), keys=["a"]), r"in \[0, 16\)"),
             (PoolTransfer("kv", torch.tensor([-2, -1]), keys=["a"]), r"in \[0, 16\)"),
-            (PoolTransfer("kv", indices_from_pool="swa", keys=["a"]), "indices_from_pool names 'swa'"),
+            (
+                PoolTransfer("kv", indices_from_pool="swa", keys=["a"]),
+                "indices_from_pool names 'swa'",
+            ),
         ],
     )
     @pytest.mark.parametrize("operation", ["batch_get_v2", "batch_set_v2"])
@@ -73,7 +85,9 @@ class TestMisuse:
     def test_strided_indices_are_fine(self, kit):
         storage, _pool = kit.memory_storage()
         indices = torch.tensor([[0, 9], [1, 9], [2, 9], [3, 9]])[:, 0]
-        assert storage.batch_set_v2([PoolTransfer("kv", indices, keys=["a", "b"])]) == {"kv": [True, True]}
+        assert storage.batch_set_v2([PoolTransfer("kv", indices, keys=["a", "b"])]) == {
+            "kv": [True, True]
+        }
 
     def test_operations_that_are_not_declared(self, kit):
         from hicache_storage.spec import Capabilities
@@ -90,12 +104,22 @@ class TestMisuse:
             storage.delete(["a"], pool="swa")
 
 
-NO_LISTS = ["ab", b"ab", None, 7, iter(["a"]), (key for key in "ab"), numpy.array(["a", "b"]), {"a", "b"}]
+NO_LISTS = [
+    "ab",
+    b"ab",
+    None,
+    7,
+    iter(["a"]),
+    (key for key in "ab"),
+    numpy.array(["a", "b"]),
+    {"a", "b"},
+]
 
 
 @pytest.fixture(params=["bare", "layers", "traced"])
 def around(kit, request):
-    """A dict with the page `a`: by itself, in the default layers of a breaker that takes one fault, and traced."""
+    """A dict with the page `a`: by itself, in the default layers of a breaker that takes one fault,
+    and traced."""
     storage, pool = kit.memory_storage()
     assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
     if request.param == "traced":
@@ -108,17 +132,23 @@ def around(kit, request):
 
 
 class TestNoList:
-    """FT-2: told by name and before any I/O; and nobody's fault, so that no breaker opens for it."""
+    """FT-2: told by name and before any I/O; and nobody's fault, so that no breaker opens for
+    it."""
 
     @pytest.mark.parametrize("keys", NO_LISTS, ids=lambda keys: type(keys).__name__)
     def test_keys(self, around, keys):
-        """`delete("ab")` deleted the pages `a` and `b`; five deletes of an iterator opened the breaker for everybody."""
+        """`delete("ab")` deleted the pages `a` and `b`; five deletes of an iterator opened the
+        breaker for everybody."""
         asked, storage, pool = around
         for call in (
             asked.batch_exists_v2,
             asked.delete,
-            lambda keys: asked.batch_get_v2([PoolTransfer("kv", pool.transfer("kv", ["a"], [0]).host_indices, keys=keys)]),
-            lambda keys: asked.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(prefix_keys=0 if keys is None else keys)),
+            lambda keys: asked.batch_get_v2(
+                [PoolTransfer("kv", pool.transfer("kv", ["a"], [0]).host_indices, keys=keys)]
+            ),
+            lambda keys: asked.batch_exists_v2(
+                ["a"], None, HiCacheStorageExtraInfo(prefix_keys=0 if keys is None else keys)
+            ),
         ):
             with pytest.raises(InvalidTransferError, match="keys"):
                 call(keys)
@@ -139,7 +169,9 @@ class TestNoList:
         assert storage.operations == []
         assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
 
-    @pytest.mark.parametrize("transfers", [None, 3, "kv", PoolTransfer("kv"), [None], ["kv"], iter([PoolTransfer("kv")])])
+    @pytest.mark.parametrize(
+        "transfers", [None, 3, "kv", PoolTransfer("kv"), [None], ["kv"], iter([PoolTransfer("kv")])]
+    )
     def test_transfers(self, around, transfers):
         asked, storage, _pool = around
         for call in (asked.batch_get_v2, asked.batch_set_v2):
@@ -150,7 +182,11 @@ class TestNoList:
                 asked.batch_exists_v2(["a"], transfers)
         assert storage.operations == []
 
-    @pytest.mark.parametrize("keys", [3, "ab", iter(["a"]), numpy.array(["a", "b"])], ids=lambda keys: type(keys).__name__)
+    @pytest.mark.parametrize(
+        "keys",
+        [3, "ab", iter(["a"]), numpy.array(["a", "b"])],
+        ids=lambda keys: type(keys).__name__,
+    )
     def test_the_window_of_a_policy(self, around, keys):
         asked, storage, _pool = around
         with pytest.raises(InvalidTransferError, match="pool 'kv': keys"):
@@ -169,15 +205,29 @@ class TestNoFields:
             ({"name": "kv", "indices_from_pool": 3}, "a pool's name is a text"),
             ({"name": "kv", "hit_policy": "most"}, "hit_policy 'most' is none of all_pages"),
             ({"name": "kv", "hit_policy": None}, "hit_policy None"),
-            ({"name": "kv", "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "block_pages": "4"}, "block_pages must be a number"),
-            ({"name": "kv", "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "block_pages": 4, "group_pages": 1.5}, "group_pages"),
+            (
+                {"name": "kv", "hit_policy": PoolHitPolicy.BLOCK_GROUPS, "block_pages": "4"},
+                "block_pages must be a number",
+            ),
+            (
+                {
+                    "name": "kv",
+                    "hit_policy": PoolHitPolicy.BLOCK_GROUPS,
+                    "block_pages": 4,
+                    "group_pages": 1.5,
+                },
+                "group_pages",
+            ),
         ],
     )
     def test_of_a_transfer(self, fields, message):
         with pytest.raises(InvalidTransferError, match=message):
             PoolTransfer(**fields)
 
-    @pytest.mark.parametrize("fields", [{"request_id": 5}, {"request_id": b"x"}, {"prefix_keys": "ab"}, {"prefix_keys": 3}])
+    @pytest.mark.parametrize(
+        "fields",
+        [{"request_id": 5}, {"request_id": b"x"}, {"prefix_keys": "ab"}, {"prefix_keys": 3}],
+    )
     def test_of_what_the_caller_knows(self, fields):
         with pytest.raises(InvalidTransferError, match=next(iter(fields))):
             HiCacheStorageExtraInfo(**fields)
@@ -185,7 +235,10 @@ class TestNoFields:
     @pytest.mark.parametrize("name", [None, 3, b"kv"])
     def test_of_a_pool(self, around, kit, name):
         asked, _storage, pool = around
-        for call in (lambda: asked.delete(["a"], pool=name), lambda: asked.register_mem_host_pool_v2(pool, name)):
+        for call in (
+            lambda: asked.delete(["a"], pool=name),
+            lambda: asked.register_mem_host_pool_v2(pool, name),
+        ):
             with pytest.raises(InvalidTransferError, match="a pool's name is a text"):
                 call()
         assert PoolName("kv") == "kv"

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, belongs, checksum, seal, stored_checksum
+from hicache_storage.objects.envelope import (
+    ENVELOPE_BYTES,
+    belongs,
+    checksum,
+    seal,
+    stored_checksum,
+)
 from hicache_storage.objects.namespace import Namespace, check_keys, key_digest
 from hicache_storage.spec import PageGeometry, PoolName
 
@@ -20,7 +26,10 @@ def namespace(kit, pool="kv", geometry=GEOMETRY, **identity):
 def test_the_name_is_stable_across_releases(kit):
     """A change here empties every store of every user."""
     assert namespace(kit).name == "9d6773f780e91ef191bda1857f202168"
-    assert namespace(kit).object_name("k") == "9d6773f780e91ef191bda1857f202168-1cbe47e4faf300c4555f7cccf152b3c53a473b68"
+    assert (
+        namespace(kit).object_name("k")
+        == "9d6773f780e91ef191bda1857f202168-1cbe47e4faf300c4555f7cccf152b3c53a473b68"
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +58,9 @@ KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 def test_object_names_are_safe_and_distinct(first, second):
     from hicache_storage.spec import StorageIdentity
 
-    place = Namespace(StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l"), PoolName.KV, GEOMETRY)
+    place = Namespace(
+        StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l"), PoolName.KV, GEOMETRY
+    )
     check_keys([first, second])
     names = place.object_name(first), place.object_name(second)
     assert (names[0] == names[1]) == (first == second)

@@ -1,4 +1,5 @@
-"""`ObjectStorage` on three methods of a driver: results, deduplication, writers of replicas, statistics."""
+"""`ObjectStorage` on three methods of a driver: results, deduplication, writers of replicas,
+statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def test_round_trip_with_holes_in_the_middle(kit):
     pool.fill(1, 3)
     assert storage.batch_set_v2([pool.transfer("kv", ["c"], [1])]) == {"kv": [True]}
     pool.memory[:] = bytes(len(pool.memory))
-    assert storage.batch_get_v2([pool.transfer("kv", ["a", "b", "c"], [4, 5, 6])]) == {"kv": [True, False, True]}
+    assert storage.batch_get_v2([pool.transfer("kv", ["a", "b", "c"], [4, 5, 6])]) == {
+        "kv": [True, False, True]
+    }
     assert (pool.page(4), pool.page(6)) == (a, c)
     untouched = bytes(pool.geometry.page_bytes)
     assert [pool.page(index) for index in (0, 1, 2, 3, 7)] == [untouched] * 5
@@ -52,12 +55,18 @@ class TestDriversThatFindWhatExists:
         first = pool.fill(0, 1)
         pool.fill(1, 2)
         assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-        assert storage.batch_set_v2([pool.transfer("kv", ["b", "a", "b"], [1, 1, 0])]) == {"kv": [True] * 3}
+        assert storage.batch_set_v2([pool.transfer("kv", ["b", "a", "b"], [1, 1, 0])]) == {
+            "kv": [True] * 3
+        }
         assert storage.operations == ["connect", "write", "write"]
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [3])]) == {"kv": [True]}
         assert pool.page(3) == first
         stats = storage.get_stats().pools["kv"]
-        assert (stats.pages_written, stats.bytes_written, stats.pages_refused) == (2, 2 * pool.geometry.page_bytes, 0)
+        assert (stats.pages_written, stats.bytes_written, stats.pages_refused) == (
+            2,
+            2 * pool.geometry.page_bytes,
+            0,
+        )
 
     def test_a_rank_that_does_not_write_asks(self, kit, finding):
         storage, pool = finding(identity=kit.identity(kv_replicated=True, tp_rank=1, tp_size=2))
@@ -84,14 +93,18 @@ class TestDriversThatFindWhatExists:
 def test_two_transfers_of_one_pool_answer_in_one_list(kit):
     storage, pool = kit.memory_storage()
     stored(storage, pool, ["a", "b"], [0, 1])
-    answer = storage.batch_get_v2([pool.transfer("kv", ["a"], [2]), pool.transfer("kv", ["x", "b"], [3, 4])])
+    answer = storage.batch_get_v2(
+        [pool.transfer("kv", ["a"], [2]), pool.transfer("kv", ["x", "b"], [3, 4])]
+    )
     assert answer == {"kv": [True, False, True]}
 
 
 def test_a_registered_pool_tells_its_namespace(kit, caplog):
     with caplog.at_level(logging.INFO):
         storage, _ = kit.memory_storage()
-    [line] = [record.getMessage() for record in caplog.records if "namespace" in record.getMessage()]
+    [line] = [
+        record.getMessage() for record in caplog.records if "namespace" in record.getMessage()
+    ]
     assert line.endswith(storage.pools["kv"].namespace.name)
     assert f"pool kv of model {storage.identity.model!r}" in line
 
@@ -122,7 +135,9 @@ def test_an_unknown_pool_makes_the_hit_zero(kit):
 def test_derived_transfers_borrow_keys_and_indices(kit):
     storage, pool = kit.memory_storage({"kv": kit.pool(), "indexer": kit.pool(components=[16])})
     indexer = storage.pools["indexer"].access
-    answer = storage.batch_set_v2([pool.transfer("kv", ["a", "b"], [0, 1]), PoolTransfer("indexer", indices_from_pool="kv")])
+    answer = storage.batch_set_v2(
+        [pool.transfer("kv", ["a", "b"], [0, 1]), PoolTransfer("indexer", indices_from_pool="kv")]
+    )
     assert answer == {"kv": [True, True], "indexer": [True, True]}
     assert indexer.geometry.page_bytes == 16
 
@@ -155,7 +170,12 @@ def test_statistics(kit):
     stats = storage.get_stats().pools["kv"]
     page = pool.geometry.page_bytes
     assert (stats.pages_written, stats.bytes_written, stats.pages_refused) == (2, 2 * page, 0)
-    assert (stats.pages_hit, stats.pages_read, stats.bytes_read, stats.pages_missed) == (2, 1, page, 1)
+    assert (stats.pages_hit, stats.pages_read, stats.bytes_read, stats.pages_missed) == (
+        2,
+        1,
+        page,
+        1,
+    )
     assert [stats.latency[name].calls for name in ("set", "exists", "get")] == [1, 1, 1]
     assert sum(stats.latency["get"].buckets) == 1
 
@@ -184,8 +204,16 @@ def test_pages_over_the_limit_are_refused(kit):
 def test_the_deadline_reaches_the_driver(kit):
     storage, _pool = kit.memory_storage()
     seen = []
-    storage.objects_exist = lambda batches, call: (seen.append(call), [[False] * len(b.keys) for b in batches])[1]
-    storage.batch_exists_v2(["a"], extra_info=HiCacheStorageExtraInfo(deadline_seconds=60.0, prefix_keys=["p"], request_id="r"))
+    storage.objects_exist = lambda batches, call: (
+        seen.append(call),
+        [[False] * len(b.keys) for b in batches],
+    )[1]
+    storage.batch_exists_v2(
+        ["a"],
+        extra_info=HiCacheStorageExtraInfo(
+            deadline_seconds=60.0, prefix_keys=["p"], request_id="r"
+        ),
+    )
     storage.batch_exists_v2(["a"])
     assert (seen[0].expired(), seen[0].prefix_keys, seen[0].request_id) == (False, ["p"], "r")
     assert 0.0 < seen[0].remaining() <= 60.0
@@ -193,7 +221,8 @@ def test_the_deadline_reaches_the_driver(kit):
 
 
 def test_many_threads(kit):
-    """CC-1: sixteen threads set, get, look up and clear; every page delivered is one that was written."""
+    """CC-1: sixteen threads set, get, look up and clear; every page delivered is one that was
+    written."""
     storage, _ = kit.memory_storage()
     storage.register_mem_host_pool_v2(pool := kit.pool(pages=32), "kv")
     wrong = []
@@ -202,10 +231,17 @@ def test_many_threads(kit):
         for turn in range(30):
             keys = [f"{turn % 4}-{page}" for page in (0, 1)]
             pages = [2 * number, 2 * number + 1]
-            written = [pool.fill(page, seed) for page, seed in zip(pages, (turn % 4, turn % 4 + 100), strict=True)]
+            written = [
+                pool.fill(page, seed)
+                for page, seed in zip(pages, (turn % 4, turn % 4 + 100), strict=True)
+            ]
             storage.batch_set_v2([pool.transfer("kv", keys, pages)])
             got = storage.batch_get_v2([pool.transfer("kv", keys, pages)])["kv"]
-            wrong.extend(page for page, ok, bytes_ in zip(pages, got, written, strict=True) if ok and pool.page(page) != bytes_)
+            wrong.extend(
+                page
+                for page, ok, bytes_ in zip(pages, got, written, strict=True)
+                if ok and pool.page(page) != bytes_
+            )
             storage.batch_exists_v2(keys)
             if turn % 10 == 9:
                 storage.clear()

@@ -1,4 +1,5 @@
-"""A metadata server in a thread of the test's own process, so that a test sees what both ends of a connection do."""
+"""A metadata server in a thread of the test's own process, so that a test sees what both ends of a
+connection do."""
 
 from __future__ import annotations
 
@@ -36,7 +37,15 @@ def serving(store=None, **options):
     """The address of a server and its application, with HTTP as operators have it."""
     store = store or MemoryStore()
     front = create_app(MetadataService(durability=store.durability), store, **options)
-    config = uvicorn.Config(front, port=0, log_config=None, access_log=False, lifespan="on", http=DirectProtocol, ws="none")
+    config = uvicorn.Config(
+        front,
+        port=0,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        http=DirectProtocol,
+        ws="none",
+    )
     server = _Announced(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
@@ -54,10 +63,17 @@ def ask(url, method, path, message=None, **headers):
     """Status, headers with small names, and body of an answer."""
     with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)) as connection:
         body = None if message is None else json.dumps(message)
-        named = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        named = {
+            "Content-Type": "application/json",
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        }
         connection.request(method, path, body, named)
         answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        return (
+            answer.status,
+            {name.lower(): value for name, value in answer.getheaders()},
+            answer.read(),
+        )
 
 
 def stopped(place):

@@ -1,4 +1,5 @@
-"""The files generated from the metric definitions are up to date, and Prometheus and Grafana can read them."""
+"""The files generated from the metric definitions are up to date, and Prometheus and Grafana can
+read them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "observability.md"
 RULES_TEST = ROOT / "tests" / "observability" / "alert_rules.yaml"
 BY_SERIES = {
-    series: metric for component in v.COMPONENTS for metric in v.metrics_of(component).values() for series in metric.series
+    series: metric
+    for component in v.COMPONENTS
+    for metric in v.metrics_of(component).values()
+    for series in metric.series
 }
 OF_TARGETS = {"instance", "job", "le"}
 """Labels that Prometheus adds, and that of buckets."""
@@ -35,7 +39,10 @@ def panels():
 def expressions():
     yield from ((alert.name, alert.expr) for alert in ALERTS)
     for panel in panels():
-        yield from ((panel["title"], target["expr"].replace("$__rate_interval", "5m")) for target in panel["targets"])
+        yield from (
+            (panel["title"], target["expr"].replace("$__rate_interval", "5m"))
+            for target in panel["targets"]
+        )
 
 
 def parts(node, *, scalars=True):
@@ -53,7 +60,11 @@ def parts(node, *, scalars=True):
 def labels_of(node):
     if isinstance(node, promql_parser.AggregateExpr):
         return set(node.modifier.labels) if node.modifier else set()
-    return {matcher.name for matcher in node.matchers.matchers} if isinstance(node, promql_parser.VectorSelector) else set()
+    return (
+        {matcher.name for matcher in node.matchers.matchers}
+        if isinstance(node, promql_parser.VectorSelector)
+        else set()
+    )
 
 
 def test_the_files_are_in_step():
@@ -64,7 +75,9 @@ def test_the_files_are_in_step():
 
 
 @pytest.mark.parametrize(("name", "expression"), list(expressions()))
-def test_every_expression_can_be_read_and_is_about_metrics_and_labels_that_there_are(name, expression):
+def test_every_expression_can_be_read_and_is_about_metrics_and_labels_that_there_are(
+    name, expression
+):
     nodes = list(parts(promql_parser.parse(expression)))
     selectors = [node for node in nodes if isinstance(node, promql_parser.VectorSelector)]
     assert selectors
@@ -72,11 +85,18 @@ def test_every_expression_can_be_read_and_is_about_metrics_and_labels_that_there
     for node in nodes:
         assert labels_of(node) <= known | OF_TARGETS
     for selector in selectors:
-        assert {matcher.name for matcher in selector.matchers.matchers} <= {*BY_SERIES[selector.name].labels, "job"}
+        assert {matcher.name for matcher in selector.matchers.matchers} <= {
+            *BY_SERIES[selector.name].labels,
+            "job",
+        }
 
 
 def test_the_check_of_expressions_finds_what_is_wrong():
-    [selector] = [n for n in parts(promql_parser.parse('sum by (x) (rate(nonesuch{y="1"}[5m]))')) if hasattr(n, "matchers")]
+    [selector] = [
+        n
+        for n in parts(promql_parser.parse('sum by (x) (rate(nonesuch{y="1"}[5m]))'))
+        if hasattr(n, "matchers")
+    ]
     assert (selector.name, labels_of(selector)) == ("nonesuch", {"y"})
     assert selector.name not in BY_SERIES
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
@@ -105,7 +125,9 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own():
     taken = set()
     for panel in board:
         place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
         assert not cells & taken
         assert max(x for x, _ in cells) < 24
         taken |= cells
@@ -115,12 +137,20 @@ def test_the_rules_file_is_what_the_rules_are():
     [group] = yaml.safe_load(rules())["groups"]
     assert [rule["alert"] for rule in group["rules"]] == [alert.name for alert in ALERTS]
     for rule, alert in zip(group["rules"], ALERTS, strict=True):
-        assert (rule["expr"], rule["for"], rule["labels"]) == (alert.expr, alert.lasts, {"severity": alert.severity})
+        assert (rule["expr"], rule["for"], rule["labels"]) == (
+            alert.expr,
+            alert.lasts,
+            {"severity": alert.severity},
+        )
         assert re.fullmatch(r"\d+m", rule["for"])
 
 
 def test_every_alert_leads_to_a_section_that_says_what_to_do():
-    sections = dict(re.findall(r"^### (HiCache\w+)\n(.*?)(?=^#|\Z|<!--)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    sections = dict(
+        re.findall(
+            r"^### (HiCache\w+)\n(.*?)(?=^#|\Z|<!--)", PAGE.read_text(), re.MULTILINE | re.DOTALL
+        )
+    )
     assert set(sections) == {alert.name for alert in ALERTS}
     for rule, alert in zip(yaml.safe_load(rules())["groups"][0]["rules"], ALERTS, strict=True):
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
@@ -133,7 +163,8 @@ def test_every_alert_leads_to_a_section_that_says_what_to_do():
 def test_links_within_the_page_lead_somewhere():
     text = PAGE.read_text()
     anchors = {
-        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        re.sub(r"[^\w -]", "", title).strip().lower().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     }
     assert set(re.findall(r"\]\(#([\w-]+)\)", text)) <= anchors
 
@@ -141,7 +172,9 @@ def test_links_within_the_page_lead_somewhere():
 def test_labels_in_summaries_are_those_of_the_expression():
     for alert in ALERTS:
         nodes = list(parts(promql_parser.parse(alert.expr), scalars=False))
-        aggregated = [labels_of(node) for node in nodes if isinstance(node, promql_parser.AggregateExpr)]
+        aggregated = [
+            labels_of(node) for node in nodes if isinstance(node, promql_parser.AggregateExpr)
+        ]
         kept = set.intersection(*aggregated) if aggregated else None
         for label in re.findall(r"\$labels\.(\w+)", alert.summary):
             assert kept is None or label in kept, f"{alert.name} loses {label}"
@@ -158,9 +191,17 @@ def test_the_share_of_spare_slots_is_the_servers():
 
 def test_the_command(tmp_path):
     hicache = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metrics"]
-    listed = subprocess.run([*hicache, "list"], capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
-    assert [line.split()[0] for line in listed] == [name for component in v.COMPONENTS for name in v.metrics_of(component)]
-    subprocess.run([*hicache, "dashboard", "--output", tmp_path / "d.json"], check=True, timeout=120)
+    listed = subprocess.run(
+        [*hicache, "list"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == [
+        name for component in v.COMPONENTS for name in v.metrics_of(component)
+    ]
+    subprocess.run(
+        [*hicache, "dashboard", "--output", tmp_path / "d.json"], check=True, timeout=120
+    )
     assert (tmp_path / "d.json").read_text() == dashboard()
-    printed = subprocess.run([*hicache, "alerts"], capture_output=True, text=True, check=True, timeout=120).stdout
+    printed = subprocess.run(
+        [*hicache, "alerts"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     assert printed == rules()

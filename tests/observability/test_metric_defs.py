@@ -27,8 +27,17 @@ from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.stats import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
 from hicache_storage.observability.metric import Metric, MetricKind
-from hicache_storage.observability.metric_defs import COMPONENTS, MAX_SCOPE_SERIES, OTHER_SCOPES, metrics_of
-from hicache_storage.observability.prometheus import CacheCollector, ControllerCollector, StorageCollector
+from hicache_storage.observability.metric_defs import (
+    COMPONENTS,
+    MAX_SCOPE_SERIES,
+    OTHER_SCOPES,
+    metrics_of,
+)
+from hicache_storage.observability.prometheus import (
+    CacheCollector,
+    ControllerCollector,
+    StorageCollector,
+)
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
@@ -39,7 +48,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def exported(text, constant=()):
-    """Name, kind and labels of every series in an exposition, without the labels that are on all of them."""
+    """Name, kind and labels of every series in an exposition, without the labels that are on all of
+    them."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -69,7 +79,9 @@ def test_a_storage_exports_what_is_defined(kit):
     storage = wrap(driver, StorageOptions())
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.batch_set_v2([pool.transfer("kv", ["a"], [0])])
-    assert exported(exposition(StorageCollector(storage, {"tp_rank": "0"})), ["tp_rank"]) == expected("storage")
+    assert exported(
+        exposition(StorageCollector(storage, {"tp_rank": "0"})), ["tp_rank"]
+    ) == expected("storage")
 
 
 def test_a_foreign_storage_exports_the_same(kit):
@@ -120,13 +132,17 @@ def test_a_server_exports_what_is_defined(tmp_path):
             record_of("acme", "write", name="acme", tenant="acme"),
         ]
     )
-    service.tenants.quotas = Quotas({"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)})
+    service.tenants.quotas = Quotas(
+        {"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)}
+    )
     security.reloads.watched.append(Watched("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
     async def scenario():
         async with running(store, service, security=security, slow_seconds=1e-9) as caller:
-            await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme)
+            await caller.post(
+                "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme
+            )
             await caller.store("0:kv", ["a", "b"], headers=root)
             await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
             while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
@@ -149,9 +165,19 @@ def test_a_server_without_a_store_has_no_transactions():
 def test_leases_that_end_by_themselves_are_counted():
     service, now = MetadataService(), 100.0
     service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]), now)
-    leases = service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b", "c"])], lease_seconds=1.0), now)
+    leases = service.reserve(
+        p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b", "c"])], lease_seconds=1.0),
+        now,
+    )
     [given] = leases.scopes
-    service.commit(p.Commit(scopes=[p.CommitScope(scope="0:kv", leases=given.leases[:1], lengths=[1], checksums=[1])]), now)
+    service.commit(
+        p.Commit(
+            scopes=[
+                p.CommitScope(scope="0:kv", leases=given.leases[:1], lengths=[1], checksums=[1])
+            ]
+        ),
+        now,
+    )
     service.settle(now + 5.0, 1024)
     assert service.list_scopes().scopes[0].expired_leases == 2
     assert b'hicache_metadata_expired_leases_total{scope="0:kv"} 2.0' in Metrics(service).text()
@@ -168,13 +194,17 @@ def test_the_model_of_a_scope_is_a_label():
         for family in text_string_to_metric_families(Metrics(service).text().decode())
         if family.name == "hicache_metadata_scope_info"
     ]
-    assert [(sample.labels, sample.value) for sample in family.samples] == [({"scope": "0:kv", "model": model}, 1.0)]
+    assert [(sample.labels, sample.value) for sample in family.samples] == [
+        ({"scope": "0:kv", "model": model}, 1.0)
+    ]
 
 
 def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
     service = MetadataService()
     for number in range(MAX_SCOPE_SERIES):
-        service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0)
+        service.initialize(
+            p.Initialize(scopes=[p.ScopeGeometry(scope=f"1:s{number}", slots=8)]), 1.0
+        )
     metrics = Metrics(service)
     metrics.text()
     # Sorted before all others, and still not one that is named.
@@ -190,7 +220,9 @@ def test_scopes_beyond_a_number_are_added_up_and_keep_their_names():
 
 
 def test_every_number_of_a_controller_is_exported():
-    assert {metric.source for metric in COMPONENTS["controller"]} == {field.name for field in fields(ControllerStats)}
+    assert {metric.source for metric in COMPONENTS["controller"]} == {
+        field.name for field in fields(ControllerStats)
+    }
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -233,15 +265,24 @@ def test_no_metric_is_named_anywhere_else():
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.name == "metric_defs.py":
                 continue
-            literals = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-            found += [f"{path}: {text}" for text in literals if isinstance(text, str) and text.startswith(names)]
+            literals = (
+                node.value
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Constant)
+            )
+            found += [
+                f"{path}: {text}"
+                for text in literals
+                if isinstance(text, str) and text.startswith(names)
+            ]
     assert not found
 
 
 def test_the_definitions_are_light():
     code = (
         "import sys, hicache_storage.observability.metric_defs\n"
-        "heavy = {'torch', 'prometheus_client', 'opentelemetry', 'typer', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'prometheus_client', 'opentelemetry', 'typer', 'rich'} & "
+        "set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,4 +1,5 @@
-"""Spans as OpenTelemetry's own exporter sends them: OTLP over HTTP, decoded by a receiver that is told only where to listen."""
+"""Spans as OpenTelemetry's own exporter sends them: OTLP over HTTP, decoded by a receiver that is
+told only where to listen."""
 
 from __future__ import annotations
 
@@ -9,7 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from hicache_conformance.protocol.server import Served
@@ -42,8 +46,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if (self.path, self.headers["Content-Type"]) != ("/v1/traces", "application/x-protobuf"):
             self.server.unlike.append(f"{self.path} {self.headers['Content-Type']}")
         for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            [service] = [one.value.string_value for one in of_resource.resource.attributes if one.key == "service.name"]
-            self.server.spans += [(service, span) for scope in of_resource.scope_spans for span in scope.spans]
+            [service] = [
+                one.value.string_value
+                for one in of_resource.resource.attributes
+                if one.key == "service.name"
+            ]
+            self.server.spans += [
+                (service, span) for scope in of_resource.scope_spans for span in scope.spans
+            ]
         answer = ExportTraceServiceResponse().SerializeToString()
         self.send_response(200)
         self.send_header("Content-Type", "application/x-protobuf")
@@ -69,7 +79,9 @@ def receiving():
 
 
 def traced(endpoint):
-    return Served(command=f"env HICACHE_METADATA_TRACES=1 OTEL_EXPORTER_OTLP_ENDPOINT={endpoint} {SERVE}")
+    return Served(
+        command=f"env HICACHE_METADATA_TRACES=1 OTEL_EXPORTER_OTLP_ENDPOINT={endpoint} {SERVE}"
+    )
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
@@ -97,14 +109,25 @@ def test_engine_client_and_server_are_one_trace_at_the_receiver(tmp_path, monkey
     root, put = named["engine", "prefill"], named["engine", "hicache.batch_set"]
     assert put.parent_span_id == root.span_id
     for route in ("/v2/lookup", "/v2/reserve", "/v2/commit"):
-        client, server = named["engine", f"hicache.metadata {route}"], named["hicache-metadata", f"POST {route}"]
+        client, server = (
+            named["engine", f"hicache.metadata {route}"],
+            named["hicache-metadata", f"POST {route}"],
+        )
         assert (client.kind, server.kind) == (Span.SPAN_KIND_CLIENT, Span.SPAN_KIND_SERVER)
         assert (client.parent_span_id, server.parent_span_id) == (put.span_id, client.span_id)
         assert {client.trace_id, server.trace_id} == {root.trace_id}
         told = {one.key: one.value for one in server.attributes}
         assert told["hicache.request_id"].string_value == "chat-7"
-        assert (told["hicache.entries"].int_value, told["http.response.status_code"].int_value) == (3, 200)
-        assert root.start_time_unix_nano <= client.start_time_unix_nano <= client.end_time_unix_nano <= root.end_time_unix_nano
+        assert (told["hicache.entries"].int_value, told["http.response.status_code"].int_value) == (
+            3,
+            200,
+        )
+        assert (
+            root.start_time_unix_nano
+            <= client.start_time_unix_nano
+            <= client.end_time_unix_nano
+            <= root.end_time_unix_nano
+        )
 
 
 def test_a_receiver_that_is_gone_costs_no_request_and_no_end():

@@ -1,4 +1,5 @@
-"""One id from the engine's call to the server's log, and nothing in it that could be taken for something else."""
+"""One id from the engine's call to the server's log, and nothing in it that could be taken for
+something else."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_the_callers_id_comes_before_the_contexts_and_that_before_a_new_one():
 def test_a_driver_is_told_one_id_a_call(kit, may_hang):
     driver, pool = kit.memory_storage(capabilities=Capabilities(may_hang=may_hang))
     seen, looked = [], driver.objects_exist
-    driver.objects_exist = lambda batches, call: seen.append((call.request_id, current_request_id())) or looked(batches, call)
+    driver.objects_exist = lambda batches, call: (
+        seen.append((call.request_id, current_request_id())) or looked(batches, call)
+    )
     storage = wrap(driver, StorageOptions())
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(request_id="chat 7"))
@@ -89,16 +92,24 @@ def test_a_driver_is_told_one_id_a_call(kit, may_hang):
 
 def test_lines_of_the_sdk_have_the_fields(kit, caplog):
     driver, pool = kit.memory_storage()
-    driver.before = lambda operation: (_ for _ in ()).throw(OSError("gone")) if operation == "read" else None
+    driver.before = lambda operation: (
+        (_ for _ in ()).throw(OSError("gone")) if operation == "read" else None
+    )
     with caplog.at_level(logging.INFO, "hicache_storage"):
-        driver.batch_get_v2([pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(request_id="chat-7"))
+        driver.batch_get_v2(
+            [pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(request_id="chat-7")
+        )
     [record] = [record for record in caplog.records if "answering misses" in record.getMessage()]
     line = json.loads(JsonFormatter().format(record))
     assert line.pop("timestamp").endswith("Z")
     assert line == {
-        "level": "warning", "logger": "hicache_storage.objects.storage", "event": "memory: answering misses: gone",
-        "request_id": "chat-7", "driver": "memory", "operation": "read",
-    }  # fmt: skip
+        "level": "warning",
+        "logger": "hicache_storage.objects.storage",
+        "event": "memory: answering misses: gone",
+        "request_id": "chat-7",
+        "driver": "memory",
+        "operation": "read",
+    }
 
 
 def test_a_call_that_is_late_is_named(kit, caplog):
@@ -108,7 +119,11 @@ def test_a_call_that_is_late_is_named(kit, caplog):
     storage.register_mem_host_pool_v2(pool, "kv")
     storage.open()
     seen = []
-    driver.objects_exist = lambda batches, call: [seen.append(call.request_id), release.wait(60), [[False]]][2]
+    driver.objects_exist = lambda batches, call: [
+        seen.append(call.request_id),
+        release.wait(60),
+        [[False]],
+    ][2]
     with caplog.at_level(logging.WARNING, "hicache_storage"):
         storage.batch_exists_v2(["a"], None, HiCacheStorageExtraInfo(deadline_seconds=0.05))
     release.set()
@@ -144,9 +159,14 @@ def test_json_logs_are_for_this_project_alone(capsys):
 
 def test_the_server_answers_with_the_id_and_never_with_more():
     with serving() as (url, _):
-        assert ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
+        assert (
+            ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")[1]["x-request-id"]
+            == "chat-7"
+        )
         assert ask(url, "GET", "/nothing", X_Request_Id="chat-7")[1]["x-request-id"] == "chat-7"
-        odd = ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id='{"a": 1}' + "x" * 100)[1]["x-request-id"]
+        odd = ask(url, "POST", "/v2/initialize", SCOPE, X_Request_Id='{"a": 1}' + "x" * 100)[1][
+            "x-request-id"
+        ]
         assert odd == "__a_:_1_" + "x" * 56
         drawn = {ask(url, "POST", "/v2/initialize", SCOPE)[1]["x-request-id"] for _ in range(3)}
         assert len(drawn) == 3
@@ -171,7 +191,12 @@ def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
     # Nobody waits for `describe`: it comes at any time.
     named = [(path, request_id) for path, request_id in seen if path not in ("/v2", "/v2/describe")]
     assert {request_id for path, request_id in named[:-1]} == {b"chat-7"}
-    assert {path for path, _ in named[:-1]} == {"/v2/initialize", "/v2/lookup", "/v2/reserve", "/v2/commit"}
+    assert {path for path, _ in named[:-1]} == {
+        "/v2/initialize",
+        "/v2/lookup",
+        "/v2/reserve",
+        "/v2/commit",
+    }
     assert named[-1][0] == "/v2/lookup"
     assert named[-1][1] not in (None, b"chat-7")
 
@@ -188,7 +213,12 @@ def test_slow_requests_are_logged_with_what_they_asked_for():
     lines = [json.loads(line) for line in log.splitlines()]
     slow = {line["route"]: line for line in lines if line["event"] == "slow_request"}
     looked = slow["/v2/lookup"]
-    assert (looked["scopes"], looked["entries"], looked["status"], looked["level"]) == (1, 3, 200, "warning")
+    assert (looked["scopes"], looked["entries"], looked["status"], looked["level"]) == (
+        1,
+        3,
+        200,
+        "warning",
+    )
     assert looked["request_id"] == "x___level_:_error__"
     assert looked["logger"] == "hicache_metadata_server.http.request_log"
     assert looked["seconds"] > 0

@@ -19,10 +19,13 @@ SHORT = "just short of it"
 
 
 def promtool(*arguments):
-    """Of Debian's package `prometheus`; scripts/setup.sh puts it beside Python where the machine has none."""
+    """Of Debian's package `prometheus`; scripts/setup.sh puts it beside Python where the machine
+    has none."""
     program = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
     assert program, "there is no promtool: scripts/setup.sh brings it"
-    return subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=240)
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, check=False, timeout=240
+    )
 
 
 def tried(text):
@@ -45,14 +48,23 @@ def test_each_fires_when_it_must_and_not_short_of_it():
 def test_what_must_not_fire_has_something_to_look_at(alert, short):
     named = set(re.findall(r"\bhicache_\w+", alert.expr))
     assert named
-    assert named <= {re.split(r"[{ ]", one["series"])[0] for one in tried(TESTS.read_text())[short]["input_series"]}
+    assert named <= {
+        re.split(r"[{ ]", one["series"])[0]
+        for one in tried(TESTS.read_text())[short]["input_series"]
+    }
 
 
 def test_a_rule_that_fires_too_soon_is_found(tmp_path):
-    loose = rules().replace("hicache_storage_faults_total[5m])) > 0.1", "hicache_storage_faults_total[5m])) > 0.05")
+    loose = rules().replace(
+        "hicache_storage_faults_total[5m])) > 0.1", "hicache_storage_faults_total[5m])) > 0.05"
+    )
     assert loose != rules()
     (tmp_path / "rules.yaml").write_text(loose)
-    test = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [tried(TESTS.read_text())[SHORT]]}
+    test = {
+        "rule_files": ["rules.yaml"],
+        "evaluation_interval": "1m",
+        "tests": [tried(TESTS.read_text())[SHORT]],
+    }
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(test))
     told = promtool("test", "rules", tmp_path / "tests.yaml")
     assert told.returncode == 1

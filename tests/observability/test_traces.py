@@ -1,4 +1,5 @@
-"""Spans from the engine's call through the client to the server, over real HTTP; and nothing where nobody wants them."""
+"""Spans from the engine's call through the client to the server, over real HTTP; and nothing where
+nobody wants them."""
 
 from __future__ import annotations
 
@@ -55,9 +56,23 @@ def test_spans_of_a_storage(kit, finished):
     page = pool.geometry.page_bytes
     assert put.name == "hicache.batch_set"
     common = {"hicache.request_id": "chat_7", "hicache.pools": ("kv",)}
-    assert dict(put.attributes) == {**common, "hicache.pages": 2, "hicache.hits": 2, "hicache.bytes": 2 * page}
-    assert dict(got.attributes) == {**common, "hicache.pages": 2, "hicache.hits": 1, "hicache.bytes": page}
-    assert (found.name, found.attributes["hicache.pages"], found.attributes["hicache.hits"]) == ("hicache.batch_exists", 3, 2)
+    assert dict(put.attributes) == {
+        **common,
+        "hicache.pages": 2,
+        "hicache.hits": 2,
+        "hicache.bytes": 2 * page,
+    }
+    assert dict(got.attributes) == {
+        **common,
+        "hicache.pages": 2,
+        "hicache.hits": 1,
+        "hicache.bytes": page,
+    }
+    assert (found.name, found.attributes["hicache.pages"], found.attributes["hicache.hits"]) == (
+        "hicache.batch_exists",
+        3,
+        2,
+    )
     assert found.attributes["hicache.request_id"] not in ("", "chat_7")
 
 
@@ -108,20 +123,35 @@ def test_one_trace_from_the_engine_to_the_server(tmp_path, finished):
         assert client.parent.span_id == put.context.span_id
         assert server.parent.span_id == client.context.span_id
         assert server.context.trace_id == root.context.trace_id
-        assert (server.attributes["hicache.scopes"], server.attributes["hicache.entries"]) == (1, entries)
-        assert (server.attributes["http.response.status_code"], server.attributes["http.request.method"]) == (200, "POST")
-        assert server.attributes["hicache.request_id"] == client.attributes["hicache.request_id"] == "chat-7"
+        assert (server.attributes["hicache.scopes"], server.attributes["hicache.entries"]) == (
+            1,
+            entries,
+        )
+        assert (
+            server.attributes["http.response.status_code"],
+            server.attributes["http.request.method"],
+        ) == (200, "POST")
+        assert (
+            server.attributes["hicache.request_id"]
+            == client.attributes["hicache.request_id"]
+            == "chat-7"
+        )
 
 
 def test_a_server_that_fails_says_so_in_its_span(finished):
     store = SlowStore()
     store.error = StoreError("no space")
     with serving(store) as (url, _):
-        status, _, _ = ask(url, "POST", "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
+        status, _, _ = ask(
+            url, "POST", "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}
+        )
         store.error = None
     assert status == 503
     [span] = [span for span in finished() if span.attributes["http.route"] == "/v2/initialize"]
-    assert (span.status.status_code, span.attributes["http.response.status_code"]) == (StatusCode.ERROR, 503)
+    assert (span.status.status_code, span.attributes["http.response.status_code"]) == (
+        StatusCode.ERROR,
+        503,
+    )
     assert span.parent is None
 
 
@@ -129,7 +159,8 @@ def test_nothing_is_imported_where_nothing_is_traced():
     code = (
         "import sys\n"
         "from hicache_storage import StorageOptions, create_storage, StorageIdentity\n"
-        "import hicache_storage.layers, hicache_metadata_server.client.http_client, hicache_metadata_server.http.asgi\n"
+        "import hicache_storage.layers, hicache_metadata_server.client.http_client, "
+        "hicache_metadata_server.http.asgi\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -137,7 +168,11 @@ def test_nothing_is_imported_where_nothing_is_traced():
 
 def test_traces_without_opentelemetry_are_refused_with_advice(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    for name in [name for name in sys.modules if name.startswith(("opentelemetry.", "hicache_storage.observability.otel"))]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("opentelemetry.", "hicache_storage.observability.otel"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"pip install 'hicache-storage\[otel\]'"):
         tracing.enable()
@@ -155,7 +190,13 @@ def test_a_server_of_its_own_exports_as_its_environment_says():
     command = f"env HICACHE_METADATA_TRACES=1 OTEL_TRACES_EXPORTER=console {SERVE}"
     parent = "4bf92f3577b34da6a3ce929d0e0e4736"
     with Served(command=command) as place:
-        ask(place.url, "GET", "/v2/scopes", traceparent=f"00-{parent}-00f067aa0ba902b7-01", X_Request_Id="chat-7")
+        ask(
+            place.url,
+            "GET",
+            "/v2/scopes",
+            traceparent=f"00-{parent}-00f067aa0ba902b7-01",
+            X_Request_Id="chat-7",
+        )
         log = stopped(place)
     assert f'"trace_id": "0x{parent}"' in log
     assert '"hicache.request_id": "chat-7"' in log

@@ -31,15 +31,24 @@ def audit():
 
 
 def accepted(audit, **changes):
-    given = {"id": "CVE-1", "package": "bad", "reason": "not called", "until": datetime.date(2027, 1, 15), **changes}
+    given = {
+        "id": "CVE-1",
+        "package": "bad",
+        "reason": "not called",
+        "until": datetime.date(2027, 1, 15),
+        **changes,
+    }
     return [audit.Acceptance(**given)]
 
 
 def test_a_finding_is_red_until_it_is_accepted_and_after(audit):
     for acceptances, findings in (
-        ([], 1), (accepted(audit), 0), (accepted(audit, id="PYSEC-1"), 0), (accepted(audit, package="good"), 1),
+        ([], 1),
+        (accepted(audit), 0),
+        (accepted(audit, id="PYSEC-1"), 0),
+        (accepted(audit, package="good"), 1),
         (accepted(audit, until=datetime.date(2027, 1, 14)), 1),
-    ):  # fmt: skip
+    ):
         verdict = audit.judge(REPORT, acceptances, TODAY)
         assert len(verdict.findings) == findings, acceptances
         assert (verdict.audited, verdict.unknown) == (2, ["ours"])
@@ -56,7 +65,12 @@ def test_what_nobody_knows_is_not_audited(audit):
     [
         ([REPORT[0]], REPORT, 1, "bad 1.0: CVE-1, PYSEC-1; fixed in 2.0"),
         ([REPORT[0]], REPORT[:1], 0, "1 packages audited"),
-        ([REPORT[2]], REPORT, 0, "NOT AUDITED: the vulnerability service does not answer for packages of PyPI"),
+        (
+            [REPORT[2]],
+            REPORT,
+            0,
+            "NOT AUDITED: the vulnerability service does not answer for packages of PyPI",
+        ),
         (None, REPORT, 0, "NOT AUDITED: the vulnerability service cannot be reached: no network"),
     ],
 )
@@ -78,7 +92,11 @@ def test_the_command(audit, monkeypatch, capsys, probe, report, status, said):
 def test_what_is_accepted_has_a_reason_and_an_end(audit, tmp_path):
     assert isinstance(audit.read_accepted(audit.ACCEPTED), list)
     file = tmp_path / "accepted.toml"
-    for entry in ('id = "CVE-1"\npackage = "x"\nreason = " "\nuntil = 2027-01-01', 'id = "CVE-1"', 'id = "a"\npackage = "x"\nreason = "r"\nuntil = "soon"'):  # fmt: skip
+    for entry in (
+        'id = "CVE-1"\npackage = "x"\nreason = " "\nuntil = 2027-01-01',
+        'id = "CVE-1"',
+        'id = "a"\npackage = "x"\nreason = "r"\nuntil = "soon"',
+    ):
         file.write_text(f"[[accepted]]\n{entry}\n")
         with pytest.raises(ValueError, match="entry 1"):
             audit.read_accepted(file)

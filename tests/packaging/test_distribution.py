@@ -19,16 +19,29 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def test_the_wheel_installs_names_of_our_own_only(tmp_path):
     # Built with the hatchling of this environment: isolation would fetch it again.
     build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
         names = wheel.namelist()
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
-    assert tops == {"hicache_storage", "hicache_backends", "hicache_conformance", "hicache_metadata_server"}
+    assert tops == {
+        "hicache_storage",
+        "hicache_backends",
+        "hicache_conformance",
+        "hicache_metadata_server",
+    }
     for package in sorted(tops):
         assert f"{package}/py.typed" in names
     assert "hicache_storage/engines/sglang/bridge.py" in names
     page = ROOT / "metadata_server" / "hicache_metadata_server" / "web" / "page" / "static"
-    assert {f"hicache_metadata_server/dashboard/static/{file.name}" for file in page.iterdir()} <= set(names)
+    assert {
+        f"hicache_metadata_server/dashboard/static/{file.name}" for file in page.iterdir()
+    } <= set(names)
     assert not [name for name in names if "test" in name.split("/")[0] or name.endswith(".pyc")]
 
 
@@ -41,7 +54,10 @@ def test_the_version_comes_from_git_and_the_command_line_tells_it():
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     done = subprocess.run(
-        [sys.executable, "-m", "hicache_storage.cli.main", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hicache_storage.cli.main", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == f"hicache-storage {version('hicache-storage')}\n"
 
@@ -51,7 +67,9 @@ def test_the_files_that_are_begun_first_are_there():
 
 
 def test_rule_ids_are_unique_in_the_specification():
-    ids = re.findall(r"^- \*\*([A-Z]+-\d+)\*\*", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE)
+    ids = re.findall(
+        r"^- \*\*([A-Z]+-\d+)\*\*", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE
+    )
     assert len(ids) == len(set(ids)) == 59
 
 

@@ -22,7 +22,11 @@ ALLOWED = {
     "hicache_storage.pools": {"hicache_storage.spec"},
     "hicache_storage.transfer": {"hicache_storage.spec", "hicache_storage.pools"},
     "hicache_storage.observability": {"hicache_storage.spec"},
-    "hicache_storage.objects": {"hicache_storage.spec", "hicache_storage.pools", "hicache_storage.observability"},
+    "hicache_storage.objects": {
+        "hicache_storage.spec",
+        "hicache_storage.pools",
+        "hicache_storage.observability",
+    },
     "hicache_storage.layers": {
         "hicache_storage.spec",
         "hicache_storage.pools",
@@ -37,7 +41,11 @@ ALLOWED = {
         "hicache_storage.layers",
     },
     "hicache_storage.hookspecs": {"hicache_storage.spec"},
-    "hicache_storage.plugins": {"hicache_storage.spec", "hicache_storage.layers", "hicache_storage.hookspecs"},
+    "hicache_storage.plugins": {
+        "hicache_storage.spec",
+        "hicache_storage.layers",
+        "hicache_storage.hookspecs",
+    },
     "hicache_storage.engines": {
         "hicache_storage.spec",
         "hicache_storage.pools",
@@ -70,7 +78,8 @@ ALLOWED = {
         "hicache_storage.observability",
         "hicache_storage.tools",
     },
-    # The local client is imported where it is used: see test_the_3fs_driver_does_without_the_server.
+    # The local client is imported where it is used: see
+    # test_the_3fs_driver_does_without_the_server.
     "hicache_backends": {
         "hicache_storage",
         "hicache_metadata_server.protocol",
@@ -97,7 +106,8 @@ ALLOWED = {
     "hicache_metadata_server.protocol": set(),
     # What clients ask of a server's certificate.
     "hicache_metadata_server.client.tls": set(),
-    # Reads the driver's files as the driver does, where an operator wants them compared with the map.
+    # Reads the driver's files as the driver does, where an operator wants them compared with the
+    # map.
     "hicache_metadata_server.backup.checking": {
         "hicache_storage",
         "hicache_metadata_server",
@@ -108,7 +118,12 @@ ALLOWED = {
 # Libraries that belong to one room; everywhere else they would make an import heavy.
 HOMES = {
     "sglang": {"hicache_storage.engines"},
-    "typer": {"hicache_storage.cli", "hicache_backends.mooncake.cli", "hicache_conformance", "hicache_metadata_server"},
+    "typer": {
+        "hicache_storage.cli",
+        "hicache_backends.mooncake.cli",
+        "hicache_conformance",
+        "hicache_metadata_server",
+    },
     "rich": {"hicache_storage.cli", "hicache_conformance", "hicache_metadata_server"},
     "pytest": {"hicache_conformance"},
     "hypothesis": {"hicache_conformance"},
@@ -140,7 +155,10 @@ def room(module: str) -> str:
         return ".".join(parts[:3])
     if parts[:3] == ["hicache_metadata_server", "snapshots", "checking"]:
         return ".".join(parts[:3])
-    if parts[:2] in (["hicache_metadata_server", "protocol"], ["hicache_metadata_server", "client_tls"]):
+    if parts[:2] in (
+        ["hicache_metadata_server", "protocol"],
+        ["hicache_metadata_server", "client_tls"],
+    ):
         return ".".join(parts[:2])
     return ".".join(parts[:2]) if parts[0] == "hicache_storage" and len(parts) > 1 else parts[0]
 
@@ -153,7 +171,9 @@ def imports(path: Path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize(("module", "path"), [pytest.param(*pair, id=pair[0]) for pair in modules()])
+@pytest.mark.parametrize(
+    ("module", "path"), [pytest.param(*pair, id=pair[0]) for pair in modules()]
+)
 def test_imports_stay_within_the_walls(module, path):
     here = room(module)
     for name in imports(path):
@@ -161,10 +181,16 @@ def test_imports_stay_within_the_walls(module, path):
         if top in SOURCES and here != "hicache_storage":
             there = room(name)
             permitted = ALLOWED[here]
-            assert there == here or there in permitted or top in permitted, f"{module} imports {name}"
-            assert top in (here.split(".")[0], "hicache_storage") or there in permitted, f"{module} imports {name}"
+            assert there == here or there in permitted or top in permitted, (
+                f"{module} imports {name}"
+            )
+            assert top in (here.split(".")[0], "hicache_storage") or there in permitted, (
+                f"{module} imports {name}"
+            )
         if top in HOMES:
-            assert here in HOMES[top], f"{module} imports {name}; {top} belongs into {', '.join(HOMES[top])}"
+            assert here in HOMES[top], (
+                f"{module} imports {name}; {top} belongs into {', '.join(HOMES[top])}"
+            )
 
 
 def test_backends_do_not_know_each_other():
@@ -172,7 +198,10 @@ def test_backends_do_not_know_each_other():
         if module.startswith("hicache_backends."):
             mine = module.split(".")[1]
             for name in imports(path):
-                if name.startswith("hicache_backends.") and name.split(".")[1] not in (mine, SHARED):
+                if name.startswith("hicache_backends.") and name.split(".")[1] not in (
+                    mine,
+                    SHARED,
+                ):
                     pytest.fail(f"{module} imports {name}")
 
 
@@ -181,7 +210,9 @@ def test_the_3fs_driver_does_without_the_server():
         "import sys, hicache_backends.hf3fs.driver, hicache_metadata_server.client.http_client\n"
         "print(*[name for name in sys.modules if name.startswith('hicache_metadata_server.')])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert {room(name) for name in found.stdout.split()} == {"hicache_metadata_server.protocol"}
 
 

@@ -50,12 +50,48 @@ def plugin(tmp_path, monkeypatch):
         ("raise RuntimeError('boom')", "boom"),
         ("import no_such_module", "no_such_module"),
         ("x = 1", "implements no hook"),
-        ("import pluggy\n@pluggy.HookimplMarker('hicache')\ndef hicache_register_drivers(): return []", "implements no hook"),
-        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_driver(): return []", "hicache_register_driver"),
-        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(config): return []", "config"),
-        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): raise OSError('late')", "late"),
-        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): return ['acme']", "DriverSpec"),
-        ("from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): yield 1/0", "zero"),
+        (
+            (
+                "import pluggy\n@pluggy.HookimplMarker('hicache')\ndef hicache_register_drivers(): "
+                "return []"
+            ),
+            "implements no hook",
+        ),
+        (
+            (
+                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_driver(): "
+                "return []"
+            ),
+            "hicache_register_driver",
+        ),
+        (
+            (
+                "from hicache_storage import hookimpl\n@hookimpl\ndef "
+                "hicache_register_drivers(config): return []"
+            ),
+            "config",
+        ),
+        (
+            (
+                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
+                "raise OSError('late')"
+            ),
+            "late",
+        ),
+        (
+            (
+                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
+                "return ['acme']"
+            ),
+            "DriverSpec",
+        ),
+        (
+            (
+                "from hicache_storage import hookimpl\n@hookimpl\ndef hicache_register_drivers(): "
+                "yield 1/0"
+            ),
+            "zero",
+        ),
     ],
 )
 def test_a_broken_plugin_is_reported_and_stops_nobody_else(plugin, source, message):
@@ -63,13 +99,20 @@ def test_a_broken_plugin_is_reported_and_stops_nobody_else(plugin, source, messa
     assert list(registry.drivers) == ["good"]
     assert [broken.owner for broken in registry.broken] == ["local:bad"]
     assert message in str(registry.broken[0].error)
-    with pytest.raises(DriverNotFoundError, match=r"no driver named 'bad'; installed: good; plugin local:bad is broken"):
+    with pytest.raises(
+        DriverNotFoundError,
+        match=r"no driver named 'bad'; installed: good; plugin local:bad is broken",
+    ):
         registry.get("bad")
 
 
 def test_two_plugins_with_one_name(plugin):
-    registry = plugins.discover([plugin("one", driver="acme"), plugin("two", driver="acme"), plugin("three")])
-    with pytest.raises(DriverConflictError, match=r"'acme' is registered by local:one and local:two; uninstall"):
+    registry = plugins.discover(
+        [plugin("one", driver="acme"), plugin("two", driver="acme"), plugin("three")]
+    )
+    with pytest.raises(
+        DriverConflictError, match=r"'acme' is registered by local:one and local:two; uninstall"
+    ):
         registry.get("acme")
     assert registry.get("three").name == "three"
 
@@ -82,7 +125,10 @@ def test_plugins_can_be_disabled(plugin, monkeypatch):
 
 def test_a_driver_whose_dependency_is_missing(plugin):
     spec = plugins.discover([plugin("acme")]).get("acme")
-    with pytest.raises(DriverUnavailableError, match=r"'acme': cannot import acme\.driver:Storage; it needs acme-client"):
+    with pytest.raises(
+        DriverUnavailableError,
+        match=r"'acme': cannot import acme\.driver:Storage; it needs acme-client",
+    ):
         plugins.driver_class(spec)
 
 
@@ -103,7 +149,8 @@ def test_create_storage(kit, tmp_path):
 
 
 def test_nothing_heavy_is_imported_until_it_is_needed(tmp_path):
-    """Discovery, configuration and construction load no torch, and never a test or server library."""
+    """Discovery, configuration and construction load no torch, and never a test or server
+    library."""
     source = f"""
 import sys
 from hicache_storage import StorageIdentity, create_storage
@@ -114,6 +161,8 @@ heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "fastapi", "aiohttp", "hyp
 print(sorted(heavy & set(sys.modules)))
 storage.close()
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
     assert not (tmp_path / "x").exists()

@@ -1,4 +1,5 @@
-"""Every pool of the SDK in every layout, with what its documentation says about the bytes of a page."""
+"""Every pool of the SDK in every layout, with what its documentation says about the bytes of a
+page."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hicache_storage.pools import HostPoolBase, IndexerHostPool, MambaHostPool, MHAHostPool, MLAHostPool
+from hicache_storage.pools import (
+    HostPoolBase,
+    IndexerHostPool,
+    MambaHostPool,
+    MHAHostPool,
+    MLAHostPool,
+)
 
 PAGES, P, L, H, D, DV = 5, 4, 3, 2, 6, 10
 S = PAGES * P
@@ -42,7 +49,16 @@ def mha_shape(layout: str, dim: int) -> tuple[int, ...]:
 
 def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
     def build() -> MHAHostPool:
-        return MHAHostPool(size=S, page_size=P, layer_num=L, head_num=H, head_dim=D, v_head_dim=v_dim, dtype=dtype, layout=layout)
+        return MHAHostPool(
+            size=S,
+            page_size=P,
+            layer_num=L,
+            head_num=H,
+            head_dim=D,
+            v_head_dim=v_dim,
+            dtype=dtype,
+            layout=layout,
+        )
 
     def halves(pool: MHAHostPool, slot: int) -> list[torch.Tensor]:
         buffers = (pool.k_buffer, pool.v_buffer)
@@ -54,7 +70,11 @@ def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
 
     def components(pool: MHAHostPool, slot: int) -> list[torch.Tensor]:
         k, v = halves(pool, slot)
-        return [half[layer] for layer in range(L) for half in (k, v)] if layout == "layer_first" else [k, v]
+        return (
+            [half[layer] for layer in range(L) for half in (k, v)]
+            if layout == "layer_first"
+            else [k, v]
+        )
 
     shapes = {"k_buffer": mha_shape(layout, D), "v_buffer": mha_shape(layout, v_dim or D)}
     name = f"mha-{layout}-{'asymmetric' if v_dim else 'symmetric'}"
@@ -63,14 +83,22 @@ def mha_case(layout: str, v_dim: int | None, dtype: torch.dtype) -> PoolCase:
 
 def mla_case(layout: str, dtype: torch.dtype) -> PoolCase:
     def build() -> MLAHostPool:
-        return MLAHostPool(size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=dtype, layout=layout)
+        return MLAHostPool(
+            size=S, page_size=P, layer_num=L, kv_cache_dim=D, dtype=dtype, layout=layout
+        )
 
     def components(pool: MLAHostPool, slot: int) -> list[torch.Tensor]:
         if layout == "layer_first":
             return [pool.kv_buffer[layer, slot : slot + P] for layer in range(L)]
-        return [pool.kv_buffer[slot : slot + P] if layout == "page_first" else pool.kv_buffer[slot // P]]
+        return [
+            pool.kv_buffer[slot : slot + P] if layout == "page_first" else pool.kv_buffer[slot // P]
+        ]
 
-    shape = {"layer_first": (L, S, 1, D), "page_first": (S, L, 1, D), "page_first_direct": (PAGES, L, P, 1, D)}[layout]
+    shape = {
+        "layer_first": (L, S, 1, D),
+        "page_first": (S, L, 1, D),
+        "page_first_direct": (PAGES, L, P, 1, D),
+    }[layout]
     return PoolCase(f"mla-{layout}", build, {"kv_buffer": shape}, components, components)
 
 
@@ -103,7 +131,9 @@ def mamba_case(layout: str, temporal: tuple[int, ...]) -> PoolCase:
 
 def indexer_case(layout: str) -> PoolCase:
     def build() -> IndexerHostPool:
-        return IndexerHostPool(size=S, page_size=P, layer_num=L, index_head_dim=32, quant_block_size=16, layout=layout)
+        return IndexerHostPool(
+            size=S, page_size=P, layer_num=L, index_head_dim=32, quant_block_size=16, layout=layout
+        )
 
     def components(pool: IndexerHostPool, slot: int) -> list[torch.Tensor]:
         page = slot // P
@@ -116,9 +146,17 @@ def indexer_case(layout: str) -> PoolCase:
 
 
 CASES = [
-    *(mha_case(layout, v_dim, torch.bfloat16) for layout in MHAHostPool.LAYOUTS for v_dim in (None, DV)),
+    *(
+        mha_case(layout, v_dim, torch.bfloat16)
+        for layout in MHAHostPool.LAYOUTS
+        for v_dim in (None, DV)
+    ),
     *(mla_case(layout, torch.float8_e4m3fn) for layout in MLAHostPool.LAYOUTS),
-    *(mamba_case(layout, temporal) for layout in MambaHostPool.LAYOUTS for temporal in (TEMPORAL, (0, 3))),
+    *(
+        mamba_case(layout, temporal)
+        for layout in MambaHostPool.LAYOUTS
+        for temporal in (TEMPORAL, (0, 3))
+    ),
     *(indexer_case(layout) for layout in IndexerHostPool.LAYOUTS),
 ]
 
@@ -135,5 +173,7 @@ def pool(case: PoolCase) -> HostPoolBase:
     generator = torch.Generator().manual_seed(7)
     for buffer in pool.buffers:
         size = buffer.numel() * buffer.element_size()
-        buffer.view(-1).view(torch.uint8).copy_(torch.randint(256, (size,), generator=generator, dtype=torch.uint8))
+        buffer.view(-1).view(torch.uint8).copy_(
+            torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+        )
     return pool

@@ -73,7 +73,12 @@ class WithoutAddresses(FlatPool):
         raise self.error
 
 
-def write(access: PageAccess, slots: Sequence[int], pages: Sequence[bytes], delivered: Sequence[bool] | None = None) -> None:
+def write(
+    access: PageAccess,
+    slots: Sequence[int],
+    pages: Sequence[bytes],
+    delivered: Sequence[bool] | None = None,
+) -> None:
     """Deliver pages as a storage does; those not delivered are written half."""
     delivered = [True] * len(slots) if delivered is None else delivered
     targets = access.targets(slots)
@@ -91,4 +96,7 @@ def read(access: PageAccess, slots: Sequence[int]) -> list[bytes]:
 
 
 def some_pages(access: PageAccess, count: int) -> list[bytes]:
-    return [bytes((page * 37 + at) % 256 for at in range(access.geometry.page_bytes)) for page in range(1, count + 1)]
+    return [
+        bytes((page * 37 + at) % 256 for at in range(access.geometry.page_bytes))
+        for page in range(1, count + 1)
+    ]

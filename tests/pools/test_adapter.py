@@ -10,7 +10,15 @@ import torch
 from hicache_storage.pools import MHAHostPool, page_access
 from hicache_storage.pools.adapter import LentPages
 from hicache_storage.spec import InvalidPoolError, PageGeometry
-from tests.pools.foreign import AddressPool, Attributes, FlatPool, WithoutAddresses, read, some_pages, write
+from tests.pools.foreign import (
+    AddressPool,
+    Attributes,
+    FlatPool,
+    WithoutAddresses,
+    read,
+    some_pages,
+    write,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,7 +54,10 @@ class TestLent:
             def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
                 return [[view] for _ in first_slots]
 
-        with pytest.raises(InvalidPoolError, match=r"Lender\.page_buffers must give writable, contiguous byte views"):
+        with pytest.raises(
+            InvalidPoolError,
+            match=r"Lender\.page_buffers must give writable, contiguous byte views",
+        ):
             page_access(Lender())
 
     def test_the_last_page_is_looked_at_too(self) -> None:
@@ -64,7 +75,10 @@ class TestLent:
     @pytest.mark.parametrize(
         ("geometry", "message"),
         [
-            (PageGeometry("page_first", "uint8", 4, 6, (8,)), "multiple of its page_size, got 6 and 4"),
+            (
+                PageGeometry("page_first", "uint8", 4, 6, (8,)),
+                "multiple of its page_size, got 6 and 4",
+            ),
             (PageGeometry("page_first", "uint8", 0, 0, (8,)), "multiple of its page_size"),
             (PageGeometry("page_first", "uint8", 1, 4, ()), "at least 1 byte each"),
             (PageGeometry("page_first", "uint8", 1, 4, (8, 0)), "at least 1 byte each"),
@@ -92,7 +106,9 @@ class TestRefused:
     def test_logical_anchors_without_a_buffer(self) -> None:
         pool = FlatPool()
         pool.kv_buffer = None  # type: ignore[assignment]
-        with pytest.raises(InvalidPoolError, match=r"FlatPool has no memory of its own \(kv_buffer is None\)"):
+        with pytest.raises(
+            InvalidPoolError, match=r"FlatPool has no memory of its own \(kv_buffer is None\)"
+        ):
             page_access(pool)
 
     def test_missing_methods_are_named(self) -> None:
@@ -101,10 +117,14 @@ class TestRefused:
                 raise AssertionError
 
         with pytest.raises(
-            InvalidPoolError, match=r"Half cannot be served.*lacks get_dummy_flat_data_page, set_from_flat_data_page$"
+            InvalidPoolError,
+            match=r"Half cannot be served.*lacks get_dummy_flat_data_page, set_from_flat_data_page$",
         ):
             page_access(Half())
-        with pytest.raises(InvalidPoolError, match="lacks get_data_page, get_dummy_flat_data_page, set_from_flat_data_page"):
+        with pytest.raises(
+            InvalidPoolError,
+            match="lacks get_data_page, get_dummy_flat_data_page, set_from_flat_data_page",
+        ):
             page_access(None)
 
     @pytest.mark.parametrize("name", ["layout", "dtype", "page_size", "size"])

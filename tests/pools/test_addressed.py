@@ -91,7 +91,10 @@ class TestAddressed:
 
         pool = AddressPool()
         pool.layout, pool.dtype = Layout.PAGE_FIRST, "float16"  # type: ignore[assignment]
-        assert (page_access(pool).geometry.layout, page_access(pool).geometry.dtype) == ("page_first", "float16")
+        assert (page_access(pool).geometry.layout, page_access(pool).geometry.dtype) == (
+            "page_first",
+            "float16",
+        )
         pool.storage_format_tag = "token-major"  # type: ignore[attr-defined]
         assert page_access(pool).geometry.layout == "page_first+token-major"
         pool.temporal_dtype, pool.conv_dtype = torch.float32, torch.bfloat16  # type: ignore[attr-defined]
@@ -126,8 +129,14 @@ class TestAddressed:
 
     def test_addresses_outside_host_memory_are_refused(self) -> None:
         pool = AddressPool()
-        pool.get_page_buffer_meta = lambda indices: ([0x1000 * (slot + 1) for slot in indices[::P]], [8] * (len(indices) // P))  # type: ignore[method-assign]
-        with pytest.raises(InvalidPoolError, match=r"not host memory, and it lacks the flat pages \(get_data_page, get_dummy"):
+        pool.get_page_buffer_meta = lambda indices: (
+            [0x1000 * (slot + 1) for slot in indices[::P]],
+            [8] * (len(indices) // P),
+        )  # type: ignore[method-assign]
+        with pytest.raises(
+            InvalidPoolError,
+            match=r"not host memory, and it lacks the flat pages \(get_data_page, get_dummy",
+        ):
             page_access(pool)
 
     @pytest.mark.parametrize("device", ["cuda:0", torch.device("cuda")])

@@ -19,17 +19,35 @@ from hicache_storage.pools import (
 )
 from hicache_storage.spec import InvalidPoolError, SlotError
 
-MHA = {"size": 8, "page_size": 4, "layer_num": 3, "head_num": 2, "head_dim": 6, "v_head_dim": 4, "dtype": torch.bfloat16}
+MHA = {
+    "size": 8,
+    "page_size": 4,
+    "layer_num": 3,
+    "head_num": 2,
+    "head_dim": 6,
+    "v_head_dim": 4,
+    "dtype": torch.bfloat16,
+}
 MLA = {"size": 8, "page_size": 4, "layer_num": 3, "kv_cache_dim": 5, "dtype": torch.float8_e4m3fn}
 MAMBA = {
-    "size": 8, "layer_num": 3, "temporal_shape": (2, 3), "conv_shapes": ((5,), (3, 2)),
-    "temporal_dtype": torch.float32, "conv_dtype": torch.bfloat16,
-}  # fmt: skip
+    "size": 8,
+    "layer_num": 3,
+    "temporal_shape": (2, 3),
+    "conv_shapes": ((5,), (3, 2)),
+    "temporal_dtype": torch.float32,
+    "conv_dtype": torch.bfloat16,
+}
 INDEXER = {"size": 8, "page_size": 4, "layer_num": 3, "index_head_dim": 32, "quant_block_size": 16}
 KINDS = [
     (MHADevicePool, MHAHostPool, MHA, [(8, 2, 6), (8, 2, 4)], [(2, 4, 2, 6), (2, 4, 2, 4)]),
     (MLADevicePool, MLAHostPool, MLA, [(8, 1, 5)], [(2, 4, 1, 5)]),
-    (MambaDevicePool, MambaHostPool, MAMBA, [(8, 2, 3), (8, 5), (8, 3, 2)], [(8, 1, 2, 3), (8, 1, 5), (8, 1, 3, 2)]),
+    (
+        MambaDevicePool,
+        MambaHostPool,
+        MAMBA,
+        [(8, 2, 3), (8, 5), (8, 3, 2)],
+        [(8, 1, 2, 3), (8, 1, 5), (8, 1, 3, 2)],
+    ),
     (IndexerDevicePool, IndexerHostPool, INDEXER, [(2, 160)], [(2, 1, 160)]),
 ]
 KIND = pytest.mark.parametrize(("device", "host", "arguments", "tensors", "pages"), KINDS)
@@ -42,8 +60,13 @@ def test_each_layer_has_tensors_of_its_own(device, host, arguments, tensors, pag
     for layer in range(3):
         assert [tuple(tensor.shape) for tensor in pool.layers[layer]] == tensors
         assert [tuple(part.shape) for part in pool.layer(layer)] == pages
-        assert all(tensor.is_contiguous() and tensor.device == torch.device("cpu") for tensor in pool.layers[layer])
-        for part, page in zip(pool.layer(layer), pool.page_layer(8 - pool.page_size, layer), strict=True):
+        assert all(
+            tensor.is_contiguous() and tensor.device == torch.device("cpu")
+            for tensor in pool.layers[layer]
+        )
+        for part, page in zip(
+            pool.layer(layer), pool.page_layer(8 - pool.page_size, layer), strict=True
+        ):
             assert page.data_ptr() == part[-1].data_ptr()
             assert page.shape == part[-1].shape
     memory = {tensor.data_ptr() for layer in pool.layers for tensor in layer}
@@ -70,7 +93,9 @@ def test_a_host_pool_of_the_same_arguments_fits(device, host, arguments, tensors
     for layout in host.LAYOUTS:
         pool.check_host_pool(host(**dict(arguments, size=16), layout=layout, pin_memory=False))
     other = next(kind[1] for kind in KINDS if kind[1] is not host)
-    with pytest.raises(InvalidPoolError, match=f"is backed up by {host.__name__}, not by {other.__name__}"):
+    with pytest.raises(
+        InvalidPoolError, match=f"is backed up by {host.__name__}, not by {other.__name__}"
+    ):
         pool.check_host_pool(object.__new__(other))
 
 
@@ -97,7 +122,9 @@ DIFFERENCES = [
 def test_a_host_pool_that_differs_is_refused_by_field(device, host, arguments, difference):
     pool = device(**arguments, device="cpu")
     (field,) = difference
-    with pytest.raises(InvalidPoolError, match=f"^{field} is .* in the host pool and .* in {device.__name__}"):
+    with pytest.raises(
+        InvalidPoolError, match=f"^{field} is .* in the host pool and .* in {device.__name__}"
+    ):
         pool.check_host_pool(host(**{**arguments, **difference}, pin_memory=False))
 
 
@@ -127,8 +154,16 @@ def test_more_memory_than_there_is_is_refused():
 def test_the_zeros_are_there_before_any_stream_writes(monkeypatch):
     """No stream of a model or a copy waits for the one on which they come."""
     waited, zeros = [], torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device=None: zeros(shape, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device)))
+    monkeypatch.setattr(
+        torch, "zeros", lambda shape, *, dtype, device=None: zeros(shape, dtype=dtype)
+    )
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_stream",
+        lambda device: SimpleNamespace(synchronize=lambda: waited.append(device)),
+    )
     place = torch.device("cuda", 1)
-    MLADevicePool(size=4, page_size=2, layer_num=2, kv_cache_dim=3, dtype=torch.float32, device=place)
+    MLADevicePool(
+        size=4, page_size=2, layer_num=2, kv_cache_dim=3, dtype=torch.float32, device=place
+    )
     assert waited == [place, place]

@@ -41,7 +41,11 @@ class TestEveryLayout:
     def test_buffers_have_the_documented_shapes(self, case: PoolCase, pool: HostPoolBase) -> None:
         for name, shape in case.shapes.items():
             buffer = getattr(pool, name)
-            found = [tuple(one.shape) for one in buffer] if isinstance(shape, list) else tuple(buffer.shape)
+            found = (
+                [tuple(one.shape) for one in buffer]
+                if isinstance(shape, list)
+                else tuple(buffer.shape)
+            )
             assert found == shape, name
 
     def test_buffers_are_contiguous_and_page_aligned(self, pool: HostPoolBase) -> None:
@@ -51,16 +55,25 @@ class TestEveryLayout:
 
     def test_geometry_describes_the_components(self, case: PoolCase, pool: HostPoolBase) -> None:
         components = case.components(pool, 0)
-        assert pool.geometry.component_bytes == tuple(len(raw(component)) for component in components)
+        assert pool.geometry.component_bytes == tuple(
+            len(raw(component)) for component in components
+        )
         assert pool.geometry.page_bytes == pool.size_per_token * pool.page_size
         assert pool.geometry.layout == pool.layout == case.name.split("-")[1]
         assert (pool.geometry.size, pool.geometry.page_size) == (pool.size, pool.page_size)
-        assert sum(buffer.numel() * buffer.element_size() for buffer in pool.buffers) == pool.size_per_token * pool.size
+        assert (
+            sum(buffer.numel() * buffer.element_size() for buffer in pool.buffers)
+            == pool.size_per_token * pool.size
+        )
 
-    def test_page_buffers_are_the_components_in_order(self, case: PoolCase, pool: HostPoolBase) -> None:
+    def test_page_buffers_are_the_components_in_order(
+        self, case: PoolCase, pool: HostPoolBase
+    ) -> None:
         found = pool.page_buffers(pages(pool))
         for slot, buffers in zip(pages(pool), found, strict=True):
-            assert [bytes(buffer) for buffer in buffers] == [raw(part) for part in case.components(pool, slot)]
+            assert [bytes(buffer) for buffer in buffers] == [
+                raw(part) for part in case.components(pool, slot)
+            ]
             assert all(buffer.format == "B" and not buffer.readonly for buffer in buffers)
 
     def test_page_buffers_keep_the_order_they_are_asked_in(self, pool: HostPoolBase) -> None:
@@ -69,13 +82,18 @@ class TestEveryLayout:
         assert found == [page_bytes(pool, slot) for slot in backwards]
         assert pool.page_buffers([]) == []
 
-    def test_writing_to_a_page_shows_in_the_tensors_of_that_page_only(self, case: PoolCase, pool: HostPoolBase) -> None:
+    def test_writing_to_a_page_shows_in_the_tensors_of_that_page_only(
+        self, case: PoolCase, pool: HostPoolBase
+    ) -> None:
         target = pages(pool)[2]
         before = {slot: [raw(part) for part in case.components(pool, slot)] for slot in pages(pool)}
         for number, buffer in enumerate(pool.page_buffers([target])[0]):
             buffer[:] = bytes((number + at) % 251 for at in range(len(buffer)))
         after = {slot: [raw(part) for part in case.components(pool, slot)] for slot in pages(pool)}
-        written = [bytes((number + at) % 251 for at in range(len(part))) for number, part in enumerate(before[target])]
+        written = [
+            bytes((number + at) % 251 for at in range(len(part)))
+            for number, part in enumerate(before[target])
+        ]
         assert after == {**before, target: written}
 
     def test_flat_page_is_the_documented_parts(self, case: PoolCase, pool: HostPoolBase) -> None:
@@ -103,7 +121,9 @@ class TestEveryLayout:
         source, target = pages(pool)[1], pages(pool)[3]
         other.set_from_flat_data_page(target, pool.get_data_page(source))
         assert page_bytes(other, target) == page_bytes(pool, source)
-        assert not any(any(map(any, page_bytes(other, slot))) for slot in pages(pool) if slot != target)
+        assert not any(
+            any(map(any, page_bytes(other, slot))) for slot in pages(pool) if slot != target
+        )
 
     def test_flat_page_from_an_odd_place(self, pool: HostPoolBase) -> None:
         page = pool.get_data_page(0)
@@ -120,13 +140,18 @@ class TestEveryLayout:
         slots = [pages(pool)[3], pages(pool)[1]]
         indices = torch.cat([torch.arange(slot, slot + pool.page_size) for slot in slots])
         addresses, lengths = pool.get_page_buffer_meta(indices)
-        found = [ctypes.string_at(address, length) for address, length in zip(addresses, lengths, strict=True)]
+        found = [
+            ctypes.string_at(address, length)
+            for address, length in zip(addresses, lengths, strict=True)
+        ]
         assert found == [part for slot in slots for part in page_bytes(pool, slot)]
         assert pool.get_page_buffer_meta(indices[:0]) == ([], [])
 
     @pytest.mark.parametrize("length", [-1, 1])
     def test_flat_page_of_another_length_is_refused(self, pool: HostPoolBase, length: int) -> None:
-        page = torch.zeros(pool.get_dummy_flat_data_page().numel() + length, dtype=torch.uint8).view(torch.uint8)
+        page = torch.zeros(
+            pool.get_dummy_flat_data_page().numel() + length, dtype=torch.uint8
+        ).view(torch.uint8)
         with pytest.raises(InvalidTransferError, match="data_page must have"):
             pool.set_from_flat_data_page(0, page.to(pool.flat_dtype))
 
@@ -166,7 +191,14 @@ class TestMeaning:
     @pytest.mark.parametrize("v_head_dim", [4, 6])
     def test_mha(self, layout: str, v_head_dim: int) -> None:
         pool = MHAHostPool(
-            size=12, page_size=4, layer_num=2, head_num=3, head_dim=4, v_head_dim=v_head_dim, dtype=torch.int32, layout=layout
+            size=12,
+            page_size=4,
+            layer_num=2,
+            head_num=3,
+            head_dim=4,
+            v_head_dim=v_head_dim,
+            dtype=torch.int32,
+            layout=layout,
         )
         for half, buffer in enumerate((pool.k_buffer, pool.v_buffer)):
             dim = buffer.shape[-1]
@@ -183,10 +215,20 @@ class TestMeaning:
             at = 1 if half else 0
             component = pool.page_buffers([4])[0][at]
             first = int.from_bytes(component[:4], "little")
-            assert first == half * 1000 + 4 * 3 * dim, "layer 0, token 4, head 0, element 0 comes first in every layout"
-            second_token = {"layer_first": 3 * dim, "page_first": 2 * 3 * dim, "page_first_direct": 3 * dim, "page_head": 2 * dim}
+            assert first == half * 1000 + 4 * 3 * dim, (
+                "layer 0, token 4, head 0, element 0 comes first in every layout"
+            )
+            second_token = {
+                "layer_first": 3 * dim,
+                "page_first": 2 * 3 * dim,
+                "page_first_direct": 3 * dim,
+                "page_head": 2 * dim,
+            }
             at_token = second_token[layout] * 4
-            assert int.from_bytes(component[at_token : at_token + 4], "little") == half * 1000 + 5 * 3 * dim
+            assert (
+                int.from_bytes(component[at_token : at_token + 4], "little")
+                == half * 1000 + 5 * 3 * dim
+            )
 
     def test_mamba_flat_pages_are_portable_between_layouts(self) -> None:
         shared = {
@@ -197,7 +239,10 @@ class TestMeaning:
             "temporal_dtype": torch.float32,
             "conv_dtype": torch.float16,
         }
-        first, other = MambaHostPool(layout="layer_first", **shared), MambaHostPool(layout="page_first", **shared)
+        first, other = (
+            MambaHostPool(layout="layer_first", **shared),
+            MambaHostPool(layout="page_first", **shared),
+        )
         for buffer in first.buffers:
             buffer.copy_(torch.randn(buffer.shape))
         other.set_from_flat_data_page(2, first.get_data_page(1))
@@ -223,7 +268,15 @@ class TestMeaning:
 
     def test_equal_sizes_in_two_layouts_are_two_geometries(self) -> None:
         geometries = {
-            MHAHostPool(size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16, layout=layout).geometry
+            MHAHostPool(
+                size=8,
+                page_size=4,
+                layer_num=2,
+                head_num=2,
+                head_dim=2,
+                dtype=torch.float16,
+                layout=layout,
+            ).geometry
             for layout in MHAHostPool.LAYOUTS
         }
         assert len(geometries) == len(MHAHostPool.LAYOUTS)
@@ -232,16 +285,27 @@ class TestMeaning:
         types = (torch.float16, torch.bfloat16)
         assert (
             MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[0]).geometry
-            != MLAHostPool(size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[1]).geometry
+            != MLAHostPool(
+                size=4, page_size=4, layer_num=1, kv_cache_dim=2, dtype=types[1]
+            ).geometry
         )
         pools = [
-            MambaHostPool(size=2, layer_num=1, temporal_shape=(2,), conv_shapes=[(2,)], temporal_dtype=one, conv_dtype=types[0])
+            MambaHostPool(
+                size=2,
+                layer_num=1,
+                temporal_shape=(2,),
+                conv_shapes=[(2,)],
+                temporal_dtype=one,
+                conv_dtype=types[0],
+            )
             for one in types
         ]
         assert pools[0].geometry != pools[1].geometry
 
     def test_the_halves_of_mha_are_one_buffer(self) -> None:
-        pool = MHAHostPool(size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16)
+        pool = MHAHostPool(
+            size=8, page_size=4, layer_num=2, head_num=2, head_dim=2, dtype=torch.float16
+        )
         (buffer,) = pool.buffers
         assert buffer.shape == (2, 8, 2, 2, 2)
         assert pool.v_buffer.data_ptr() == buffer[1].data_ptr()
@@ -274,10 +338,22 @@ def any_pool(draw: st.DrawFn) -> HostPoolBase:
             layout=layout,
         )
     if kind is MLAHostPool:
-        return MLAHostPool(size=size, page_size=page_size, layer_num=layers, kv_cache_dim=draw(small), dtype=dtype, layout=layout)
+        return MLAHostPool(
+            size=size,
+            page_size=page_size,
+            layer_num=layers,
+            kv_cache_dim=draw(small),
+            dtype=dtype,
+            layout=layout,
+        )
     if kind is IndexerHostPool:
         return IndexerHostPool(
-            size=size, page_size=page_size, layer_num=layers, index_head_dim=8, quant_block_size=4, layout=layout
+            size=size,
+            page_size=page_size,
+            layer_num=layers,
+            index_head_dim=8,
+            quant_block_size=4,
+            layout=layout,
         )
     shape = st.lists(small, min_size=1, max_size=3)
     return MambaHostPool(
@@ -294,7 +370,8 @@ def any_pool(draw: st.DrawFn) -> HostPoolBase:
 @settings(max_examples=80, deadline=None)
 @given(pool=any_pool(), data=st.data())
 def test_any_geometry_partitions_its_buffers(pool: HostPoolBase, data: st.DataObject) -> None:
-    """Pages cover every byte of the pool exactly once, and what goes in by one way comes out by the other."""
+    """Pages cover every byte of the pool exactly once, and what goes in by one way comes out by the
+    other."""
     for number, page in enumerate(pool.page_buffers(pages(pool))):
         for buffer in page:
             marks = bytes(before + number + 1 for before in buffer)
@@ -306,7 +383,14 @@ def test_any_geometry_partitions_its_buffers(pool: HostPoolBase, data: st.DataOb
     assert page_bytes(pool, target) == page_bytes(pool, source)
 
 
-MHA = {"size": 8, "page_size": 4, "layer_num": 2, "head_num": 2, "head_dim": 2, "dtype": torch.float16}
+MHA = {
+    "size": 8,
+    "page_size": 4,
+    "layer_num": 2,
+    "head_num": 2,
+    "head_dim": 2,
+    "dtype": torch.float16,
+}
 MLA = {"size": 8, "page_size": 4, "layer_num": 2, "kv_cache_dim": 2, "dtype": torch.float16}
 MAMBA = {
     "size": 8,
@@ -322,15 +406,30 @@ INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
 @pytest.mark.parametrize(
     ("kind", "good", "bad", "message"),
     [
-        (MHAHostPool, MHA, {"size": 7}, r"size must be a multiple of page_size \(4\), got 7; pass 8"),
+        (
+            MHAHostPool,
+            MHA,
+            {"size": 7},
+            r"size must be a multiple of page_size \(4\), got 7; pass 8",
+        ),
         (MHAHostPool, MHA, {"size": 0}, "size must be at least 1, got 0"),
         (MHAHostPool, MHA, {"page_size": 0}, "page_size must be at least 1"),
         (MHAHostPool, MHA, {"layer_num": 0}, "layer_num must be at least 1"),
         (MHAHostPool, MHA, {"head_num": -1}, "head_num must be at least 1"),
         (MHAHostPool, MHA, {"head_dim": 0}, "head_dim must be at least 1"),
         (MHAHostPool, MHA, {"v_head_dim": 0}, "v_head_dim must be at least 1"),
-        (MHAHostPool, MHA, {"layout": "page_last"}, "layout must be one of layer_first, page_first.*got 'page_last'"),
-        (MHAHostPool, MHA, {"dtype": "float16"}, "dtype must be a torch.dtype such as torch.bfloat16, got 'float16'"),
+        (
+            MHAHostPool,
+            MHA,
+            {"layout": "page_last"},
+            "layout must be one of layer_first, page_first.*got 'page_last'",
+        ),
+        (
+            MHAHostPool,
+            MHA,
+            {"dtype": "float16"},
+            "dtype must be a torch.dtype such as torch.bfloat16, got 'float16'",
+        ),
         (MHAHostPool, MHA, {"size": 4 << 50}, "cannot map .* bytes of host memory"),
         (MLAHostPool, MLA, {"kv_cache_dim": 0}, "kv_cache_dim must be at least 1"),
         (MLAHostPool, MLA, {"layout": "page_head"}, "layout must be one of"),
@@ -339,12 +438,32 @@ INDEXER = {"size": 8, "page_size": 4, "layer_num": 2}
         (MambaHostPool, MAMBA, {"layer_num": 0}, "layer_num must be at least 1"),
         (MambaHostPool, MAMBA, {"temporal_dtype": 4}, "temporal_dtype must be a torch.dtype"),
         (MambaHostPool, MAMBA, {"conv_dtype": "half"}, "conv_dtype must be a torch.dtype"),
-        (MambaHostPool, MAMBA, {"temporal_shape": (2, -1)}, "temporal_shape must not hold negative numbers"),
-        (MambaHostPool, MAMBA, {"conv_shapes": [(2,), (0,)]}, r"conv_shapes\[1\] must hold positive numbers"),
-        (MambaHostPool, MAMBA, {"conv_shapes": [], "temporal_shape": (0,)}, "a page would have no bytes"),
+        (
+            MambaHostPool,
+            MAMBA,
+            {"temporal_shape": (2, -1)},
+            "temporal_shape must not hold negative numbers",
+        ),
+        (
+            MambaHostPool,
+            MAMBA,
+            {"conv_shapes": [(2,), (0,)]},
+            r"conv_shapes\[1\] must hold positive numbers",
+        ),
+        (
+            MambaHostPool,
+            MAMBA,
+            {"conv_shapes": [], "temporal_shape": (0,)},
+            "a page would have no bytes",
+        ),
         (MambaHostPool, MAMBA, {"layout": "page_head"}, "layout must be one of"),
         (IndexerHostPool, INDEXER, {"size": 9}, "size must be a multiple of page_size"),
-        (IndexerHostPool, INDEXER, {"index_head_dim": 100}, r"quant_block_size \(128\) must divide index_head_dim \(100\)"),
+        (
+            IndexerHostPool,
+            INDEXER,
+            {"index_head_dim": 100},
+            r"quant_block_size \(128\) must divide index_head_dim \(100\)",
+        ),
         (IndexerHostPool, INDEXER, {"quant_block_size": 0}, "quant_block_size must be at least 1"),
         (IndexerHostPool, INDEXER, {"layout": "page_head"}, "layout must be one of"),
     ],
@@ -357,8 +476,11 @@ def test_bad_arguments_name_the_field(
 
 
 def test_page_buffers_are_cheap() -> None:
-    """0.13 us for a component was measured; an allocation or a tensor operation for each would cost several times that."""
-    pool = MHAHostPool(size=256 * 16, page_size=16, layer_num=2, head_num=2, head_dim=8, dtype=torch.float16)
+    """0.13 us for a component was measured; an allocation or a tensor operation for each would cost
+    several times that."""
+    pool = MHAHostPool(
+        size=256 * 16, page_size=16, layer_num=2, head_num=2, head_dim=8, dtype=torch.float16
+    )
     slots = list(range(0, 128 * 16, 16))
     seconds = min(timeit.repeat(lambda: pool.page_buffers(slots), number=20, repeat=5)) / 20
     assert seconds / 256 < 1e-6

@@ -43,14 +43,23 @@ def flags_of(address: int) -> list[str]:
 def resident_bytes(tensor: torch.Tensor) -> int:
     """Resident bytes of an aligned tensor; other memory of the process may change meanwhile."""
     pages = (ctypes.c_ubyte * (tensor.nbytes // 4096))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages) == 0
+    assert (
+        ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), pages
+        )
+        == 0
+    )
     return 4096 * sum(page & 1 for page in pages)
 
 
 class TestHostTensor:
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
+    @pytest.mark.parametrize(
+        "dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+    )
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 1024, 7)])
-    def test_is_aligned_contiguous_and_zero(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def test_is_aligned_contiguous_and_zero(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         tensor = host_tensor(shape, dtype)
         assert (tuple(tensor.shape), tensor.dtype, tensor.is_contiguous()) == (shape, dtype, True)
         assert tensor.data_ptr() % 4096 == 0
@@ -98,7 +107,10 @@ class TestPageLocking:
         runtime.cudaHostRegister = register
         runtime.cudaHostUnregister = lambda address: runtime.locked.pop(address) and 0
         runtime.forgotten = []
-        monkeypatch.setattr("hicache_storage.pools.memory.forget_error", lambda: runtime.forgotten.append(runtime.error))
+        monkeypatch.setattr(
+            "hicache_storage.pools.memory.forget_error",
+            lambda: runtime.forgotten.append(runtime.error),
+        )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         return runtime
@@ -113,7 +125,10 @@ class TestPageLocking:
         assert runtime.locked == {}
 
     def test_only_if_asked_and_only_if_there_is_any(self, runtime: SimpleNamespace) -> None:
-        tensors = host_tensor((4096,), torch.uint8, pin_memory=False), host_tensor((0,), torch.uint8)
+        tensors = (
+            host_tensor((4096,), torch.uint8, pin_memory=False),
+            host_tensor((0,), torch.uint8),
+        )
         assert runtime.locked == {}
         del tensors
 
@@ -125,7 +140,10 @@ class TestPageLocking:
         assert runtime.forgotten == [2]
 
     def test_a_forked_child_has_no_part_in_it(self, runtime: SimpleNamespace) -> None:
-        locked, other = host_tensor((1 << 20,), torch.uint8), host_tensor((1 << 20,), torch.uint8, pin_memory=False)
+        locked, other = (
+            host_tensor((1 << 20,), torch.uint8),
+            host_tensor((1 << 20,), torch.uint8, pin_memory=False),
+        )
         assert "dc" in flags_of(locked.data_ptr())
         assert "dc" not in flags_of(other.data_ptr())
         del locked
@@ -161,7 +179,12 @@ class TestByteView:
         assert len(byte_view(torch.empty(0, 3))) == 0
 
     @pytest.mark.parametrize(
-        "make", [lambda: torch.zeros(4, 4)[:, 1], lambda: torch.zeros(4, 4).t(), lambda: torch.zeros(4, device="meta")]
+        "make",
+        [
+            lambda: torch.zeros(4, 4)[:, 1],
+            lambda: torch.zeros(4, 4).t(),
+            lambda: torch.zeros(4, device="meta"),
+        ],
     )
     def test_without_flat_bytes_is_refused(self, make: Callable[[], torch.Tensor]) -> None:
         with pytest.raises(InvalidPoolError, match="has no flat host bytes"):

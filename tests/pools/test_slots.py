@@ -29,7 +29,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.held: list[int] = []
 
     def slots_of(self, pages: list[int]) -> list[int]:
-        return [page * self.page_size + offset for page in pages for offset in range(self.page_size)]
+        return [
+            page * self.page_size + offset for page in pages for offset in range(self.page_size)
+        ]
 
     @rule(pages=st.integers(1, 7))
     def alloc(self, pages: int) -> None:
@@ -53,7 +55,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free_wrongly(self, data: st.DataObject) -> None:
-        """Some of it is right, some is not: nothing is freed, and the message names a wrong slot."""
+        """Some of it is right, some is not: nothing is freed, and the message names a wrong
+        slot."""
         good = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
         wrong = self.queue + good
         if not wrong:
@@ -115,7 +118,9 @@ class TestSlotAllocator:
             ((0, 5, 2, 7, 4, 1, 6, 3), r"not 0, 5, 2, 7, 4, 1, 6, 3$"),
         ],
     )
-    def test_wrong_slots_are_named_and_nothing_is_freed(self, given: tuple[int, ...], message: str) -> None:
+    def test_wrong_slots_are_named_and_nothing_is_freed(
+        self, given: tuple[int, ...], message: str
+    ) -> None:
         allocator = SlotAllocator(16, 4)
         allocator.alloc(8)
         with pytest.raises(SlotError, match=message):
@@ -145,7 +150,12 @@ class TestSlotAllocator:
 
     def test_a_mamba_state_cannot_be_freed_twice(self) -> None:
         pool = MambaHostPool(
-            size=4, layer_num=1, temporal_shape=(2,), conv_shapes=[(2,)], temporal_dtype=torch.float32, conv_dtype=torch.float16
+            size=4,
+            layer_num=1,
+            temporal_shape=(2,),
+            conv_shapes=[(2,)],
+            temporal_dtype=torch.float32,
+            conv_dtype=torch.float16,
         )
         taken = pool.alloc(1)
         assert taken is not None

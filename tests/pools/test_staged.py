@@ -11,7 +11,17 @@ from hicache_storage.pools import page_access
 from hicache_storage.pools.addressed import AddressedPages
 from hicache_storage.pools.staged import StagedPages
 from hicache_storage.spec import InvalidPoolError, PageGeometry
-from tests.pools.foreign import PAGES, WIDTH, AddressPool, FlatPool, P, WithoutAddresses, read, some_pages, write
+from tests.pools.foreign import (
+    PAGES,
+    WIDTH,
+    AddressPool,
+    FlatPool,
+    P,
+    WithoutAddresses,
+    read,
+    some_pages,
+    write,
+)
 
 
 class TestStaged:
@@ -19,21 +29,27 @@ class TestStaged:
         pool = FlatPool()
         access = page_access(pool)
         assert isinstance(access, StagedPages)
-        assert access.geometry == PageGeometry("layer_first", "float32", P, PAGES * P, (2 * P * WIDTH * 4,))
+        assert access.geometry == PageGeometry(
+            "layer_first", "float32", P, PAGES * P, (2 * P * WIDTH * 4,)
+        )
         pages = some_pages(access, 3)
         write(access, [4, 12, 20], pages, [True, False, True])
         assert read(access, [4, 12, 20]) == [pages[0], bytes(len(pages[1])), pages[2]]
         assert pool.get_data_page(4).view(torch.uint8).tolist() == list(pages[0])
         assert not pool.kv_buffer[:, :4].any()
 
-    @pytest.mark.parametrize("error", [ValueError("layer_first"), NotImplementedError(), AssertionError()], ids=repr)
+    @pytest.mark.parametrize(
+        "error", [ValueError("layer_first"), NotImplementedError(), AssertionError()], ids=repr
+    )
     def test_pools_that_refuse_to_tell_addresses_are_copied(self, error: Exception) -> None:
         access = page_access(WithoutAddresses(error))
         assert isinstance(access, StagedPages)
         write(access, [8], some_pages(access, 1))
         assert read(access, [8]) == some_pages(access, 1)
 
-    @pytest.mark.parametrize("error", [AttributeError("data_ptr"), TypeError(), RuntimeError()], ids=repr)
+    @pytest.mark.parametrize(
+        "error", [AttributeError("data_ptr"), TypeError(), RuntimeError()], ids=repr
+    )
     def test_pools_that_break_are_refused(self, error: Exception) -> None:
         with pytest.raises(InvalidPoolError, match="get_page_buffer_meta failed") as caught:
             page_access(WithoutAddresses(error))
@@ -113,7 +129,10 @@ class TestStaged:
     def test_lengths_that_contradict_each_other_are_refused(self) -> None:
         pool = FlatPool()
         pool.get_dummy_flat_data_page = lambda: torch.zeros(3)  # type: ignore[method-assign]
-        with pytest.raises(InvalidPoolError, match="get_data_page gives 320 bytes where get_dummy_flat_data_page gives 12"):
+        with pytest.raises(
+            InvalidPoolError,
+            match="get_data_page gives 320 bytes where get_dummy_flat_data_page gives 12",
+        ):
             page_access(pool)
 
     def test_pools_that_copy_nothing_are_refused(self) -> None:
@@ -121,7 +140,10 @@ class TestStaged:
             def get_dummy_flat_data_page(self) -> torch.Tensor:
                 raise NotImplementedError("flat pages are not supported")
 
-        with pytest.raises(InvalidPoolError, match=r"Refusing can neither lend its pages nor copy them.*flat pages are not"):
+        with pytest.raises(
+            InvalidPoolError,
+            match=r"Refusing can neither lend its pages nor copy them.*flat pages are not",
+        ):
             page_access(Refusing())
 
     def test_threads_get_buffers_of_their_own(self) -> None:

@@ -1,4 +1,5 @@
-"""EX-1 to EX-6: the policy arithmetic, exhaustively for small sizes against an oracle that only restates the rules."""
+"""EX-1 to EX-6: the policy arithmetic, exhaustively for small sizes against an oracle that only
+restates the rules."""
 
 from __future__ import annotations
 
@@ -6,9 +7,20 @@ import itertools
 
 import pytest
 
-from hicache_storage.spec import InvalidTransferError, PoolHitPolicy, PoolPresence, PoolTransfer, common_hit, legal_endpoints
+from hicache_storage.spec import (
+    InvalidTransferError,
+    PoolHitPolicy,
+    PoolPresence,
+    PoolTransfer,
+    common_hit,
+    legal_endpoints,
+)
 
-ALL, TRAILING, GROUPS = PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES, PoolHitPolicy.BLOCK_GROUPS
+ALL, TRAILING, GROUPS = (
+    PoolHitPolicy.ALL_PAGES,
+    PoolHitPolicy.TRAILING_PAGES,
+    PoolHitPolicy.BLOCK_GROUPS,
+)
 
 
 def oracle_endpoints(present, policy, window, pages):
@@ -26,7 +38,9 @@ def presence_maps(pages):
 
 
 @pytest.mark.parametrize("pages", range(6))
-@pytest.mark.parametrize(("policy", "window"), [(ALL, 1), (TRAILING, 0), (TRAILING, 1), (TRAILING, 2), (TRAILING, 9)])
+@pytest.mark.parametrize(
+    ("policy", "window"), [(ALL, 1), (TRAILING, 0), (TRAILING, 1), (TRAILING, 2), (TRAILING, 9)]
+)
 def test_one_side_pool_against_the_oracle(pages, policy, window):
     for kv, side in itertools.product(presence_maps(pages), repeat=2):
         result = common_hit(kv, [PoolPresence("mamba", side, policy, window)])
@@ -42,7 +56,9 @@ def test_one_side_pool_against_the_oracle(pages, policy, window):
 def test_two_side_pools_against_the_oracle():
     pages = 4
     for kv, mamba, swa in itertools.product(presence_maps(pages), repeat=3):
-        result = common_hit(kv, [PoolPresence("mamba", mamba, TRAILING, 1), PoolPresence("swa", swa, TRAILING, 2)])
+        result = common_hit(
+            kv, [PoolPresence("mamba", mamba, TRAILING, 1), PoolPresence("swa", swa, TRAILING, 2)]
+        )
         common = (
             oracle_endpoints(kv, ALL, 1, pages)
             & oracle_endpoints(mamba, TRAILING, 1, pages)
@@ -55,7 +71,11 @@ def test_the_minimum_of_the_maxima_is_not_the_hit():
     """D19: KV to 8, indexer to 5, Mamba checkpoints at 2 and 8: 5 has no checkpoint, 2 is right."""
     mamba = [p in (2, 8) for p in range(1, 9)]
     result = common_hit(
-        [True] * 8, [PoolPresence("indexer", [True] * 5 + [False] * 3), PoolPresence("mamba", mamba, TRAILING, 1)]
+        [True] * 8,
+        [
+            PoolPresence("indexer", [True] * 5 + [False] * 3),
+            PoolPresence("mamba", mamba, TRAILING, 1),
+        ],
     )
     assert (result.kv_hit_pages, result.restorable_prefix_pages) == (2, [2])
     assert result.extra_pool_hit_pages == {"kv": 8, "indexer": 5, "mamba": 8}
@@ -95,7 +115,9 @@ def test_empty_chain():
 
 def test_a_pool_asked_twice_keeps_both_conditions():
     present = [True, False, True]
-    result = common_hit([True] * 3, [PoolPresence("swa", present, TRAILING, 1), PoolPresence("swa", present, ALL)])
+    result = common_hit(
+        [True] * 3, [PoolPresence("swa", present, TRAILING, 1), PoolPresence("swa", present, ALL)]
+    )
     assert result.restorable_prefix_pages == [1]
     assert result.extra_pool_hit_pages["swa"] == 1
 

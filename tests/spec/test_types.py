@@ -43,7 +43,16 @@ def test_transfers_convert_what_engines_write():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("0", 0), ("4096", 4096), (7, 7), ("1KiB", 1024), ("1kb", 1000), ("1.5 GiB", 3 << 29), ("2T", 2 * 10**12), ("1g", 10**9)],
+    [
+        ("0", 0),
+        ("4096", 4096),
+        (7, 7),
+        ("1KiB", 1024),
+        ("1kb", 1000),
+        ("1.5 GiB", 3 << 29),
+        ("2T", 2 * 10**12),
+        ("1g", 10**9),
+    ],
 )
 def test_sizes(text, size):
     assert spec.parse_bytes(text) == size
@@ -62,7 +71,9 @@ class Options(spec.DriverConfig):
 
 
 def test_options_are_converted_from_text():
-    assert spec.parse_config(Options, {"path": "x", "threads": "4", "fsync": "true"}) == Options(path="x", threads=4, fsync=True)
+    assert spec.parse_config(Options, {"path": "x", "threads": "4", "fsync": "true"}) == Options(
+        path="x", threads=4, fsync=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +91,11 @@ def test_bad_options_are_named(options, message):
 
 
 def error_classes():
-    return [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, errors.HiCacheError)]
+    return [
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.HiCacheError)
+    ]
 
 
 def test_error_codes_are_unique_and_the_tree_is_drawn():
@@ -92,7 +107,11 @@ def test_error_codes_are_unique_and_the_tree_is_drawn():
 
 
 def test_the_package_exports_what_it_says():
-    public = {name for name, value in vars(spec).items() if not name.startswith("_") and not inspect.ismodule(value)}
+    public = {
+        name
+        for name, value in vars(spec).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
     assert sorted(spec.__all__) == sorted(public - {"TYPE_CHECKING"} | set(spec._HOMES))
     assert all(getattr(spec, name).__name__ == name for name in spec._HOMES)
 

@@ -97,7 +97,9 @@ def until_struck(layer):
 def test_a_hang_ends_when_told_and_is_a_miss(around):
     layer, pool, storage = around(hang=1.0)
     answers = []
-    call = threading.Thread(target=lambda: answers.extend(layer.batch_get_v2([pool.transfer("kv", KEYS, PLACES)])["kv"]))
+    call = threading.Thread(
+        target=lambda: answers.extend(layer.batch_get_v2([pool.transfer("kv", KEYS, PLACES)])["kv"])
+    )
     call.start()
     until_struck(layer)
     call.join(0.05)
@@ -126,7 +128,12 @@ def test_under_a_deadline_a_hang_is_a_miss_in_time(kit):
     guarded = wrap(layer, StorageOptions(deadline_seconds=60, breaker_threshold=0))
     guarded.register_mem_host_pool_v2(kit.pool(), "kv")
     guarded.open()
-    assert guarded.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=0.05)).kv_hit_pages == 0
+    assert (
+        guarded.batch_exists_v2(
+            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=0.05)
+        ).kv_hit_pages
+        == 0
+    )
     assert guarded.get_stats().deadlines_missed == 1
     layer.disable()
     guarded.close()
@@ -136,10 +143,22 @@ def test_a_delay_eats_into_the_deadline(around):
     layer, _, storage = around(delay=1.0, delay_seconds=0.1)
     told = []
     inner = storage.batch_exists_v2
-    storage.batch_exists_v2 = lambda keys, pools, info: told.append(info.deadline_seconds) or inner(keys, pools, info)
-    assert layer.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=30.0)).kv_hit_pages == 6
+    storage.batch_exists_v2 = lambda keys, pools, info: (
+        told.append(info.deadline_seconds) or inner(keys, pools, info)
+    )
+    assert (
+        layer.batch_exists_v2(
+            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=30.0)
+        ).kv_hit_pages
+        == 6
+    )
     assert told[0] < 30.0
-    assert layer.batch_exists_v2(KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=1e-6)).kv_hit_pages == 0
+    assert (
+        layer.batch_exists_v2(
+            KEYS, None, HiCacheStorageExtraInfo(deadline_seconds=1e-6)
+        ).kv_hit_pages
+        == 0
+    )
     assert len(told) == 1
     assert layer.injected == {"delay": 2}
 

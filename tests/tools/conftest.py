@@ -83,12 +83,22 @@ class Site:
         for known, value in ((registry().drivers, spec), (registry().owners, f"{name}:{name}")):
             self._monkeypatch.setitem(known, name, value)
 
-    def add(self, name, body="pass", *, capabilities="deletes=True, may_hang=False", spec="", requires="hicache-storage"):
+    def add(
+        self,
+        name,
+        body="pass",
+        *,
+        capabilities="deletes=True, may_hang=False",
+        spec="",
+        requires="hicache-storage",
+    ):
         """Install a driver: a dictionary of its process, with what `body` changes."""
         module, plugin = f"driver_{name}", f"plugin_{name}"
         words = {"name": name, "module": module, "capabilities": capabilities, "spec": spec}
         (self.directory / f"{plugin}.py").write_text(PLUGIN.format(**words))
-        (self.directory / f"{module}.py").write_text(DRIVER.format(**words, body=textwrap.indent(textwrap.dedent(body), "    ")))
+        (self.directory / f"{module}.py").write_text(
+            DRIVER.format(**words, body=textwrap.indent(textwrap.dedent(body), "    "))
+        )
         self.add_metadata(name, plugin, requires)
 
     def add_metadata(self, name, plugin, requires="hicache-storage"):
@@ -96,7 +106,9 @@ class Site:
         info = self.directory / f"{name}-1.0.dist-info"
         info.mkdir()
         needs = f"Requires-Dist: {requires}\n" if requires else ""
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}"
+        )
         (info / "entry_points.txt").write_text(f"[hicache_storage.drivers]\n{name} = {plugin}\n")
 
 

@@ -15,8 +15,20 @@ from hicache_storage.tools.bench import preflight
 from hicache_storage.tools.bench.client import WrongAnswerError
 from hicache_storage.tools.bench.plot import plot
 from hicache_storage.tools.bench.preflight import InsufficientSpaceError, check_space
-from hicache_storage.tools.bench.results import CandidateInfo, Measurement, Report, compare, percentile
-from hicache_storage.tools.bench.settings import BenchWorkload, Candidate, ClientKind, Operation, Sweep
+from hicache_storage.tools.bench.results import (
+    CandidateInfo,
+    Measurement,
+    Report,
+    compare,
+    percentile,
+)
+from hicache_storage.tools.bench.settings import (
+    BenchWorkload,
+    Candidate,
+    ClientKind,
+    Operation,
+    Sweep,
+)
 from hicache_storage.tools.bench.sweep import run_sweep
 
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
@@ -24,7 +36,9 @@ QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--max-stored",
 
 
 def bench(*arguments):
-    return subprocess.run([HICACHE, "bench", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [HICACHE, "bench", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def sweep(tmp_path, *, clients=(1,), kind=ClientKind.THREADS, candidates=None, **changes):
@@ -47,13 +61,19 @@ def stored_pages(directory):
 @pytest.mark.parametrize("kind", ClientKind)
 def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
     told = []
-    report = run_sweep(sweep(tmp_path, clients=(1, 2), kind=kind), lambda text, share: told.append((text, share)))
-    assert [(m.clients, m.operation) for m in report.measurements] == [(clients, op) for clients in (1, 2) for op in Operation]
+    report = run_sweep(
+        sweep(tmp_path, clients=(1, 2), kind=kind), lambda text, share: told.append((text, share))
+    )
+    assert [(m.clients, m.operation) for m in report.measurements] == [
+        (clients, op) for clients in (1, 2) for op in Operation
+    ]
     for measure in report.measurements:
         assert min(measure.rounds) > 0
         assert 0 < measure.p50_us <= measure.p95_us <= measure.p99_us <= measure.max_us
         assert measure.calls >= len(measure.rounds) * measure.clients
-    assert report.candidates == [CandidateInfo("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)]
+    assert report.candidates == [
+        CandidateInfo("file", "file", {"path": str(tmp_path / "store")}, verifies_checksums=True)
+    ]
     assert told[-1][1] == 1.0
     assert [share for _, share in told] == sorted(share for _, share in told)
     assert not stored_pages(tmp_path)
@@ -63,18 +83,32 @@ def test_two_contenders_take_turns(tmp_path):
     two = [Candidate("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
     report = run_sweep(sweep(tmp_path, candidates=two))
     assert [measure.label for measure in report.measurements] == ["a"] * 3 + ["b"] * 3
-    for theirs, ours, ratio in compare(report.of("a").values(), report.of("b").values(), paired=True):
+    for theirs, ours, ratio in compare(
+        report.of("a").values(), report.of("b").values(), paired=True
+    ):
         assert len(theirs.rounds) == len(ours.rounds)
         assert ratio.minimum <= ratio.maximum
 
 
 # Faulty drivers: the last argument replaces a method of a dictionary driver.
 WRONG = {
-    "refuses": ("def write_objects(self, batches, call): return [[False] * len(b.writes) for b in batches]", "a set of 8 pages"),
-    "forgets": ("def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]", "exists finds 0"),
-    "misses": ("def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]", "a get of 8 pages"),
+    "refuses": (
+        "def write_objects(self, batches, call): return [[False] * len(b.writes) for b in batches]",
+        "a set of 8 pages",
+    ),
+    "forgets": (
+        "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
+        "exists finds 0",
+    ),
+    "misses": (
+        "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
+        "a get of 8 pages",
+    ),
     "lies": (
-        "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) for t in transfers}",
+        (
+            "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) "
+            "for t in transfers}"
+        ),
         "delivered other bytes",
     ),
 }
@@ -111,7 +145,9 @@ def test_a_driver_that_can_only_clear(site, tmp_path, capsys):
         print("left", len(self.objects))
     """
     site.here("clears", body, capabilities="clears=True, may_hang=False")
-    report = run_sweep(sweep(tmp_path, candidates=[Candidate("clears", {}, "clears")], seconds=30.0))
+    report = run_sweep(
+        sweep(tmp_path, candidates=[Candidate("clears", {}, "clears")], seconds=30.0)
+    )
     assert "left 0" in capsys.readouterr().out
     # Well before its time was over, the space was used up.
     assert 1 <= len(report.measurements[0].rounds) <= (1 << 20) // (8 * 4096)
@@ -125,7 +161,8 @@ def test_a_driver_that_can_remove_nothing(site, tmp_path):
     assert run_sweep(replace(appends, keeps_pages=True)).measurements
 
 
-# Insufficient space -------------------------------------------------------------------------------------------------------------
+# Insufficient space
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_is_refused_before_a_page_is_written(tmp_path, monkeypatch):
@@ -133,7 +170,9 @@ def test_a_full_disk_is_refused_before_a_page_is_written(tmp_path, monkeypatch):
         free = 1 << 20
 
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _path: Usage)
-    with pytest.raises(InsufficientSpaceError, match=r"free and .* may be needed; give a smaller --max-stored"):
+    with pytest.raises(
+        InsufficientSpaceError, match=r"free and .* may be needed; give a smaller --max-stored"
+    ):
         run_sweep(sweep(tmp_path))
     assert not list(tmp_path.iterdir())
 
@@ -149,7 +188,10 @@ def test_little_memory_is_refused(tmp_path, monkeypatch):
     [
         ({"workloads": [BenchWorkload(5000, 1)]}, "cannot be measured"),
         ({"workloads": [BenchWorkload(4096, 100)]}, "more than --max-stored"),
-        ({"candidates": [Candidate("file", {"path": "/tmp/x", "capacity": "1MiB"}, "file")]}, "would evict pages"),
+        (
+            {"candidates": [Candidate("file", {"path": "/tmp/x", "capacity": "1MiB"}, "file")]},
+            "would evict pages",
+        ),
     ],
 )
 def test_what_does_not_fit(tmp_path, changes, said):
@@ -157,10 +199,13 @@ def test_what_does_not_fit(tmp_path, changes, said):
         check_space(sweep(tmp_path, **changes))
 
 
-# Results -------------------------------------------------------------------------------------------------------------
+# Results
+# -------------------------------------------------------------------------------------------------------------
 
 
-def measure(label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, clients=1):
+def measure(
+    label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, page_bytes=1 << 20, clients=1
+):
     made = Measurement(label, page_bytes, clients, operation, list(rounds))
     made.set_latencies([0.001 * number for number in range(1, 101)])
     return made
@@ -168,13 +213,22 @@ def measure(label="x", rounds=(100.0, 300.0, 200.0), operation=Operation.READ, p
 
 def test_percentiles():
     values = [float(number) for number in range(1, 101)]
-    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert [percentile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [
+        50.0,
+        95.0,
+        99.0,
+        100.0,
+    ]
     assert percentile([7.0], 0.5) == 7.0
 
 
 def test_rates_have_units():
-    assert measure().rates() == pytest.approx((200 * 1.048576e-3, 100 * 1.048576e-3, 300 * 1.048576e-3))
-    assert measure(operation=Operation.EXISTS, rounds=(2e6,)).rates() == pytest.approx((2.0, 2.0, 2.0))
+    assert measure().rates() == pytest.approx(
+        (200 * 1.048576e-3, 100 * 1.048576e-3, 300 * 1.048576e-3)
+    )
+    assert measure(operation=Operation.EXISTS, rounds=(2e6,)).rates() == pytest.approx(
+        (2.0, 2.0, 2.0)
+    )
     assert measure().p95_us == pytest.approx(95_000)
 
 
@@ -199,8 +253,11 @@ def test_a_report_is_read_back(tmp_path):
 def test_the_picture_has_a_point_for_each_measure():
     measurements = [
         measure(label, operation=op, page_bytes=size, clients=clients)
-        for label in ("a", "b <&>") for op in Operation for size in (1 << 16, 1 << 20) for clients in (1, 4)
-    ]  # fmt: skip
+        for label in ("a", "b <&>")
+        for op in Operation
+        for size in (1 << 16, 1 << 20)
+        for clients in (1, 4)
+    ]
     report = Report([CandidateInfo("a", "a", {}), CandidateInfo("b <&>", "b", {})], measurements)
     svg = ET.fromstring(plot(report))
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == len(measurements)
@@ -212,7 +269,8 @@ def test_the_picture_has_a_point_for_each_measure():
         assert 0 < float(circle.attrib["cy"]) < height
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_command(tmp_path):

@@ -52,7 +52,9 @@ class Collides(Whole):
     def _read(self, key): ...
 
 
-SPEC = DriverSpec(name="acme", target=f"{__name__}:Whole", config=f"{__name__}:Config", capabilities=SOUND)
+SPEC = DriverSpec(
+    name="acme", target=f"{__name__}:Whole", config=f"{__name__}:Config", capabilities=SOUND
+)
 
 
 def only(findings):
@@ -60,21 +62,37 @@ def only(findings):
     return finding
 
 
-# Capabilities against methods ----------------------------------------------------------------------------------------
+# Capabilities against methods
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_sound_driver():
     finding = only(drivers.check_capabilities("acme", SOUND, Whole))
-    assert (finding.status, finding.detail) == (Status.OK, "sharing=none, durability=none, deletes, hung_reads=wait")
+    assert (finding.status, finding.detail) == (
+        Status.OK,
+        "sharing=none, durability=none, deletes, hung_reads=wait",
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
         ({"clears": True}, Status.FAIL, "declares 'clears' without clear_namespaces()"),
-        ({"deletes": False}, Status.WARN, "implements delete_objects() and does not declare 'deletes'"),
-        ({"networked": True, "may_hang": False}, Status.FAIL, "declares networked and may_hang=False"),
-        ({"durability": Durability.REOPEN}, Status.WARN, "declares durability=reopen and sharing=none"),
+        (
+            {"deletes": False},
+            Status.WARN,
+            "implements delete_objects() and does not declare 'deletes'",
+        ),
+        (
+            {"networked": True, "may_hang": False},
+            Status.FAIL,
+            "declares networked and may_hang=False",
+        ),
+        (
+            {"durability": Durability.REOPEN},
+            Status.WARN,
+            "declares durability=reopen and sharing=none",
+        ),
     ],
 )
 def test_declarations_that_are_not_true(changes, status, said):
@@ -85,7 +103,9 @@ def test_declarations_that_are_not_true(changes, status, said):
 
 
 def test_a_driver_without_object_storage_is_held_to_its_own_methods():
-    findings = list(drivers.check_capabilities("acme", Capabilities(deletes=True, clears=True), HiCacheStorage))
+    findings = list(
+        drivers.check_capabilities("acme", Capabilities(deletes=True, clears=True), HiCacheStorage)
+    )
     assert [finding.detail for finding in findings] == [
         "declares 'deletes' without delete()",
         "declares 'clears' without clear()",
@@ -102,7 +122,11 @@ def test_a_driver_without_object_storage_is_held_to_its_own_methods():
 )
 def test_a_class_that_is_not_what_it_should_be(monkeypatch, driver, said):
     monkeypatch.setattr(drivers, "driver_class", lambda _spec: driver)
-    found = [finding for finding in drivers.check_class(SPEC, named=True) if finding.status is Status.FAIL]
+    found = [
+        finding
+        for finding in drivers.check_class(SPEC, named=True)
+        if finding.status is Status.FAIL
+    ]
     assert said in only(found).detail
 
 
@@ -114,14 +138,22 @@ def test_the_installed_drivers_are_sound():
 
 def test_an_instance_that_promises_more():
     declared = Capabilities(sharing=Sharing.PROCESS, may_hang=True)
-    assert drivers.undeclared_capabilities(Capabilities(sharing=Sharing.NONE, may_hang=False), declared) == []
-    assert drivers.undeclared_capabilities(Capabilities(sharing=Sharing.PROCESSES, clears=True), declared) == [
+    assert (
+        drivers.undeclared_capabilities(
+            Capabilities(sharing=Sharing.NONE, may_hang=False), declared
+        )
+        == []
+    )
+    assert drivers.undeclared_capabilities(
+        Capabilities(sharing=Sharing.PROCESSES, clears=True), declared
+    ) == [
         "sharing=processes",
         "clears=True",
     ]
 
 
-# Options -------------------------------------------------------------------------------------------------------------
+# Options
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_sound_config(monkeypatch):
@@ -132,10 +164,30 @@ def test_a_sound_config(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "model", "status", "said"),
     [
-        ({"capacity_option": "capacity"}, Config, Status.FAIL, "capacity_option names 'capacity', which is no option"),
-        ({"trial_config": {"paht": "{tmp}"}}, Config, Status.WARN, "unknown option 'paht'; did you mean 'path'?"),
-        ({"trial_config": {"path": "{tmp}"}}, Silent, Status.WARN, "path: `hicache drivers acme` has nothing to say about it"),
-        ({"capabilities": Capabilities(evicts=True)}, Config, Status.WARN, "names no capacity option"),
+        (
+            {"capacity_option": "capacity"},
+            Config,
+            Status.FAIL,
+            "capacity_option names 'capacity', which is no option",
+        ),
+        (
+            {"trial_config": {"paht": "{tmp}"}},
+            Config,
+            Status.WARN,
+            "unknown option 'paht'; did you mean 'path'?",
+        ),
+        (
+            {"trial_config": {"path": "{tmp}"}},
+            Silent,
+            Status.WARN,
+            "path: `hicache drivers acme` has nothing to say about it",
+        ),
+        (
+            {"capabilities": Capabilities(evicts=True)},
+            Config,
+            Status.WARN,
+            "names no capacity option",
+        ),
     ],
 )
 def test_options_that_are_not_true(monkeypatch, changes, model, status, said):
@@ -153,7 +205,8 @@ def test_what_cannot_be_imported_matters_only_to_who_asks():
     assert named.fix == "pip install acme-client"
 
 
-# Versions ------------------------------------------------------------------------------------------------------------
+# Versions
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -166,11 +219,14 @@ def test_what_cannot_be_imported_matters_only_to_who_asks():
     ],
 )
 def test_the_contract_s_version(monkeypatch, requires, status):
-    monkeypatch.setattr(drivers, "distribution", lambda _name: SimpleNamespace(version="1.0", requires=requires))
+    monkeypatch.setattr(
+        drivers, "distribution", lambda _name: SimpleNamespace(version="1.0", requires=requires)
+    )
     assert only(drivers.check_requirement("acme", "acme-driver")).status is status
 
 
-# Plugins -------------------------------------------------------------------------------------------------------------
+# Plugins
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_broken_and_rival_plugins(monkeypatch):
@@ -196,7 +252,8 @@ def test_a_driver_that_nobody_registers(monkeypatch):
     assert only(plugins.check_registered(TARGET)).status is Status.FAIL
 
 
-# The machine ---------------------------------------------------------------------------------------------------------
+# The machine
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -215,7 +272,10 @@ def test_locked_memory(monkeypatch, limit, privileged, pinned, status):
     assert only(machine.check_locked_memory(DoctorTarget(pinned_bytes=pinned))).status is status
 
 
-@pytest.mark.parametrize(("limit", "status"), [(1024, Status.WARN), (65536, Status.OK), (resource.RLIM_INFINITY, Status.OK)])
+@pytest.mark.parametrize(
+    ("limit", "status"),
+    [(1024, Status.WARN), (65536, Status.OK), (resource.RLIM_INFINITY, Status.OK)],
+)
 def test_open_files(monkeypatch, limit, status):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _which: (limit, limit))
     assert only(machine.check_open_files(TARGET)).status is status
@@ -230,37 +290,59 @@ def test_open_files(monkeypatch, limit, status):
     ],
 )
 def test_io_uring(monkeypatch, error, status, fix):
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_args, **_kwargs: SimpleNamespace(syscall=lambda *_arguments: -1))
+    monkeypatch.setattr(
+        machine.ctypes,
+        "CDLL",
+        lambda *_args, **_kwargs: SimpleNamespace(syscall=lambda *_arguments: -1),
+    )
     monkeypatch.setattr(machine.ctypes, "get_errno", lambda: error)
     finding = only(machine.check_io_uring(TARGET))
     assert finding.status is status
     assert fix in finding.fix
 
 
-@pytest.mark.parametrize(("text", "status"), [("always [madvise] never", Status.OK), ("always madvise [never]", Status.WARN)])
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("always [madvise] never", Status.OK), ("always madvise [never]", Status.WARN)],
+)
 def test_huge_pages(monkeypatch, tmp_path, text, status):
     monkeypatch.setattr(machine, "_THP", tmp_path / "enabled")
     (tmp_path / "enabled").write_text(text + "\n")
     assert only(machine.check_huge_pages(TARGET)).status is status
 
 
-@pytest.mark.parametrize(("state", "status"), [(0, Status.OK), (machine.TIME_ERROR, Status.WARN), (-1, Status.WARN)])
+@pytest.mark.parametrize(
+    ("state", "status"), [(0, Status.OK), (machine.TIME_ERROR, Status.WARN), (-1, Status.WARN)]
+)
 def test_clock(monkeypatch, state, status):
-    monkeypatch.setattr(machine.ctypes, "CDLL", lambda *_args, **_kwargs: SimpleNamespace(adjtimex=lambda _buffer: state))
+    monkeypatch.setattr(
+        machine.ctypes,
+        "CDLL",
+        lambda *_args, **_kwargs: SimpleNamespace(adjtimex=lambda _buffer: state),
+    )
     assert only(machine.check_clock(TARGET)).status is status
 
 
 def test_the_real_calls_are_made():
-    for check in (machine.check_io_uring, machine.check_clock, machine.check_python, machine.check_torch):
+    for check in (
+        machine.check_io_uring,
+        machine.check_clock,
+        machine.check_python,
+        machine.check_torch,
+    ):
         assert list(check(TARGET))
 
 
-@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (8 << 20, "8.0 MiB"), (500 << 30, "500 GiB"), (1 << 60, "1048576 TiB")])
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (8 << 20, "8.0 MiB"), (500 << 30, "500 GiB"), (1 << 60, "1048576 TiB")],
+)
 def test_sizes(count, text):
     assert machine.size(count) == text
 
 
-# Places --------------------------------------------------------------------------------------------------------------
+# Places
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,7 +350,9 @@ def options(monkeypatch):
     chosen = {}
     monkeypatch.setattr(endpoints, "usable_options", lambda _target: chosen)
     monkeypatch.setattr(
-        endpoints, "registry", lambda: SimpleNamespace(get=lambda _name: replace(SPEC, capacity_option="capacity"))
+        endpoints,
+        "registry",
+        lambda: SimpleNamespace(get=lambda _name: replace(SPEC, capacity_option="capacity")),
     )
     return chosen
 

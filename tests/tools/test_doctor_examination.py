@@ -1,4 +1,5 @@
-"""Whole examinations in their own process: drivers that hang, crash and lie, and what is left behind."""
+"""Whole examinations in their own process: drivers that hang, crash and lie, and what is left
+behind."""
 
 from __future__ import annotations
 
@@ -30,21 +31,42 @@ def test_a_sound_driver(site):
 FATAL = {
     "hangs": ("def connect(self): time.sleep(3600)", "hung for"),
     "exits": ("def connect(self): os._exit(7)", "ended the process with status 7"),
-    "crashes": ("def connect(self): os.kill(os.getpid(), signal.SIGSEGV)", "took the process down with SIGSEGV"),
+    "crashes": (
+        "def connect(self): os.kill(os.getpid(), signal.SIGSEGV)",
+        "took the process down with SIGSEGV",
+    ),
 }
 FAULTS = {
     "quits": ("def connect(self): sys.exit(3)", "raises SystemExit"),
-    "away": ("def connect(self): raise StorageUnavailableError('no server')", "cannot be opened: no server"),
+    "away": (
+        "def connect(self): raise StorageUnavailableError('no server')",
+        "cannot be opened: no server",
+    ),
     "raises": ("def __init__(self, identity): pass", "raises TypeError"),
-    "ill": ("def check_health(self): return Health(ok=False, detail='degraded')", "health() answers: degraded"),
+    "ill": (
+        "def check_health(self): return Health(ok=False, detail='degraded')",
+        "health() answers: degraded",
+    ),
     "refuses": (
         "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
-        "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: answering misses: [Errno 28] No space left)",
+        (
+            "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: answering "
+            "misses: [Errno 28] No space left)"
+        ),
     ),
-    "forgets": ("def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]", "exists finds 0"),
-    "misses": ("def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]", "and a get answered"),
+    "forgets": (
+        "def objects_exist(self, batches, call): return [[False] * len(b.keys) for b in batches]",
+        "exists finds 0",
+    ),
+    "misses": (
+        "def read_objects(self, batches, call): return [[False] * len(b.reads) for b in batches]",
+        "and a get answered",
+    ),
     "lies": (
-        "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) for t in transfers}",
+        (
+            "def batch_get_v2(self, transfers, extra_info=None): return {t.name: [True] * len(t.keys) "
+            "for t in transfers}"
+        ),
         "page 0 was read with other bytes",
     ),
     "promises": (
@@ -58,8 +80,11 @@ FAULTS = {
 def test_a_driver_that_takes_its_process_along(site, name):
     body, said = FATAL[name]
     site.add(name, body)
-    # What hangs is waited for; what does not may take as long as a busy machine needs to import torch.
-    (finding,) = diagnose(name, "round trip", **({"deadline": 0.2, "grace": 4.0} if name == "hangs" else {}))
+    # What hangs is waited for; what does not may take as long as a busy machine needs to import
+    # torch.
+    (finding,) = diagnose(
+        name, "round trip", **({"deadline": 0.2, "grace": 4.0} if name == "hangs" else {})
+    )
     assert finding.status is Status.FAIL
     assert said in finding.detail
     assert finding.fix
@@ -82,13 +107,23 @@ def test_the_examination_goes_on_after_a_crash(site):
 
 
 def test_pages_that_stay(site):
-    site.here("keeps", "def delete_objects(self, batches, call): return [[True] * len(b.keys) for b in batches]")
+    site.here(
+        "keeps",
+        "def delete_objects(self, batches, call): return [[True] * len(b.keys) for b in batches]",
+    )
     *_, finding = check_round_trip(DoctorTarget(driver="keeps", options={"url": "x"}))
-    assert (finding.status, finding.detail) == (Status.WARN, "4 pages are still there after delete()")
+    assert (finding.status, finding.detail) == (
+        Status.WARN,
+        "4 pages are still there after delete()",
+    )
 
 
 def test_no_page_is_stored_that_could_not_be_removed(site):
-    site.here("append", "def write_objects(self, batches, call): os._exit(9)", capabilities="may_hang=False")
+    site.here(
+        "append",
+        "def write_objects(self, batches, call): os._exit(9)",
+        capabilities="may_hang=False",
+    )
     (finding,) = check_round_trip(DoctorTarget(driver="append", options={"url": "x"}))
     assert finding.status is Status.WARN
     assert "no page was stored" in finding.detail
@@ -103,22 +138,33 @@ def test_a_driver_that_needs_a_server_is_not_opened(site):
 
 def test_bad_options_are_named_once(site):
     site.add("sound")
-    (finding,) = diagnose("sound", "options", "directories", "servers", "round trip", options={"ulr": "x"})
+    (finding,) = diagnose(
+        "sound", "options", "directories", "servers", "round trip", options={"ulr": "x"}
+    )
     assert finding.status is Status.FAIL
     assert "did you mean 'url'?" in finding.detail
 
 
 def test_no_page_is_left_in_a_real_store(tmp_path):
-    findings = diagnose("file", "options", "directories", "round trip", options={"path": str(tmp_path / "store")})
+    findings = diagnose(
+        "file", "options", "directories", "round trip", options={"path": str(tmp_path / "store")}
+    )
     assert {finding.status for finding in findings} <= {Status.OK, Status.WARN}, findings
-    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size >= 8192]
+    assert not [
+        path
+        for path in (tmp_path / "store").rglob("*")
+        if path.is_file() and path.stat().st_size >= 8192
+    ]
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------
 
 
 def doctor(*arguments):
-    return subprocess.run([HICACHE, "doctor", *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [HICACHE, "doctor", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def test_the_command_on_a_sound_driver(site):
@@ -139,7 +185,10 @@ def test_the_command_on_a_broken_plugin(site):
     assert "pip uninstall acme" in finding["fix"]
 
 
-@pytest.mark.parametrize("arguments", [["-c", "path=/tmp"], ["file", "-c", "path"], ["file", "--pinned", "much"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", "path=/tmp"], ["file", "-c", "path"], ["file", "--pinned", "much"], ["--nonsense"]],
+)
 def test_bad_arguments(arguments):
     assert doctor(*arguments).returncode == 2
 

@@ -12,7 +12,11 @@ from hicache_storage.tools.options import directories, parse_pairs, redacted, se
 
 
 def test_pairs():
-    assert parse_pairs(["a=1", "url=http://h?x=y", "empty="]) == {"a": "1", "url": "http://h?x=y", "empty": ""}
+    assert parse_pairs(["a=1", "url=http://h?x=y", "empty="]) == {
+        "a": "1",
+        "url": "http://h?x=y",
+        "empty": "",
+    }
 
 
 @pytest.mark.parametrize("text", ["path", "=x", ""])
@@ -48,21 +52,36 @@ def test_directories(tmp_path):
     file = tmp_path / "config.json"
     file.touch()
     options = {
-        "path": "store", "cache_dir": str(tmp_path), "mount": "/mnt/3fs", "config": str(file), "url": "file:///x", "root": "",
-        "xpath": "x", "threads": 4,
-    }  # fmt: skip
-    assert directories(options) == {"path": Path("store"), "cache_dir": tmp_path, "mount": Path("/mnt/3fs")}
+        "path": "store",
+        "cache_dir": str(tmp_path),
+        "mount": "/mnt/3fs",
+        "config": str(file),
+        "url": "file:///x",
+        "root": "",
+        "xpath": "x",
+        "threads": 4,
+    }
+    assert directories(options) == {
+        "path": Path("store"),
+        "cache_dir": tmp_path,
+        "mount": Path("/mnt/3fs"),
+    }
 
 
 def test_secrets_are_hidden():
     assert redacted({"url": "redis://u:p@h:1", "password": "x", "api_key": "y", "path": "/z"}) == {
-        "api_key": "***", "password": "***", "path": "/z", "url": "redis://***@h:1",
-    }  # fmt: skip
+        "api_key": "***",
+        "password": "***",
+        "path": "/z",
+        "url": "redis://***@h:1",
+    }
 
 
 def test_trial_options():
     def spec(**trial):
-        return DriverSpec(name="a", target="a:A", config="a:C", capabilities=Capabilities(), trial_config=trial)
+        return DriverSpec(
+            name="a", target="a:A", config="a:C", capabilities=Capabilities(), trial_config=trial
+        )
 
     assert trial_options(spec(), "/t") == {}
     assert trial_options(spec(path="{tmp}/store"), "/t") == {"path": "/t/store"}

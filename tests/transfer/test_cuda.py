@@ -125,7 +125,8 @@ def test_a_refusal_is_not_left_to_the_next_kernel(monkeypatch):
 
 def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
     monkeypatch.setattr(
-        "hicache_storage.transfer.cuda.runtime.rectangles", lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)]
+        "hicache_storage.transfer.cuda.runtime.rectangles",
+        lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)],
     )
     device = torch.zeros(128, dtype=torch.uint8, device="cuda")
     with pytest.raises(StreamFailedError, match="2 rows of 64 bytes failed with CUDA error"):
@@ -134,7 +135,8 @@ def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
 
 
 def test_locked_memory_is_not_a_childs():
-    """After a fork, the first write copies a shared page, and the device would use the other copy."""
+    """After a fork, the first write copies a shared page, and the device would use the other
+    copy."""
     memory = host_tensor((1 << 20,), torch.uint8)
     memory.fill_(1)
     child = os.fork()
@@ -181,6 +183,9 @@ def test_pools_of_a_device_that_is_not_the_current_one(backend):
     bench.engine.write_back(bench.slots(0), host).wait()
     counter = bench.engine.load(host, bench.slots(3))
     counter.synchronize()
-    seen = [[part[3] for part in bench.device_pool.layer(layer)] for layer in range(bench.device_pool.layer_num)]
+    seen = [
+        [part[3] for part in bench.device_pool.layer(layer)]
+        for layer in range(bench.device_pool.layer_num)
+    ]
     bench.finish()
     assert same(seen, content)

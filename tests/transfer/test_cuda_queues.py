@@ -1,6 +1,8 @@
-"""Side effects of copies on a GPU machine: on the enqueueing thread, multiprocessors, events and graphs.
+"""Side effects of copies on a GPU machine: on the enqueueing thread, multiprocessors, events and
+graphs.
 
-Each case answers a question that only a CUDA device can; figures are printed (`-s` or `-rA` shows them).
+Each case answers a question that only a CUDA device can; figures are printed (`-s` or `-rA` shows
+them).
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ def cuda():
 
 def many_pages(device, backend, layout="page_first", pages=MANY_PAGES):
     """An engine between pools with twice as many pages, and pages of which no two are adjacent."""
-    pools = MHADevicePool(size=2 * pages, device="cuda", **SIZE), MHAHostPool(size=2 * pages, layout=layout, **SIZE)
+    pools = (
+        MHADevicePool(size=2 * pages, device="cuda", **SIZE),
+        MHAHostPool(size=2 * pages, layout=layout, **SIZE),
+    )
     engine = PageTransfers.between(device, device.stream("compute"), *pools, backend=backend)
     engine.host_slots.alloc(2 * pages)
     return engine, torch.randperm(pages) * 2, torch.randperm(pages) * 2
@@ -55,10 +60,17 @@ def test_batches_of_addresses_move_the_right_bytes(cuda, monkeypatch, kind, layo
     """`cudaMemcpyBatchAsync` from CUDA 12.8 on, single copies before."""
     monkeypatch.setattr(cuda_runtime, "FEW_CALLS", 0)
     device, host = KINDS[kind].pair(layout, "cuda", 48)
-    engine = PageTransfers.between(cuda.device, cuda.device.stream("compute"), device, host, backend=backend)
+    engine = PageTransfers.between(
+        cuda.device, cuda.device.stream("compute"), device, host, backend=backend
+    )
     size, pages = KINDS[kind].page_size, torch.randperm(24) * 2
-    slots, backwards = ((each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0)))
-    parts, generator = [part for layer in range(LAYERS) for part in device.layer(layer)], torch.Generator().manual_seed(0)
+    slots, backwards = (
+        (each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0))
+    )
+    parts, generator = (
+        [part for layer in range(LAYERS) for part in device.layer(layer)],
+        torch.Generator().manual_seed(0),
+    )
     for part in parts:
         part.copy_(random_bytes(part, generator))
     before = [part[pages.cuda()].clone() for part in parts]
@@ -69,13 +81,17 @@ def test_batches_of_addresses_move_the_right_bytes(cuda, monkeypatch, kind, layo
     torch.cuda.synchronize()
     engine.load(backwards, slots).synchronize()
     torch.cuda.synchronize()
-    assert all(torch.equal(raw(part[pages.cuda()]), raw(old)) for part, old in zip(parts, before, strict=True))
+    assert all(
+        torch.equal(raw(part[pages.cuda()]), raw(old))
+        for part, old in zip(parts, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, backend, layout):
-    """G1: a stream's launch queue has about 1,000 entries; 4,096 separate pages behind a kernel of some seconds."""
+    """G1: a stream's launch queue has about 1,000 entries; 4,096 separate pages behind a kernel of
+    some seconds."""
     engine, device, host = many_pages(cuda.device, backend, layout)
     run_alone(engine, device, host)
     with torch.cuda.stream(engine._compute.native):
@@ -84,7 +100,10 @@ def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, backend, lay
     acknowledgement = engine.write_back(device, host)
     counter = engine.load(host, device)
     seconds = time.perf_counter() - began
-    print(f"{backend}, {layout}: {seconds * 1e3:.1f} ms for a write-back and a load of {MANY_PAGES} pages")
+    print(
+        f"{backend}, {layout}: {seconds * 1e3:.1f} ms for a write-back and a load of {MANY_PAGES} "
+        f"pages"
+    )
     assert not acknowledgement.done()
     assert counter.arrived() == 0
     assert seconds < 0.5
@@ -124,7 +143,10 @@ def test_kernels_of_copies_leave_multiprocessors_to_the_model(cuda):
     assert cuda.device.moves_rows, "no kernel of Triton on this machine"
     engine, device, host = many_pages(cuda.device, "mapped")
     run_alone(engine, device, host)
-    matrix, compute = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda"), torch.cuda.Stream(priority=-1)
+    matrix, compute = (
+        torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda"),
+        torch.cuda.Stream(priority=-1),
+    )
     result = torch.empty_like(matrix)
     torch.cuda.synchronize()
 
@@ -151,7 +173,10 @@ def test_kernels_of_copies_leave_multiprocessors_to_the_model(cuda):
 def test_some_backend_is_fast_for_rows_with_gaps(cuda, separate):
     """G4: `page_first` loads are rows of 2 KiB; which backend comes near one pinned copy?"""
     size = MANY_PAGES << 16
-    memory, target = host_tensor((size,), torch.uint8, populate=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+    memory, target = (
+        host_tensor((size,), torch.uint8, populate=True),
+        torch.empty(size, dtype=torch.uint8, device="cuda"),
+    )
     stream = cuda.device.stream("pinned")
     torch.cuda.synchronize()
 
@@ -195,11 +220,15 @@ def test_events_are_used_again(cuda, monkeypatch):
 
 
 def test_copies_stay_out_of_a_graph(cuda):
-    """G6: a graph has no events of later loads; its stream waits before each replay, and the capture goes on."""
+    """G6: a graph has no events of later loads; its stream waits before each replay, and the
+    capture goes on."""
     bench = Bench(cuda, "mha", "page_first", "direct")
     content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.write_host(int(host[0]) // bench.kind.page_size, content)
-    seen = [[torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)] for layer in range(LAYERS)]
+    seen = [
+        [torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)]
+        for layer in range(LAYERS)
+    ]
     counter = bench.engine.load(host, bench.slots(2))
     counter.synchronize()
     torch.cuda.synchronize()
@@ -227,5 +256,6 @@ def test_without_triton_there_are_two_kernels(cuda):
 
 
 def test_triton_compiles_here():
-    """It comes with torch for CUDA; where it does not compile, `mapped` is slower, and the log says why."""
+    """It comes with torch for CUDA; where it does not compile, `mapped` is slower, and the log says
+    why."""
     assert CudaDevice().moves_rows

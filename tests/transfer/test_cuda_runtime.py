@@ -53,7 +53,10 @@ class Failed:
     synchronize = query
 
 
-@pytest.mark.parametrize(("kind", "call"), [(CudaEvent, "query"), (CudaEvent, "synchronize"), (CudaStream, "synchronize")])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [(CudaEvent, "query"), (CudaEvent, "synchronize"), (CudaStream, "synchronize")],
+)
 def test_a_failed_kernel_is_a_failed_stream(kind, call):
     made = kind.__new__(kind)
     made.native, made._is_recorded = Failed(), True

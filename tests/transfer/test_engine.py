@@ -1,4 +1,5 @@
-"""Copies of pages between device and host: every pool and layout, random traffic, held host pages, refused arguments."""
+"""Copies of pages between device and host: every pool and layout, random traffic, held host pages,
+refused arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +17,24 @@ from hicache_storage.transfer import BACKENDS, DevicePages, HostPages, PageTrans
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize(("backend", "staging_bytes"), [("direct", 1), *product(("kernel", STAGED), (1, 1 << 20)), ("mapped", 1)])
+@pytest.mark.parametrize(
+    ("backend", "staging_bytes"),
+    [("direct", 1), *product(("kernel", STAGED), (1, 1 << 20)), ("mapped", 1)],
+)
 def test_pages_come_back_as_they_went(simulated, kind, layout, backend, staging_bytes):
     bench = Bench(simulated, kind, layout, backend, staging_bytes=staging_bytes)
-    contents, pages, elsewhere = [bench.content(seed) for seed in range(4)], (3, 1, 2, 5), (0, 5, 4, 2)
+    contents, pages, elsewhere = (
+        [bench.content(seed) for seed in range(4)],
+        (3, 1, 2, 5),
+        (0, 5, 4, 2),
+    )
     for page, content in zip(pages, contents, strict=True):
         bench.run_kernel(page, content)
-    host = torch.cat([bench.engine.host_slots.alloc(bench.kind.page_size) for _ in pages]).view(4, -1)[[2, 3, 0, 1]].view(-1)
+    host = (
+        torch.cat([bench.engine.host_slots.alloc(bench.kind.page_size) for _ in pages])
+        .view(4, -1)[[2, 3, 0, 1]]
+        .view(-1)
+    )
     acknowledgement = bench.engine.write_back(bench.slots(*pages), host)
     counter = bench.engine.load(host, bench.slots(*elsewhere))
     seen = bench.read_pages(elsewhere, counter)
@@ -37,7 +49,9 @@ def test_pages_come_back_as_they_went(simulated, kind, layout, backend, staging_
 def _poisoned(bench, used):
     """Return True if unused host pages are unchanged."""
     pages = set(range(PAGES)) - {slot // bench.kind.page_size for slot in used.tolist()}
-    parts = [part[page] for page in pages for layer in bench.engine._host_pages._layers for part in layer]
+    parts = [
+        part[page] for page in pages for layer in bench.engine._host_pages._layers for part in layer
+    ]
     expected = [torch.empty_like(part) for part in parts]
     for tensor in expected:
         fill(tensor, 0xA5)
@@ -52,16 +66,23 @@ def test_layers_of_a_host_page_are_its_bytes(kind, layout):
         for layer in range(LAYERS):
             for tensor in host.page_layer(page * pool.page_size, layer):
                 fill(tensor, page + 1)
-    for page, components in enumerate(pool.page_buffers([page * pool.page_size for page in range(PAGES)])):
+    for page, components in enumerate(
+        pool.page_buffers([page * pool.page_size for page in range(PAGES)])
+    ):
         assert all(set(buffer) == {page + 1} for buffer in components)
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=10,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_random_traffic(backend, kind, layout, data):
-    """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is right, and no race."""
+    """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is
+    right, and no race."""
     place = Simulated("traffic", pause_seconds=0)
     try:
         _Traffic(Bench(place, kind, layout, backend), data.draw).run()
@@ -90,24 +111,35 @@ class _Traffic:
         assert all(same(seen, content) for seen, content in self._seen)
 
     def _kernel(self):
-        page, content = self._draw(st.integers(0, PAGES - 1)), self._draw(st.sampled_from(self._contents))
+        page, content = (
+            self._draw(st.integers(0, PAGES - 1)),
+            self._draw(st.sampled_from(self._contents)),
+        )
         self._bench.run_kernel(page, content)
         self._device[page] = content
 
     def _write_back(self):
-        sources = self._draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+        sources = self._draw(
+            st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True)
+        )
         targets = self._draw(st.permutations(range(PAGES)))[: len(sources)]
         self._bench.engine.write_back(self._bench.slots(*sources), self._bench.slots(*targets))
-        self._host.update({to: self._device[page] for page, to in zip(sources, targets, strict=True)})
+        self._host.update(
+            {to: self._device[page] for page, to in zip(sources, targets, strict=True)}
+        )
 
     def _load(self):
-        targets = self._draw(st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True))
+        targets = self._draw(
+            st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=PAGES, unique=True)
+        )
         known = sorted(self._host)
         if not known:
             return
         sources = [self._draw(st.sampled_from(known)) for _ in targets]
         counter = self._bench.engine.load(self._bench.slots(*sources), self._bench.slots(*targets))
-        self._device.update({to: self._host[page] for page, to in zip(sources, targets, strict=True)})
+        self._device.update(
+            {to: self._host[page] for page, to in zip(sources, targets, strict=True)}
+        )
         page = targets[0]
         self._seen.append((self._bench.read(page, counter), self._device[page]))
         counter.wait(LAYERS - 1, self._bench.compute)
@@ -138,7 +170,9 @@ def test_the_counter_tells_what_has_arrived(simulated, backend):
         (STAGED, {"gather": LAYERS * 2, "scatter": LAYERS * 2}),
     ],
 )
-def test_how_much_is_enqueued_depends_on_no_order_of_pages(simulated, monkeypatch, backend, calls, layout):
+def test_how_much_is_enqueued_depends_on_no_order_of_pages(
+    simulated, monkeypatch, backend, calls, layout
+):
     bench = Bench(simulated, "mha", layout, backend, staging_bytes=1 << 20)
     streams = [bench.engine._out, *([bench.staging("_out").filler] if backend == "kernel" else [])]
     for pages, hosts in (((5, 0, 3, 1), (4, 2, 5, 0)), ((0, 1, 2, 3), (0, 1, 2, 3))):
@@ -165,7 +199,12 @@ def _counted(monkeypatch, stream, method):
 def test_indices_that_do_not_fit_are_refused(simulated):
     bench = Bench(simulated, "mha", "page_first", "direct")
     engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)
-    for wrong in (bench.slots(0), bench.slots(0, 1)[1:], torch.arange(1, 5), torch.tensor([], dtype=torch.int64)):
+    for wrong in (
+        bench.slots(0),
+        bench.slots(0, 1)[1:],
+        torch.arange(1, 5),
+        torch.tensor([], dtype=torch.int64),
+    ):
         with pytest.raises(InvalidTransferError):
             engine.write_back(wrong, host)
     with pytest.raises(InvalidTransferError, match="device_indices must be slots in"):
@@ -187,7 +226,10 @@ def test_pools_that_do_not_fit_are_refused(simulated):
     for layers, field in (
         (device.layers[1:], "layer_num: 2 and 3"),
         ([(v, k) for k, v in device.layers], "element type and shape of the rows of layer 0"),
-        ([(k.view(torch.int16), v) for k, v in device.layers], "element type and shape of the rows of layer 0"),
+        (
+            [(k.view(torch.int16), v) for k, v in device.layers],
+            "element type and shape of the rows of layer 0",
+        ),
     ):
         with pytest.raises(InvalidPoolError, match=f"differ in {field}"):
             PageTransfers(simulated.device, compute, DevicePages(layers, PAGE), pages, host)
@@ -199,14 +241,18 @@ def test_pools_that_do_not_fit_are_refused(simulated):
     with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel, mapped"):
         PageTransfers.between(simulated.device, compute, device, host, backend="auto")
     for backend in ("kernel", "mapped"):
-        with pytest.raises(InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"):
+        with pytest.raises(
+            InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"
+        ):
             PageTransfers(simulated.device, compute, device, device, host, backend=backend)
 
 
 def test_pages_that_copies_do_not_know_are_refused():
     with pytest.raises(InvalidPoolError, match="same number of slots"):
         DevicePages([[torch.zeros(4, 1)], [torch.zeros(6, 1)]], 2)
-    with pytest.raises(InvalidPoolError, match="MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"):
+    with pytest.raises(
+        InvalidPoolError, match="MHAHostPool, MLAHostPool, MambaHostPool and IndexerHostPool"
+    ):
         HostPages(object())
     _, pool = KINDS["mha"].pair("page_first", "cpu")
     pool.layout = "page_last"

@@ -1,4 +1,5 @@
-"""CUDA calls of copies, with the runtime replaced: their arguments, and that their number does not grow with the pages."""
+"""CUDA calls of copies, with the runtime replaced: their arguments, and that their number does not
+grow with the pages."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from stubbed_cuda import StubbedDevice, stubbed
 def engine(kind, layout, backend, pages=PAGES, *, moves_rows=False):
     device = StubbedDevice(moves_rows=moves_rows)
     device_pool, host_pool = KINDS[kind].pair(layout, "cpu", pages)
-    return PageTransfers.between(device, device.stream("compute"), device_pool, host_pool, backend=backend)
+    return PageTransfers.between(
+        device, device.stream("compute"), device_pool, host_pool, backend=backend
+    )
 
 
 def slots(pages, page_size):
@@ -37,14 +40,21 @@ def parts(engine, side):
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize(("backend", "batches"), [*product(("direct", "kernel"), (True, False)), ("mapped", True)])
+@pytest.mark.parametrize(
+    ("backend", "batches"), [*product(("direct", "kernel"), (True, False)), ("mapped", True)]
+)
 @pytest.mark.parametrize("separate", [True, False])
 def test_every_address_is_right(monkeypatch, kind, layout, backend, batches, separate):
-    """Pages go out and come back elsewhere, moved by the host at the addresses that CUDA would be given."""
+    """Pages go out and come back elsewhere, moved by the host at the addresses that CUDA would be
+    given."""
     # Few pages make few rectangles; they are to be batches as well.
     monkeypatch.setattr(cuda_runtime, "FEW_CALLS", 0 if separate else 8)
     size, generator = KINDS[kind].page_size, torch.Generator().manual_seed(1)
-    out, host, back = ([5, 0, 3, 1], [1, 2, 5, 4], [0, 2, 3, 4]) if separate else ([1, 2, 3, 4], [2, 3, 4, 5], [0, 1, 2, 3])
+    out, host, back = (
+        ([5, 0, 3, 1], [1, 2, 5, 4], [0, 2, 3, 4])
+        if separate
+        else ([1, 2, 3, 4], [2, 3, 4, 5], [0, 1, 2, 3])
+    )
     with stubbed(executes=True, batches=batches) as calls:
         made = engine(kind, layout, backend)
         for part in parts(made, "_device_pages"):
@@ -82,7 +92,10 @@ def test_the_number_of_calls_does_not_grow_with_the_pages(backend, layout):
 
 
 def scattered_write_back():
-    made, pages = engine("mha", "layer_first", "direct", 32), slots(range(0, 32, 2), KINDS["mha"].page_size)
+    made, pages = (
+        engine("mha", "layer_first", "direct", 32),
+        slots(range(0, 32, 2), KINDS["mha"].page_size),
+    )
     made.write_back(pages, pages)
 
 
@@ -121,7 +134,14 @@ class Runtime:
 
         self.cudaRuntimeGetVersion = version_of
         pointers = (ctypes.c_void_p,) * (1 if version < 13000 else 0)
-        kinds = (*(ctypes.c_void_p,) * 3, ctypes.c_size_t, *(ctypes.c_void_p,) * 2, ctypes.c_size_t, *pointers, ctypes.c_void_p)
+        kinds = (
+            *(ctypes.c_void_p,) * 3,
+            ctypes.c_size_t,
+            *(ctypes.c_void_p,) * 2,
+            ctypes.c_size_t,
+            *pointers,
+            ctypes.c_void_p,
+        )
 
         @ctypes.CFUNCTYPE(ctypes.c_int, *kinds)
         def batch(*arguments):
@@ -157,7 +177,8 @@ def uncached(monkeypatch):
         monkeypatch.setattr(cuda_runtime, name, getattr(cuda_runtime, name).__wrapped__)
 
 
-# What is used again -----------------------------------------------------------------------------------------------------
+# What is used again
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["kernel", "mapped"])
@@ -165,7 +186,10 @@ def test_no_transfer_locks_memory_or_makes_events(monkeypatch, backend):
     """Either may wait for the device, or costs as much as a small copy."""
     monkeypatch.setattr(fences, "SWEEP_EVENTS", 8)
     with stubbed():
-        made, pages = engine("mha", "page_first", backend, 32), slots(range(0, 32, 2), KINDS["mha"].page_size)
+        made, pages = (
+            engine("mha", "page_first", backend, 32),
+            slots(range(0, 32, 2), KINDS["mha"].page_size),
+        )
 
         def transfers():
             for _ in range(20):
@@ -175,7 +199,10 @@ def test_no_transfer_locks_memory_or_makes_events(monkeypatch, backend):
 
         # Fences keep events until they are swept.
         transfers()
-        with patch.object(cuda_module, "_pinned") as pinned, patch("stubbed_cuda._Native") as native:
+        with (
+            patch.object(cuda_module, "_pinned") as pinned,
+            patch("stubbed_cuda._Native") as native,
+        ):
             transfers()
         assert not pinned.called
         assert not native.called
@@ -193,7 +220,9 @@ class Uploaded:
 
 def test_a_buffer_is_used_again_when_its_upload_is_over():
     sizes = []
-    buffers = UploadBuffers(lambda rows: sizes.append(rows) or torch.zeros(rows, dtype=torch.int64), Uploaded)
+    buffers = UploadBuffers(
+        lambda rows: sizes.append(rows) or torch.zeros(rows, dtype=torch.int64), Uploaded
+    )
     first, uploaded = buffers.take(3)
     uploaded.over = False
     second, _ = buffers.take(3)

@@ -1,4 +1,5 @@
-"""The script that runs the tests on a GPU, on machines that lack what they need: it names that, and takes it as wheels."""
+"""The script that runs the tests on a GPU, on machines that lack what they need: it names that, and
+takes it as wheels."""
 
 from __future__ import annotations
 
@@ -30,16 +31,28 @@ def run(tmp_path, **environment):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MSGSPEC)
     return subprocess.run(
         [ROOT / "scripts" / "gpu_tests.sh", sys.executable],
-        env=os.environ | {"PYTHONPATH": str(tmp_path), "PARTS": "stack", "CUDA_VISIBLE_DEVICES": "", **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        env=os.environ
+        | {
+            "PYTHONPATH": str(tmp_path),
+            "PARTS": "stack",
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def test_what_is_missing_is_named_and_how_it_comes_there(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 1
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert f"has no msgspec; install them, or bring wheels: scripts/gpu_tests.sh --fetch DIRECTORY {version}" in done.stderr
+    assert (
+        f"has no msgspec; install them, or bring wheels: scripts/gpu_tests.sh --fetch DIRECTORY "
+        f"{version}" in done.stderr
+    )
 
 
 def test_wheels_that_are_brought_are_used(tmp_path):
@@ -48,8 +61,13 @@ def test_wheels_that_are_brought_are_used(tmp_path):
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "msgspec-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("msgspec/__init__.py", "")
-        wheel.writestr("msgspec-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: msgspec\nVersion: 1.0\n")
-        wheel.writestr("msgspec-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "msgspec-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: msgspec\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "msgspec-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("msgspec-1.0.dist-info/RECORD", "")
     done = run(tmp_path, WHEELS=str(wheels))
     assert done.returncode == 1

@@ -31,7 +31,8 @@ class Use:
         return self.over
 
 
-# Host slots -----------------------------------------------------------------------------------------------------------
+# Host slots
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_busy_host_page_waits_for_its_copy(simulator):
@@ -119,7 +120,8 @@ def test_what_the_pool_refuses_changes_nothing():
 @settings(deadline=None)
 @given(st.data())
 def test_host_slots_against_a_model(data):
-    """Random takings, uses and returns: a page is never with two owners, never free under a use, and none is lost."""
+    """Random takings, uses and returns: a page is never with two owners, never free under a use,
+    and none is lost."""
     pages = 5
     host = HostSlots(SlotAllocator(2 * pages, 2))
     owned, uses = set(), []
@@ -127,7 +129,9 @@ def test_host_slots_against_a_model(data):
         match data.draw(st.sampled_from(["alloc", "free", "hold", "end"])):
             case "alloc":
                 taken = host.alloc(2)
-                free = pages - len(owned | {page for use, held in uses if not use.over for page in held})
+                free = pages - len(
+                    owned | {page for use, held in uses if not use.over for page in held}
+                )
                 assert (taken is not None) == (free > 0)
                 if taken is not None:
                     page = int(taken[0]) // 2
@@ -141,7 +145,10 @@ def test_host_slots_against_a_model(data):
             case "hold" if owned:
                 held = data.draw(st.lists(st.sampled_from(sorted(owned)), min_size=1, max_size=3))
                 uses.append((Use(), held))
-                host.hold(torch.tensor([2 * page + offset for page in held for offset in range(2)]), uses[-1][0])
+                host.hold(
+                    torch.tensor([2 * page + offset for page in held for offset in range(2)]),
+                    uses[-1][0],
+                )
             case "end" if uses:
                 data.draw(st.sampled_from(uses))[0].over = True
     for use, _ in uses:
@@ -182,7 +189,8 @@ def test_of_uses_in_order_only_the_first_that_has_not_ended_is_asked():
     assert asked == [*uses[:2], uses[1]]
 
 
-# Fences ---------------------------------------------------------------------------------------------------------------
+# Fences
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class Waits:
@@ -198,7 +206,8 @@ class Waits:
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 4))
 def test_fences_against_a_model(data, sweep):
-    """A copy waits for the last ones that read or write its pages, each once, however often the others were forgotten."""
+    """A copy waits for the last ones that read or write its pages, each once, however often the
+    others were forgotten."""
     fences, reads, writes = PageFences(6), {}, {}
     fences._sweep_at = sweep
     for number in range(data.draw(st.integers(1, 30))):

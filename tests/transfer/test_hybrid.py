@@ -23,14 +23,21 @@ ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
 
 
 class Model:
-    """A hybrid model's pools full of poison, its transfers, and kernels that go through its layers."""
+    """A hybrid model's pools full of poison, its transfers, and kernels that go through its
+    layers."""
 
     def __init__(self, place, backend, maps=None):
         self.place = place
         self.maps = maps or {"kv": ("mha", ATTENTION), "mamba": ("mamba", MAMBA)}
-        pairs = {name: KINDS[kind].pair("page_first", place.where) for name, (kind, _) in self.maps.items()}
+        pairs = {
+            name: KINDS[kind].pair("page_first", place.where)
+            for name, (kind, _) in self.maps.items()
+        }
         for device, host in pairs.values():
-            for tensor in (*host.buffers, *(part for layer in range(LAYERS) for part in device.layer(layer))):
+            for tensor in (
+                *host.buffers,
+                *(part for layer in range(LAYERS) for part in device.layer(layer)),
+            ):
                 fill(tensor, 0xA5)
         self.compute = place.device.stream("compute")
         self.device = {name: device for name, (device, _) in pairs.items()}
@@ -51,29 +58,40 @@ class Model:
 
     def indices(self, device_pages, host_pages):
         """The same page numbers in all pools."""
-        return {name: Indices(self.slots(name, *device_pages), self.slots(name, *host_pages)) for name in self.maps}
+        return {
+            name: Indices(self.slots(name, *device_pages), self.slots(name, *host_pages))
+            for name in self.maps
+        }
 
     def run_kernels(self, page, seed, pools=None):
-        """Launch kernels that write a page of pools, of all by default, layer by layer of the model; what they write."""
-        self.transfers.before_overwrite({name: self.slots(name, page) for name in pools or self.maps})
+        """Launch kernels that write a page of pools, of all by default, layer by layer of the
+        model; what they write."""
+        self.transfers.before_overwrite(
+            {name: self.slots(name, page) for name in pools or self.maps}
+        )
         self.place.delay(self.compute)
         generator = torch.Generator().manual_seed(seed)
         written = []
         for layer, part in self._parts(pools):
             content = random_bytes(part[page], generator).to(self.place.where)
-            self.compute.copy(part[page], content, f"kernel that writes layer {layer} of page {page}")
+            self.compute.copy(
+                part[page], content, f"kernel that writes layer {layer} of page {page}"
+            )
             written.append([content])
         return written
 
     def read(self, page, counter):
-        """Launch kernels that read a page of every pool, each layer of the model behind its event."""
+        """Launch kernels that read a page of every pool, each layer of the model behind its
+        event."""
         seen = []
         for layer, part in self._parts():
             counter.wait(layer, self.compute)
             seen.append([torch.zeros_like(part[page])])
             if self.place.where == "cuda":
                 torch.cuda.current_stream().synchronize()
-            self.compute.copy(seen[-1][0], part[page], f"kernel that reads layer {layer} of page {page}")
+            self.compute.copy(
+                seen[-1][0], part[page], f"kernel that reads layer {layer} of page {page}"
+            )
         return seen
 
     def host_content(self, page):
@@ -95,7 +113,9 @@ class Model:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}])
+@pytest.mark.parametrize(
+    "maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}]
+)
 def test_pools_move_together(place, backend, maps):
     move_together(Model(place, backend, maps))
 
@@ -165,11 +185,26 @@ def without_step(pool, step):
 MUTANTS = {
     "acknowledged when it begins": (acknowledged_when_begun, read_when_acknowledged),
     "layers are signalled before their copy": (signalled_one_layer_early, move_together),
-    "the first pool does not note its write-back": (without_step("kv", "end_write_back"), overwrite_one_pool("kv")),
-    "the first pool does not note its load": (without_step("kv", "end_load"), overwrite_one_pool("kv")),
-    "the second pool does not note its write-back": (without_step("mamba", "end_write_back"), overwrite_one_pool("mamba")),
-    "the second pool does not note its load": (without_step("mamba", "end_load"), overwrite_one_pool("mamba")),
-    "kernels wait for no copy": (lambda model: setattr(model.transfers, "before_overwrite", lambda pages: None), move_together),
+    "the first pool does not note its write-back": (
+        without_step("kv", "end_write_back"),
+        overwrite_one_pool("kv"),
+    ),
+    "the first pool does not note its load": (
+        without_step("kv", "end_load"),
+        overwrite_one_pool("kv"),
+    ),
+    "the second pool does not note its write-back": (
+        without_step("mamba", "end_write_back"),
+        overwrite_one_pool("mamba"),
+    ),
+    "the second pool does not note its load": (
+        without_step("mamba", "end_load"),
+        overwrite_one_pool("mamba"),
+    ),
+    "kernels wait for no copy": (
+        lambda model: setattr(model.transfers, "before_overwrite", lambda pages: None),
+        move_together,
+    ),
 }
 
 
@@ -185,7 +220,9 @@ def test_a_missing_event_is_found(simulated, backend, mutant):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "program", [read_when_acknowledged, overwrite_one_pool("kv"), overwrite_one_pool("mamba")], ids=["read", "kv", "mamba"]
+    "program",
+    [read_when_acknowledged, overwrite_one_pool("kv"), overwrite_one_pool("mamba")],
+    ids=["read", "kv", "mamba"],
 )
 def test_no_event_is_missing(simulated, backend, program):
     program(Model(simulated, backend))
@@ -198,7 +235,9 @@ def test_one_state_goes_to_two_slots(place, backend):
     content = model.run_kernels(4, 0)
     model.transfers.write_back(model.indices((4,), (1,)))
     state = Indices(model.slots("mamba", 2, 5), model.slots("mamba", 1, 1))
-    counter = model.transfers.load({"kv": Indices(model.slots("kv", 2), model.slots("kv", 1)), "mamba": state})
+    counter = model.transfers.load(
+        {"kv": Indices(model.slots("kv", 2), model.slots("kv", 1)), "mamba": state}
+    )
     first = model.read(2, counter)
     counter = model.transfers.load({"kv": Indices(model.slots("kv", 5), model.slots("kv", 1))})
     second = model.read(5, counter)
@@ -217,7 +256,10 @@ def test_layers_come_in_the_order_of_the_model(simulated, backend):
     hold = simulated.hold([part[2] for part in model.device["mamba"].layer(2)])
     counter = model.transfers.load(model.indices((2,), (1,)))
     counter.wait(2, model.compute)
-    seen = [torch.zeros_like(part[2]) for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
+    seen = [
+        torch.zeros_like(part[2])
+        for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))
+    ]
     sources = [part[2] for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
     for to, source in zip(seen, sources, strict=True):
         model.compute.copy(to, source, "kernel that reads layers 0 and 1")
@@ -236,9 +278,15 @@ def test_pools_without_pages_are_left_out(simulated):
     content = model.run_kernels(4, 0)
     pages = {"mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
     model.transfers.write_back(pages).wait()
-    model.transfers.load({"mamba": Indices(model.slots("mamba", 2), model.slots("mamba", 1))}).synchronize()
+    model.transfers.load(
+        {"mamba": Indices(model.slots("mamba", 2), model.slots("mamba", 1))}
+    ).synchronize()
     states = [part for layer, part in model._parts() if MAMBA(layer) is not None]
-    written = [part for (layer, _), (part,) in zip(model._parts(), content, strict=True) if MAMBA(layer) is not None]
+    written = [
+        part
+        for (layer, _), (part,) in zip(model._parts(), content, strict=True)
+        if MAMBA(layer) is not None
+    ]
     assert same([[state[2] for state in states]], [written])
 
 
@@ -267,11 +315,15 @@ def refuse(*arguments):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_enqueued_before_a_failure_is_fenced(simulated, backend):
-    """The second pool cannot be copied: the first one's copies run all the same, and nobody overwrites what they use."""
+    """The second pool cannot be copied: the first one's copies run all the same, and nobody
+    overwrites what they use."""
     model = Model(simulated, backend)
     engine, second = model.transfers.engines["kv"], model.transfers.engines["mamba"]
     host = engine.host_slots.alloc(model.device["kv"].page_size)
-    pages = {"kv": Indices(model.slots("kv", 4), host), "mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
+    pages = {
+        "kv": Indices(model.slots("kv", 4), host),
+        "mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1)),
+    }
     hold = simulated.hold(model.host["kv"].whole(int(host[0]) // model.device["kv"].page_size, 1))
     second.begin_write_back = refuse
     with pytest.raises(Refused):
@@ -299,7 +351,9 @@ def test_layer_maps():
 
 
 def test_a_pool_has_as_many_layers_as_its_map(simulated):
-    with pytest.raises(InvalidPoolError, match="pool 'kv' has 3 layers, its LayerMap 2; make them equal"):
+    with pytest.raises(
+        InvalidPoolError, match="pool 'kv' has 3 layers, its LayerMap 2; make them equal"
+    ):
         Model(simulated, "direct", {"kv": ("mha", LayerMap([0, 1]))})
     with pytest.raises(InvalidPoolError, match="at least one pool"):
         HybridTransfers(simulated.device, simulated.device.stream("compute"), {})

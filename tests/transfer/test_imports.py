@@ -49,7 +49,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(code, **options):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **options,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -63,7 +70,8 @@ def test_using_them_needs_torch_alone():
 
 
 def test_tests_of_copies_on_a_gpu_need_little_more():
-    """`scripts/gpu_tests.sh` finds them where there is no plugin of pytest, and nothing of ours is installed."""
+    """`scripts/gpu_tests.sh` finds them where there is no plugin of pytest, and nothing of ours is
+    installed."""
     found = run(GPU_TESTS, cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     assert "tests/transfer/test_cuda.py::test_no_call_waits_for_a_copy" in found
     assert "tests/transfer/test_cuda_queues.py::test_no_transfer_locks_memory" in found

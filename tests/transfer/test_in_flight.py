@@ -1,4 +1,5 @@
-"""Memory under copies in flight: it stays until they are over, whoever lets go of it and whatever fails."""
+"""Memory under copies in flight: it stays until they are over, whoever lets go of it and whatever
+fails."""
 
 from __future__ import annotations
 
@@ -66,18 +67,24 @@ def test_a_failed_copy_is_told_when_it_is_closed(simulated, monkeypatch):
 
 def test_pools_moved_together_are_closed_together(simulated):
     benches = {layout: Bench(simulated, "mha", layout, "direct") for _, layout in POOLS[:2]}
-    pairs = {name: PoolPair(bench.device_pool, bench.host_pool, LayerMap(range(3))) for name, bench in benches.items()}
+    pairs = {
+        name: PoolPair(bench.device_pool, bench.host_pool, LayerMap(range(3)))
+        for name, bench in benches.items()
+    }
     with HybridTransfers(simulated.device, simulated.device.stream("compute"), pairs) as transfers:
         bench = benches["page_first"]
         hold = bench.hold_write_backs_into(0)
-        acknowledgement = transfers.write_back({name: Indices(bench.slots(2), bench.slots(0)) for name in benches})
+        acknowledgement = transfers.write_back(
+            {name: Indices(bench.slots(2), bench.slots(0)) for name in benches}
+        )
         threading.Timer(RELEASE_SECONDS, hold.release).start()
     assert acknowledgement.done()
     with pytest.raises(InvalidTransferError, match="closed"):
         transfers.write_back({"page_first": Indices(bench.slots(2), bench.slots(0))})
 
 
-# What fails ---------------------------------------------------------------------------------------------------------------
+# What fails
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def broken(*arguments):
@@ -177,17 +184,23 @@ def test_memory_that_makes_the_scheduler_wait_is_told_once(monkeypatch, caplog, 
         bench.engine.write_back(bench.slots(2), bench.slots(0)).wait()
     place.close()
     told = [record.getMessage() for record in caplog.records]
-    assert [("MHAHostPool" in message, "pin_memory=True" in message) for message in told] == [(True, True)] * (not locked)
+    assert [("MHAHostPool" in message, "pin_memory=True" in message) for message in told] == [
+        (True, True)
+    ] * (not locked)
 
 
-# How often copies are asked ---------------------------------------------------------------------------------------------
+# How often copies are asked
+# ---------------------------------------------------------------------------------------------
 
 
 def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkeypatch):
-    """Each question is a call of CUDA; of copies on one stream only the first that is not over is worth one."""
+    """Each question is a call of CUDA; of copies on one stream only the first that is not over is
+    worth one."""
     bench = Bench(simulated, "mha", "page_first", "direct")
     asked, query = [], type(simulated.device.event()).query
-    monkeypatch.setattr(type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event))
+    monkeypatch.setattr(
+        type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event)
+    )
     taken = [bench.engine.host_slots.alloc(PAGE_SIZE) for _ in range(5)]
     hold = bench.hold_write_backs_into(int(taken[0][0]) // PAGE_SIZE)
     for host in taken:

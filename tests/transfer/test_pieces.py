@@ -27,17 +27,30 @@ def tensor(numbers):
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-# Runs -----------------------------------------------------------------------------------------------------------------
+# Runs
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, unique_by=lambda pair: pair[1]))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 30)),
+        min_size=1,
+        unique_by=lambda pair: pair[1],
+    )
+)
 def test_runs_are_the_pairs_and_as_long_as_can_be(pairs):
-    rows = RowRuns(tensor([source for source, _ in pairs]), tensor([destination for _, destination in pairs]))
-    assert sorted(zip(rows.sources.tolist(), rows.destinations.tolist(), strict=True)) == sorted(pairs)
+    rows = RowRuns(
+        tensor([source for source, _ in pairs]), tensor([destination for _, destination in pairs])
+    )
+    assert sorted(zip(rows.sources.tolist(), rows.destinations.tolist(), strict=True)) == sorted(
+        pairs
+    )
     runs = list(rows.runs())
     assert len(runs) == rows.run_num
-    assert sorted((run.source + step, run.destination + step) for run in runs for step in range(run.rows)) == sorted(pairs)
+    assert sorted(
+        (run.source + step, run.destination + step) for run in runs for step in range(run.rows)
+    ) == sorted(pairs)
     starts = {(run.source, run.destination) for run in runs}
     assert not starts & {(run.source + run.rows, run.destination + run.rows) for run in runs}
     assert [run.destination for run in runs] == sorted(run.destination for run in runs)
@@ -50,7 +63,10 @@ def test_runs_do_not_depend_on_the_order_of_the_pairs(pages):
 
 
 def test_a_source_may_go_to_several_places():
-    assert [tuple(run) for run in RowRuns(tensor([5, 5, 6]), tensor([0, 1, 2])).runs()] == [(5, 0, 1), (5, 1, 2)]
+    assert [tuple(run) for run in RowRuns(tensor([5, 5, 6]), tensor([0, 1, 2])).runs()] == [
+        (5, 0, 1),
+        (5, 1, 2),
+    ]
 
 
 def test_pages_by_name():
@@ -58,7 +74,8 @@ def test_pages_by_name():
     assert named_pages("host", tensor([3, 9])) == "2 host pages"
 
 
-# Page numbers ---------------------------------------------------------------------------------------------------------
+# Page numbers
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_page_numbers():
@@ -67,19 +84,26 @@ def test_page_numbers():
     assert page_numbers(tensor([4, 2]), 1).tolist() == [4, 2]
 
 
-@pytest.mark.parametrize("slots", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2, 3, 5, 6, 7, 8], [0, 0, 0, 0]])
+@pytest.mark.parametrize(
+    "slots", [[0, 1, 2], [1, 2, 3, 4], [0, 1, 3, 2], [0, 1, 2, 3, 5, 6, 7, 8], [0, 0, 0, 0]]
+)
 def test_what_is_not_whole_pages_is_refused(slots):
     with pytest.raises(InvalidTransferError, match="whole pages of 4 consecutive slots"):
         page_numbers(tensor(slots), 4)
 
 
 def test_slots_are_integers():
-    for slots in (torch.tensor([0.0, 1.0]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([False, True])):
+    for slots in (
+        torch.tensor([0.0, 1.0]),
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([False, True]),
+    ):
         with pytest.raises(InvalidTransferError, match=f"must be int64, got {slots.dtype}"):
             page_numbers(slots, 2)
 
 
-# Rectangles -----------------------------------------------------------------------------------------------------------
+# Rectangles
+# -----------------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -97,7 +121,9 @@ def _view(draw, shape, dtype):
     size = dtype.itemsize * torch.Size(room).numel()
     buffer = torch.randint(256, (size,), dtype=torch.uint8).view(dtype).view(room)
     for axis, number in enumerate(order):
-        buffer = buffer.narrow(axis, draw(st.integers(0, room[axis] - shape[number])), shape[number])
+        buffer = buffer.narrow(
+            axis, draw(st.integers(0, room[axis] - shape[number])), shape[number]
+        )
     return buffer.permute([order.index(axis) for axis in axes])
 
 
@@ -115,15 +141,23 @@ def test_rectangles_are_the_copy(pair):
     expected = destination.clone()
     expected.copy_(source)
     for rectangle in rectangles(destination, source):
-        assert rectangle.height == 1 or rectangle.destination_pitch >= rectangle.width <= rectangle.source_pitch
+        assert (
+            rectangle.height == 1
+            or rectangle.destination_pitch >= rectangle.width <= rectangle.source_pitch
+        )
         for row in range(rectangle.height):
             to = rectangle.destination + row * rectangle.destination_pitch
             ctypes.memmove(to, rectangle.source + row * rectangle.source_pitch, rectangle.width)
     assert torch.equal(raw(destination), raw(expected))
     written = torch.zeros_like(destination.view(_integer(destination)), dtype=torch.bool)
     outside = torch.ones(whole.numel() // destination.element_size(), dtype=torch.bool)
-    outside.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(written)
-    assert torch.equal(whole.view(-1, destination.element_size())[outside], before.view(-1, destination.element_size())[outside])
+    outside.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(
+        written
+    )
+    assert torch.equal(
+        whole.view(-1, destination.element_size())[outside],
+        before.view(-1, destination.element_size())[outside],
+    )
 
 
 @settings(deadline=None)
@@ -169,7 +203,9 @@ def test_rows_that_lie_too_far_apart_are_copied_alone():
     memory = torch.empty(0, dtype=torch.uint8, device="meta")
     for pitch, heights in ((MAX_PITCH, [2]), (MAX_PITCH + 1, [1, 1])):
         far, near = memory.as_strided((2, 4), (pitch, 1)), memory.as_strided((2, 4), (5, 1))
-        assert [rectangle.height for rectangle in rectangles(_Addressed(far), _Addressed(near))] == heights
+        assert [
+            rectangle.height for rectangle in rectangles(_Addressed(far), _Addressed(near))
+        ] == heights
 
 
 def test_copies_with_gaps_are_rectangles_for_cuda(monkeypatch):
@@ -200,13 +236,18 @@ class _Addressed:
     """A tensor without memory, at address 0."""
 
     def __init__(self, tensor):
-        self.shape, self.stride, self.element_size = tensor.shape, tensor.stride, tensor.element_size
+        self.shape, self.stride, self.element_size = (
+            tensor.shape,
+            tensor.stride,
+            tensor.element_size,
+        )
 
     def data_ptr(self):
         return 0
 
 
-# Rows -----------------------------------------------------------------------------------------------------------------
+# Rows
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -215,7 +256,9 @@ def test_rows_go_where_their_numbers_say(pair, data):
     one, other = pair
     count = len(one)
     rows = tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count)))
-    expected = other[rows].clone() if other.element_size() > 1 else raw(other).view(other.shape)[rows]
+    expected = (
+        other[rows].clone() if other.element_size() > 1 else raw(other).view(other.shape)[rows]
+    )
     gather_rows(one, other, rows)
     assert torch.equal(raw(one), raw(expected))
     order = tensor(data.draw(st.permutations(range(count))))

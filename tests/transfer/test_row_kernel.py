@@ -1,4 +1,5 @@
-"""The kernel that copies rows: every pool and layout, both ways, by the numbers; run without a GPU, block by block."""
+"""The kernel that copies rows: every pool and layout, both ways, by the numbers; run without a GPU,
+block by block."""
 
 from __future__ import annotations
 
@@ -45,4 +46,10 @@ def test_no_rows_are_no_copy(row_kernel):
 def test_rows_that_it_cannot_copy_are_refused(row_kernel):
     memory = torch.zeros(2, 3, 6, 5, 4)
     with pytest.raises(InvalidPoolError, match="gaps along 3 axes"):
-        row_kernel.launch(torch.zeros(2, 2, 2, 3, 2), torch.tensor([0]), memory[:, :2, ::4, :3, :2], torch.tensor([1]), 1)
+        row_kernel.launch(
+            torch.zeros(2, 2, 2, 3, 2),
+            torch.tensor([0]),
+            memory[:, :2, ::4, :3, :2],
+            torch.tensor([1]),
+            1,
+        )

@@ -1,4 +1,5 @@
-"""The simulator: order within a stream, events as CUDA has them, races found whatever the timing, errors, ends of threads."""
+"""The simulator: order within a stream, events as CUDA has them, races found whatever the timing,
+errors, ends of threads."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_recording_takes_a_snapshot(simulator):
     first.copy(held, numbers(1), "enqueued after the record")
     event.synchronize()
     second.wait_event(event)
-    # Recorded anew, it stands for the held copy; who waited before goes on waiting for the former place.
+    # Recorded anew, it stands for the held copy; who waited before goes on waiting for the former
+    # place.
     event.record(first)
     assert not event.query()
     second.synchronize()
@@ -130,7 +132,8 @@ def test_a_missing_wait_is_found_on_every_seed(seed):
         races = _missing_wait(simulator, wait=False).races
     (race,) = races
     assert str(race) == (
-        "'write-back' (stream copies) reads bytes 0 to 64 of page 3, and nothing orders it behind 'kernel' (stream compute), "
+        "'write-back' (stream copies) reads bytes 0 to 64 of page 3, and nothing orders it behind "
+        "'kernel' (stream compute), "
         "which writes it"
     )
 
@@ -173,7 +176,11 @@ def test_the_host_orders_what_it_has_waited_for(simulator, learn):
 
 
 def test_order_is_transitive(simulator):
-    one, two, three, memory, other = *(simulator.stream(name) for name in "abc"), numbers(0), numbers(0)
+    one, two, three, memory, other = (
+        *(simulator.stream(name) for name in "abc"),
+        numbers(0),
+        numbers(0),
+    )
     one.copy(memory, numbers(1), "first")
     two.wait_event(recorded(simulator, one))
     two.copy(other, numbers(2), "between")
@@ -258,15 +265,25 @@ def test_foreign_events_are_refused(simulator):
 @pytest.mark.parametrize(
     "view",
     [
-        lambda t: t, lambda t: t[1:3], lambda t: t[:, 1], lambda t: t[..., 2:4], lambda t: t.transpose(0, 2), lambda t: t[1, :, ::2],
-        lambda t: t[:0], lambda t: t[0, 0, 0],
+        lambda t: t,
+        lambda t: t[1:3],
+        lambda t: t[:, 1],
+        lambda t: t[..., 2:4],
+        lambda t: t.transpose(0, 2),
+        lambda t: t[1, :, ::2],
+        lambda t: t[:0],
+        lambda t: t[0, 0, 0],
     ],
-)  # fmt: skip
+)
 def test_byte_runs_are_the_elements_of_a_view(view):
     tensor = torch.arange(3 * 4 * 6, dtype=torch.int16).view(3, 4, 6)
     base = tensor.data_ptr()
-    covered = sorted(address for start, end in byte_runs(view(tensor)) for address in range(start, end))
-    assert covered == sorted(base + 2 * int(element) + byte for element in view(tensor).reshape(-1) for byte in (0, 1))
+    covered = sorted(
+        address for start, end in byte_runs(view(tensor)) for address in range(start, end)
+    )
+    assert covered == sorted(
+        base + 2 * int(element) + byte for element in view(tensor).reshape(-1) for byte in (0, 1)
+    )
     runs = byte_runs(view(tensor))
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(runs))
 

@@ -1,6 +1,8 @@
-"""ST-1 to ST-3 between any two pools, with each backend: on the simulator, and on a GPU with delayed kernels.
+"""ST-1 to ST-3 between any two pools, with each backend: on the simulator, and on a GPU with
+delayed kernels.
 
-Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave out that event, and are found.
+Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave out that event, and
+are found.
 """
 
 from __future__ import annotations
@@ -10,25 +12,34 @@ from transfer_bench import LAYERS, POOLS, STAGED, Bench, same
 
 from hicache_storage.transfer import BACKENDS, Acknowledgement, recorded
 
-# Programs -------------------------------------------------------------------------------------------------------------
+# Programs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def write_back_behind_kernels(bench):
-    """Kernels write three pages, which are copied out at once: more than the staging buffers take."""
+    """Kernels write three pages, which are copied out at once: more than the staging buffers
+    take."""
     contents, pages = [bench.content(seed) for seed in range(3)], (4, 0, 3)
     host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
     for page, content in zip(pages, contents, strict=True):
         bench.run_kernel(page, content)
     bench.engine.write_back(bench.slots(*pages), host).wait()
     for number, content in enumerate(contents):
-        assert same(bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size), content)
+        assert same(
+            bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size),
+            content,
+        )
     bench.engine.host_slots.free(host)
     bench.finish()
 
 
 def overwrite_behind_write_back(bench):
     """Kernels overwrite a page whose copy out has just begun."""
-    old, new, host = bench.content(0), bench.content(1), bench.engine.host_slots.alloc(bench.kind.page_size)
+    old, new, host = (
+        bench.content(0),
+        bench.content(1),
+        bench.engine.host_slots.alloc(bench.kind.page_size),
+    )
     bench.run_kernel(2, old)
     bench.compute.synchronize()
     bench.place.delay(bench.engine._out)
@@ -141,7 +152,10 @@ def pages_written_back(bench, seeds):
     bench.compute.synchronize()
     bench.engine.write_back(bench.slots(*pages), host).wait()
     for number, content in enumerate(contents):
-        assert same(bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size), content)
+        assert same(
+            bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size),
+            content,
+        )
     bench.engine.host_slots.free(host)
     bench.finish()
 
@@ -189,7 +203,8 @@ def host_pages_of_a_load_stay(bench):
 
 
 def host_pages_of_a_write_back_stay(bench):
-    """A backup is given up while it is copied: what is put into host pages meanwhile stays whole."""
+    """A backup is given up while it is copied: what is put into host pages meanwhile stays
+    whole."""
     host = bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, bench.content(0))
     bench.place.delay(bench.engine._out, times=20)
@@ -230,7 +245,9 @@ WITH_STAGING = [
     staged_in_behind_a_slow_bus,
     staged_in_behind_slow_kernels,
 ]
-PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [(program, "kernel") for program in WITH_STAGING]
+PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [
+    (program, "kernel") for program in WITH_STAGING
+]
 
 
 def named(value):
@@ -248,7 +265,8 @@ def test_every_event_is_there_without_triton(bench, program):
     program(bench("mha", "page_first", STAGED))
 
 
-# Mutants --------------------------------------------------------------------------------------------------------------
+# Mutants
+# --------------------------------------------------------------------------------------------------------------
 
 
 def nothing(*arguments):
@@ -315,31 +333,82 @@ def signalled_when_begun(bench):
 MUTANTS = {
     "write-backs do not wait for kernels": (without_compute("_out"), write_back_behind_kernels),
     "loads do not wait for kernels": (without_compute("_in"), load_behind_kernels),
-    "kernels do not wait for write-backs": (without_engine_step("before_overwrite"), overwrite_behind_write_back),
-    "kernels do not wait for loads": (without_engine_step("before_overwrite"), overwrite_behind_load),
-    "loads do not wait for write-backs": (without_engine_step("_behind_copies"), load_behind_write_back),
-    "write-backs do not wait for loads": (without_fence("_device_fences", "before_read"), write_back_behind_load),
-    "device pages in write-back are not noted": (without_fence("_device_fences", "reads"), load_behind_write_back),
-    "device pages in load are not noted": (without_fence("_device_fences", "writes"), write_back_behind_load),
-    "loads do not wait for their host pages": (without_fence("_host_fences", "before_read"), load_from_a_page_in_write_back),
+    "kernels do not wait for write-backs": (
+        without_engine_step("before_overwrite"),
+        overwrite_behind_write_back,
+    ),
+    "kernels do not wait for loads": (
+        without_engine_step("before_overwrite"),
+        overwrite_behind_load,
+    ),
+    "loads do not wait for write-backs": (
+        without_engine_step("_behind_copies"),
+        load_behind_write_back,
+    ),
+    "write-backs do not wait for loads": (
+        without_fence("_device_fences", "before_read"),
+        write_back_behind_load,
+    ),
+    "device pages in write-back are not noted": (
+        without_fence("_device_fences", "reads"),
+        load_behind_write_back,
+    ),
+    "device pages in load are not noted": (
+        without_fence("_device_fences", "writes"),
+        write_back_behind_load,
+    ),
+    "loads do not wait for their host pages": (
+        without_fence("_host_fences", "before_read"),
+        load_from_a_page_in_write_back,
+    ),
     "write-backs do not wait for their host pages": (
         without_fence("_host_fences", "before_write"),
         write_back_into_a_page_in_load,
     ),
-    "host pages in write-back are not noted": (without_fence("_host_fences", "writes"), load_from_a_page_in_write_back),
-    "host pages in load are not noted": (without_fence("_host_fences", "reads"), write_back_into_a_page_in_load),
-    "a write-back is acknowledged when it begins": (acknowledged_when_begun, write_back_behind_kernels),
+    "host pages in write-back are not noted": (
+        without_fence("_host_fences", "writes"),
+        load_from_a_page_in_write_back,
+    ),
+    "host pages in load are not noted": (
+        without_fence("_host_fences", "reads"),
+        write_back_into_a_page_in_load,
+    ),
+    "a write-back is acknowledged when it begins": (
+        acknowledged_when_begun,
+        write_back_behind_kernels,
+    ),
     "layers are signalled before their copy": (signalled_when_begun, layers_behind_their_events),
     "host pages in load are not held": (without_engine_step("_hold"), host_pages_of_a_load_stay),
-    "host pages in write-back are not held": (without_engine_step("_hold"), host_pages_of_a_write_back_stay),
+    "host pages in write-back are not held": (
+        without_engine_step("_hold"),
+        host_pages_of_a_write_back_stay,
+    ),
 }
 STAGING_MUTANTS = {
-    "gathering does not wait for kernels": (without_staging_step("_out", "begin"), write_back_behind_kernels),
-    "staging does not wait for host pages": (without_staging_step("_in", "begin"), load_from_a_page_in_write_back),
-    "gathering overruns a buffer": (without_staging_step("_out", "_before_fill"), staged_out_behind_a_slow_bus),
-    "copies leave before they are gathered": (without_staging_step("_out", "_before_drain"), staged_out_behind_slow_kernels),
-    "staging overruns a buffer": (without_staging_step("_in", "_before_fill"), staged_in_behind_slow_kernels),
-    "scattering begins before pages have come": (without_staging_step("_in", "_before_drain"), staged_in_behind_a_slow_bus),
+    "gathering does not wait for kernels": (
+        without_staging_step("_out", "begin"),
+        write_back_behind_kernels,
+    ),
+    "staging does not wait for host pages": (
+        without_staging_step("_in", "begin"),
+        load_from_a_page_in_write_back,
+    ),
+    "gathering overruns a buffer": (
+        without_staging_step("_out", "_before_fill"),
+        staged_out_behind_a_slow_bus,
+    ),
+    "copies leave before they are gathered": (
+        without_staging_step("_out", "_before_drain"),
+        staged_out_behind_slow_kernels,
+    ),
+    "staging overruns a buffer": (
+        without_staging_step("_in", "_before_fill"),
+        staged_in_behind_slow_kernels,
+    ),
+    "scattering begins before pages have come": (
+        without_staging_step("_in", "_before_drain"),
+        staged_in_behind_a_slow_bus,
+    ),
 }
 BROKEN = [(name, *mutant, backend) for name, mutant in MUTANTS.items() for backend in BACKENDS] + [
     (name, *mutant, "kernel") for name, mutant in STAGING_MUTANTS.items()
@@ -348,7 +417,8 @@ BROKEN = [(name, *mutant, backend) for name, mutant in MUTANTS.items() for backe
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 @pytest.mark.parametrize(
-    ("break_it", "program", "backend"), [pytest.param(*broken, id=f"{name}-{broken[-1]}") for name, *broken in BROKEN]
+    ("break_it", "program", "backend"),
+    [pytest.param(*broken, id=f"{name}-{broken[-1]}") for name, *broken in BROKEN],
 )
 def test_a_missing_event_is_found(bench, break_it, program, backend, layout):
     made = bench("mha", layout, backend)
@@ -365,7 +435,8 @@ def test_a_layer_signalled_early_is_found(simulated, backend):
         layers_behind_their_events(made)
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)

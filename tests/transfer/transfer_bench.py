@@ -1,4 +1,5 @@
-"""Two places where copies run, the simulator and a GPU, and pairs of pools of every kind and layout between which they run."""
+"""Two places where copies run, the simulator and a GPU, and pairs of pools of every kind and layout
+between which they run."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ STAGED = "mapped staged"
 POISON = 0xA5
 HOLD_SECONDS = 30
 SLEEP_CYCLES = 50_000_000
-"""A few hundredths of a second on today's GPUs: longer than any copy here, so that what does not wait comes first."""
+"""A few hundredths of a second on today's GPUs: longer than any copy here, so that what does not
+wait comes first."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,11 @@ KINDS = {
         MHAHostPool,
         {"page_size": PAGE, "head_num": 2, "head_dim": 6, "v_head_dim": 4, "dtype": torch.bfloat16},
     ),
-    "mla": PoolKind(MLADevicePool, MLAHostPool, {"page_size": PAGE, "kv_cache_dim": 5, "dtype": torch.float8_e4m3fn}),
+    "mla": PoolKind(
+        MLADevicePool,
+        MLAHostPool,
+        {"page_size": PAGE, "kv_cache_dim": 5, "dtype": torch.float8_e4m3fn},
+    ),
     "mamba": PoolKind(
         MambaDevicePool,
         MambaHostPool,
@@ -65,13 +71,18 @@ KINDS = {
         },
         page_size=1,
     ),
-    "indexer": PoolKind(IndexerDevicePool, IndexerHostPool, {"page_size": PAGE, "index_head_dim": 32, "quant_block_size": 16}),
+    "indexer": PoolKind(
+        IndexerDevicePool,
+        IndexerHostPool,
+        {"page_size": PAGE, "index_head_dim": 32, "quant_block_size": 16},
+    ),
 }
 POOLS = [(name, layout) for name, kind in KINDS.items() for layout in kind.host.LAYOUTS]
 
 
 class Simulated:
-    """The simulator: copies run piece by piece at random times, and what nothing orders is found whenever it ran."""
+    """The simulator: copies run piece by piece at random times, and what nothing orders is found
+    whenever it ran."""
 
     where = "cpu"
 
@@ -98,7 +109,8 @@ class Simulated:
 
 
 class Cuda:
-    """A GPU: kernels that take their time keep streams back, so that a copy that does not wait finds poison."""
+    """A GPU: kernels that take their time keep streams back, so that a copy that does not wait
+    finds poison."""
 
     where = "cuda"
 
@@ -132,13 +144,17 @@ PLACES = [
     pytest.param(
         Cuda,
         id="cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
     ),
 ]
 
 
 class Bench:
-    """A pair of pools full of poison, the engine between them, and kernels that write and read device pages."""
+    """A pair of pools full of poison, the engine between them, and kernels that write and read
+    device pages."""
 
     def __init__(self, place, kind, layout, backend, *, staging_bytes=1):
         self.place, self.kind = place, KINDS[kind]
@@ -153,7 +169,12 @@ class Bench:
                 fill(part, POISON)
         self.compute = place.device.stream("compute")
         self.engine = PageTransfers.between(
-            place.device, self.compute, self.device_pool, self.host_pool, backend=backend, staging_bytes=staging_bytes
+            place.device,
+            self.compute,
+            self.device_pool,
+            self.host_pool,
+            backend=backend,
+            staging_bytes=staging_bytes,
         )
         if place.where == "cuda":
             torch.cuda.synchronize()
@@ -166,18 +187,26 @@ class Bench:
         """Content of a page: the parts of each layer."""
         generator = torch.Generator().manual_seed(seed)
         return [
-            [random_bytes(part[0], generator).to(self.place.where) for part in self.device_pool.layer(layer)]
+            [
+                random_bytes(part[0], generator).to(self.place.where)
+                for part in self.device_pool.layer(layer)
+            ]
             for layer in range(LAYERS)
         ]
 
     def run_kernel(self, page, content, *, at_once=False):
-        """Launch kernels that write a page, behind the copies that use it, and take their time or not."""
+        """Launch kernels that write a page, behind the copies that use it, and take their time or
+        not."""
         self.engine.before_overwrite(self.slots(page))
         if not at_once:
             self.place.delay(self.compute)
         for layer, parts in enumerate(content):
             for destination, source in zip(self.device_pool.layer(layer), parts, strict=True):
-                self.compute.copy(destination[page], source, f"kernel that writes layer {layer} of device page {page}")
+                self.compute.copy(
+                    destination[page],
+                    source,
+                    f"kernel that writes layer {layer} of device page {page}",
+                )
 
     def read_layer(self, page, layer):
         """Launch kernels that read a layer of a page; what they will have seen."""
@@ -186,11 +215,14 @@ class Bench:
             seen.append(torch.zeros_like(source[page]))
             if self.place.where == "cuda":
                 torch.cuda.current_stream().synchronize()
-            self.compute.copy(seen[-1], source[page], f"kernel that reads layer {layer} of device page {page}")
+            self.compute.copy(
+                seen[-1], source[page], f"kernel that reads layer {layer} of device page {page}"
+            )
         return seen
 
     def read_pages(self, pages, counter):
-        """Launch kernels that read pages layer by layer, each behind its event; what they will have seen of each page."""
+        """Launch kernels that read pages layer by layer, each behind its event; what they will have
+        seen of each page."""
         seen = [[] for _ in pages]
         for layer in range(LAYERS):
             counter.wait(layer, self.compute)
@@ -206,14 +238,18 @@ class Bench:
 
     def host_content(self, page):
         """Current content of a host page."""
-        parts = [[part[page] for part in self.engine._host_pages.layer(layer)] for layer in range(LAYERS)]
+        parts = [
+            [part[page] for part in self.engine._host_pages.layer(layer)] for layer in range(LAYERS)
+        ]
         self.place.host("look at a host page", reads=[part for layer in parts for part in layer])
         return [[part.clone() for part in layer] for layer in parts]
 
     def write_host(self, page, content):
         """Fill a host page by hand, as a storage would."""
         for layer, parts in enumerate(content):
-            for destination, source in zip(self.engine._host_pages.layer(layer), parts, strict=True):
+            for destination, source in zip(
+                self.engine._host_pages.layer(layer), parts, strict=True
+            ):
                 self.place.host("filling of a host page", writes=[destination[page]])
                 destination[page].copy_(source)
 
@@ -241,7 +277,9 @@ class Bench:
 
     def hold_loads_into(self, page):
         """Keep a load into a device page in flight until that is released."""
-        return self.place.hold([part[page] for layer in range(LAYERS) for part in self.device_pool.layer(layer)])
+        return self.place.hold(
+            [part[page] for layer in range(LAYERS) for part in self.device_pool.layer(layer)]
+        )
 
     def hold_layer(self, page, layer):
         """Keep a layer of a load into a device page in flight until that is released."""
@@ -258,19 +296,29 @@ class Bench:
 
 def fill(tensor, byte):
     """Set all bytes of a tensor, whatever its element type and strides are."""
-    tensor.copy_(torch.full((tensor.element_size(),), byte, dtype=torch.uint8).view(tensor.dtype).to(tensor.device)[0])
+    tensor.copy_(
+        torch.full((tensor.element_size(),), byte, dtype=torch.uint8)
+        .view(tensor.dtype)
+        .to(tensor.device)[0]
+    )
 
 
 def random_bytes(like, generator):
     """A contiguous tensor on the CPU of the same shape and element type."""
     size = like.numel() * like.element_size()
-    return torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(like.dtype).view(like.shape)
+    return (
+        torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+        .view(like.dtype)
+        .view(like.shape)
+    )
 
 
 def same(first, second):
     """Return True if two pages hold the same bytes, on any device."""
     return all(
-        torch.equal(raw(one), raw(other)) for parts in zip(first, second, strict=True) for one, other in zip(*parts, strict=True)
+        torch.equal(raw(one), raw(other))
+        for parts in zip(first, second, strict=True)
+        for one, other in zip(*parts, strict=True)
     )
 
 

@@ -28,7 +28,11 @@ class Pointers:
     def flat(self, mask):
         memory = torch.empty(0, dtype=self.tensor.dtype).set_(self.tensor.untyped_storage())
         places = torch.as_tensor(self.offsets) + self.tensor.storage_offset()
-        wanted = places if mask is None else torch.broadcast_to(places, torch.broadcast_shapes(places.shape, mask.shape))[mask]
+        wanted = (
+            places
+            if mask is None
+            else torch.broadcast_to(places, torch.broadcast_shapes(places.shape, mask.shape))[mask]
+        )
         if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < len(memory):
             raise IndexError("a kernel leaves the memory of its tensor")
         return memory, wanted
@@ -77,8 +81,12 @@ class Kernel:
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, **constants):
-            assert all(value & (value - 1) == 0 for value in constants.values()), "tiles are powers of two"
-            pointers = [Pointers(each, 0) if isinstance(each, torch.Tensor) else each for each in arguments]
+            assert all(value & (value - 1) == 0 for value in constants.values()), (
+                "tiles are powers of two"
+            )
+            pointers = [
+                Pointers(each, 0) if isinstance(each, torch.Tensor) else each for each in arguments
+            ]
             self._language.blocks = grid[0]
             for block in range(grid[0]):
                 self._language.block = block

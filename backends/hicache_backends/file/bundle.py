@@ -18,8 +18,8 @@ footer    64 bytes:
 ```
 
 A file that ends in a footer which fits its length holds all of its pages: the footer is written
-last. The file's name contains the footer's checksum, so that a footer and an index are never taken for
-those of another bundle, whatever a disk answers.
+last. The file's name contains the footer's checksum, so that a footer and an index are never taken
+for those of another bundle, whatever a disk answers.
 """
 
 from __future__ import annotations
@@ -119,7 +119,13 @@ class BundleFormat:
         """Encode the part that follows the pages."""
         body = index.envelopes + _join(index.keys)
         footer = _FOOTER.pack(
-            _MAGIC, _VERSION, len(index.keys), self.page_bytes, len(body), self.fingerprint, xxhash.xxh3_64_intdigest(body)
+            _MAGIC,
+            _VERSION,
+            len(index.keys),
+            self.page_bytes,
+            len(body),
+            self.fingerprint,
+            xxhash.xxh3_64_intdigest(body),
         )
         return body + footer + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(footer))
 
@@ -142,7 +148,12 @@ class BundleFormat:
         if xxhash.xxh3_64_intdigest(footer) != _CHECKSUM.unpack(end[-_CHECKSUM.size :])[0]:
             raise NotABundleError("the footer is damaged")
         magic, version, pages, page_bytes, body_bytes, fingerprint, _ = _FOOTER.unpack(footer)
-        if (magic, version, page_bytes, fingerprint) != (_MAGIC, _VERSION, self.page_bytes, self.fingerprint):
+        if (magic, version, page_bytes, fingerprint) != (
+            _MAGIC,
+            _VERSION,
+            self.page_bytes,
+            self.fingerprint,
+        ):
             raise NotABundleError("the footer is of another format or namespace")
         if pages * page_bytes + body_bytes + FOOTER_BYTES != size:
             raise NotABundleError(f"the footer does not fit a length of {size} bytes")

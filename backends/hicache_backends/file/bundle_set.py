@@ -74,7 +74,9 @@ class BundleSet:
     page that stays in the store is found at any moment.
     """
 
-    def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
+    def __init__(
+        self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool
+    ) -> None:
         self.namespace = namespace
         self.lock = threading.RLock()
         self.bundles: dict[BundleId, Bundle] = {}
@@ -145,7 +147,12 @@ class BundleSet:
             snapshot = self._feed.read()
 
     def _catch_up(
-        self, snapshot: FeedSnapshot, announced: set[BundleName], expired: Callable[[], bool], *, last: bool
+        self,
+        snapshot: FeedSnapshot,
+        announced: set[BundleName],
+        expired: Callable[[], bool],
+        *,
+        last: bool,
     ) -> set[BundleName]:
         """Apply the announced events, or, where some are missing, a listing of the directory.
 
@@ -173,14 +180,19 @@ class BundleSet:
             with self.lock:
                 self._remove(plan.removed)
                 # An invalidation during the catch-up asks for a listing that this one has not made.
-                if self._invalidations == plan.invalidations and self._generation < snapshot.generation:
+                if (
+                    self._invalidations == plan.invalidations
+                    and self._generation < snapshot.generation
+                ):
                     self._seen = plan.seen
                     self._generation = snapshot.generation
                     self._epoch = snapshot.epoch
             break
         return set()
 
-    def _begin_catch_up(self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool) -> _CatchUp | set[BundleName]:
+    def _begin_catch_up(
+        self, snapshot: FeedSnapshot, announced: set[BundleName], *, last: bool
+    ) -> _CatchUp | set[BundleName]:
         """Add the new bundles, and find out which ones to remove.
 
         Without `last`, unannounced bundles are returned instead, and nothing is changed.
@@ -214,8 +226,8 @@ class BundleSet:
     def force_relist(self) -> None:
         """Make all storages list with the next announcement.
 
-        Only if this one may know unannounced changes: a page that is not found here may have been removed
-        by a process that has not announced it yet.
+        Only if this one may know unannounced changes: a page that is not found here may have been
+        removed by a process that has not announced it yet.
         """
         with self.lock:
             if self._listed_unshared:
@@ -237,7 +249,9 @@ class BundleSet:
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Add bundles that are in place."""
         with self.lock:
-            self._adding.update({bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles})
+            self._adding.update(
+                {bundle.id: bundle for bundle in bundles if bundle.id not in self.bundles}
+            )
             self._commit_adding()
 
     def _commit_adding(self) -> None:
@@ -291,14 +305,25 @@ class BundleSet:
                 return
             needed = list(self.bundles)
         cursors = snapshot.of(self.namespace)
-        self._feed.logs.collect(self.namespace, needed, {writer: cursor.sequence for writer, cursor in cursors.items()})
+        self._feed.logs.collect(
+            self.namespace, needed, {writer: cursor.sequence for writer, cursor in cursors.items()}
+        )
         with contextlib.suppress(OSError):
             self._feed.collect_retired(self.namespace, {id.writer for id in needed})
 
     def bundle(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
         """A new `Bundle` of that name, not yet in the set."""
         keys, envelopes = ((), b"") if index is None else (index.keys, index.envelopes)
-        return Bundle(self.namespace, name, self._directory, name.id, name.size, name.created_us * 1_000, keys, envelopes)
+        return Bundle(
+            self.namespace,
+            name,
+            self._directory,
+            name.id,
+            name.size,
+            name.created_us * 1_000,
+            keys,
+            envelopes,
+        )
 
     def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
         """The events that are new here; None if some are unknown.
@@ -306,14 +331,23 @@ class BundleSet:
         That is where a log has a gap, or a cursor has disappeared.
         """
         events = list[Event]()
-        missing = [writer for writer in self._seen if writer not in cursors and writer != self._feed.writer]
+        missing = [
+            writer for writer in self._seen if writer not in cursors and writer != self._feed.writer
+        ]
         if missing:
             retired = self._feed.retired(self.namespace)
-            if not all(writer in retired and self._add_missed(retired[writer], events) for writer in missing):
+            if not all(
+                writer in retired and self._add_missed(retired[writer], events)
+                for writer in missing
+            ):
                 return None
             self._retired.update({writer: retired[writer].sequence for writer in missing})
         # This storage's own changes are in the set already.
-        if all(self._add_missed(cursor, events) for writer, cursor in cursors.items() if writer != self._feed.writer):
+        if all(
+            self._add_missed(cursor, events)
+            for writer, cursor in cursors.items()
+            if writer != self._feed.writer
+        ):
             return events
         return None
 
@@ -323,7 +357,10 @@ class BundleSet:
         missed = cursor.since(seen)
         if missed is None:
             known = cursor.sequence - len(cursor.events)
-            missed, rest = self._feed.logs.since(self.namespace, cursor.writer, seen, known), cursor.since(known)
+            missed, rest = (
+                self._feed.logs.since(self.namespace, cursor.writer, seen, known),
+                cursor.since(known),
+            )
             if missed is None or rest is None:
                 return False
             missed += rest
@@ -410,16 +447,26 @@ class BundleSet:
                 break
         return names
 
-    def _unannounced(self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]) -> set[BundleName]:
+    def _unannounced(
+        self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]
+    ) -> set[BundleName]:
         """Bundles that are new here, with numbers above those that their writers have announced."""
         # A writer announces its events in the order of their numbers, so the last number covers all
         # before.
         announced = {writer: cursor.sequence for writer, cursor in cursors.items()}
-        fresh = [name for id, name in names.items() if announced.get(id.writer, 0) < id.sequence and id not in self.bundles]
+        fresh = [
+            name
+            for id, name in names.items()
+            if announced.get(id.writer, 0) < id.sequence and id not in self.bundles
+        ]
         if not fresh:
             return set()
         retired = self._feed.retired(self.namespace)
-        return {name.plain for name in fresh if name.writer not in retired or retired[name.writer].sequence < name.sequence}
+        return {
+            name.plain
+            for name in fresh
+            if name.writer not in retired or retired[name.writer].sequence < name.sequence
+        }
 
     def _announce_found(self, events: Sequence[Event]) -> None:
         try:
@@ -430,7 +477,11 @@ class BundleSet:
             self._feed.queue(self.namespace, events)
             self._feed.announce()
         except OSError as error:
-            logger.debug("cannot announce bundles found by listing in namespace %s: %s", self.namespace, error)
+            logger.debug(
+                "cannot announce bundles found by listing in namespace %s: %s",
+                self.namespace,
+                error,
+            )
 
     def _apply_listing(self, names: Mapping[BundleId, BundleName]) -> list[BundleId]:
         """Add the bundles of a listing, and return those that are not in it."""
@@ -468,7 +519,9 @@ class BundleSets:
         with self._lock:
             bundle_set = self._bundle_sets.get(namespace)
             if bundle_set is None:
-                bundle_set = BundleSet(namespace, self._paths, self._feed, asks_server=self._asks_server)
+                bundle_set = BundleSet(
+                    namespace, self._paths, self._feed, asks_server=self._asks_server
+                )
                 if self.on_created is not None:
                     self.on_created(bundle_set)
                 self._bundle_sets[namespace] = bundle_set

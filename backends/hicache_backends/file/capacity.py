@@ -149,7 +149,14 @@ def _entry(bundle: Bundle) -> _Entry:
     # Where a file system keeps coarse times, the later of a writer's bundles goes first: it is a
     # tail rather than a head. A bundle that was removed and added again has two entries, whose
     # order does not matter.
-    return bundle.recency, -bundle.name.sequence, bundle.name.writer, bundle.namespace, id(bundle), bundle
+    return (
+        bundle.recency,
+        -bundle.name.sequence,
+        bundle.name.writer,
+        bundle.namespace,
+        id(bundle),
+        bundle,
+    )
 
 
 class Capacity:

@@ -146,7 +146,9 @@ def random_value() -> int:
     # Between 1978 and 2038, so that every file system can keep it; 31 bits remain where it keeps
     # whole seconds.
     bits = int.from_bytes(os.urandom(8), "little")
-    return ((1 << 28) + bits % ((1 << 31) - (1 << 28))) * 1_000_000_000 + (bits >> 34) % 1_000_000_000
+    return ((1 << 28) + bits % ((1 << 31) - (1 << 28))) * 1_000_000_000 + (
+        bits >> 34
+    ) % 1_000_000_000
 
 
 def counter_tag(value: int) -> int:
@@ -162,7 +164,9 @@ class FeedSnapshot:
     """Grows with every listing."""
     epoch: int = 0
     """A new value: the store was deleted and made again; nothing known about the old one holds."""
-    cursors: Mapping[str, Mapping[str, WriterCursor]] = field(default_factory=dict[str, "Mapping[str, WriterCursor]"])
+    cursors: Mapping[str, Mapping[str, WriterCursor]] = field(
+        default_factory=dict[str, "Mapping[str, WriterCursor]"]
+    )
     """By namespace and writer."""
 
     def of(self, namespace: str) -> Mapping[str, WriterCursor]:
@@ -179,7 +183,15 @@ class ChangeFeed:
     elsewhere, can report a bundle that a later caller does not find.
     """
 
-    def __init__(self, paths: StorePaths, counter: ChangeCounter, writer: str, *, asks_server: bool, syncs: bool = False) -> None:
+    def __init__(
+        self,
+        paths: StorePaths,
+        counter: ChangeCounter,
+        writer: str,
+        *,
+        asks_server: bool,
+        syncs: bool = False,
+    ) -> None:
         self.writer = writer
         self.syncs = syncs
         self.lock = threading.RLock()
@@ -239,7 +251,11 @@ class ChangeFeed:
             if value is None or value != self._known:
                 known = self._parsed
                 self._snapshot = self._list(value)
-                self._confirm_counter(cursor for name, cursor in self._parsed.items() if cursor is not None and name not in known)
+                self._confirm_counter(
+                    cursor
+                    for name, cursor in self._parsed.items()
+                    if cursor is not None and name not in known
+                )
                 self._known = value
             return self._snapshot
 
@@ -259,7 +275,12 @@ class ChangeFeed:
         announced = self._announced.get(namespace)
         return (announced.sequence if announced else 0) + len(self._queued.get(namespace, ())) + 1
 
-    def queue(self, namespace: str, events: Sequence[Event], on_announced: Callable[[], None] | None = None) -> None:
+    def queue(
+        self,
+        namespace: str,
+        events: Sequence[Event],
+        on_announced: Callable[[], None] | None = None,
+    ) -> None:
         """Add events to the next announcement; the changes that they describe have been made.
 
         Args:
@@ -301,10 +322,14 @@ class ChangeFeed:
             before = self._announced.get(namespace)
             # The tag is in the name before the counter has the value: whoever finds the name can
             # tell whether the counter was changed after it.
-            after = (before or WriterCursor(namespace, self.writer, 0, ())).after(self._queued[namespace], counter_tag(value))
+            after = (before or WriterCursor(namespace, self.writer, 0, ())).after(
+                self._queued[namespace], counter_tag(value)
+            )
             # The log comes first. After the rename a reader may ask it for the events that the name
             # dropped.
-            unlogged = self._log(after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]])
+            unlogged = self._log(
+                after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]]
+            )
             self._move(before, after)
             self._announced[namespace], self._unlogged[namespace] = after, unlogged
             del self._queued[namespace]
@@ -344,7 +369,10 @@ class ChangeFeed:
         """
         names = list_directory(self._paths.retired, asks_server=self._asks_server)
         cursors = [parse_cursor(name) for name in names if name.startswith(namespace)]
-        return {cursor.writer: cursor for cursor in sorted(filter(None, cursors), key=lambda cursor: cursor.sequence)}
+        return {
+            cursor.writer: cursor
+            for cursor in sorted(filter(None, cursors), key=lambda cursor: cursor.sequence)
+        }
 
     def collect_retired(self, namespace: str, needed: Container[str]) -> None:
         """Remove the retired cursors of writers that have no bundle left."""
@@ -371,7 +399,10 @@ class ChangeFeed:
         idle = list[str]()
         for name in names:
             with contextlib.suppress(OSError):
-                if clock.age_seconds(os.stat(f"{self._paths.writers}/{name}").st_ctime_ns) > IDLE_WRITER_SECONDS:
+                if (
+                    clock.age_seconds(os.stat(f"{self._paths.writers}/{name}").st_ctime_ns)
+                    > IDLE_WRITER_SECONDS
+                ):
                     idle.append(name)
         if idle:
             os.makedirs(self._paths.retired, exist_ok=True)
@@ -394,7 +425,9 @@ class ChangeFeed:
     def _list(self, value: Attributes | None) -> FeedSnapshot:
         names = list_directory(self._paths.writers, asks_server=self._asks_server) if value else []
         parsed = self._parsed
-        self._parsed = {name: parsed[name] if name in parsed else parse_cursor(name) for name in names}
+        self._parsed = {
+            name: parsed[name] if name in parsed else parse_cursor(name) for name in names
+        }
         cursors = dict[str, dict[str, WriterCursor]]()
         for cursor in filter(None, self._parsed.values()):
             writers = cursors.setdefault(cursor.namespace, {})
@@ -406,7 +439,12 @@ class ChangeFeed:
         # deleted directory again.
         births, before = frozenset(filter(is_birth, names)), self._births
         self._births = births
-        same = self._known is not None and value is not None and self._known.inode == value.inode and before == births
+        same = (
+            self._known is not None
+            and value is not None
+            and self._known.inode == value.inode
+            and before == births
+        )
         last = self._snapshot
         return FeedSnapshot(last.generation + 1, last.epoch + (not same), cursors)
 

@@ -13,14 +13,29 @@ from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
 from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ObjectStorage
-from hicache_storage.spec import Capabilities, Durability, Health, HungReads, Sharing, StorageUnavailableError
+from hicache_storage.spec import (
+    Capabilities,
+    Durability,
+    Health,
+    HungReads,
+    Sharing,
+    StorageUnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from hicache_backends.file.config import FileConfig
     from hicache_backends.file.page_index import Extent, Location, PageIndex
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectRead,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.objects.requests import RegisteredPool
     from hicache_storage.spec import StorageIdentity
 
@@ -57,7 +72,9 @@ class FileStorage(ObjectStorage):
                 clears=True,
                 evicts=config.capacity is not None,
                 # Before `connect`, when the mount is unknown: a read is guarded, and waited for.
-                hung_reads=HungReads.WAIT if config.hung_reads == "wait" else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.WAIT
+                if config.hung_reads == "wait"
+                else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -84,7 +101,12 @@ class FileStorage(ObjectStorage):
             self._oversized_pools.discard(pool.name)
             return
         self._oversized_pools.add(pool.name)
-        logger.error("pages of pool %s have %d bytes, the capacity is %d: none will be stored", pool.name, size, limit)
+        logger.error(
+            "pages of pool %s have %d bytes, the capacity is %d: none will be stored",
+            pool.name,
+            size,
+            limit,
+        )
 
     def connect(self) -> None:
         self._store = Store(self._config, self._count_evicted, self._count_damaged)
@@ -92,7 +114,9 @@ class FileStorage(ObjectStorage):
         self._capabilities = replace(
             self._capabilities,
             may_hang=self._store.may_hang,
-            hung_reads=HungReads.BOUNCE_BUFFER if self._store.buffers is not None else HungReads.WAIT,
+            hung_reads=HungReads.BOUNCE_BUFFER
+            if self._store.buffers is not None
+            else HungReads.WAIT,
         )
 
     def disconnect(self) -> None:
@@ -104,13 +128,19 @@ class FileStorage(ObjectStorage):
         self.store.feed.read()
         if self._oversized_pools:
             return Health(
-                ok=False, detail=f"pages of pool {', '.join(sorted(self._oversized_pools))} are larger than the capacity"
+                ok=False,
+                detail=f"pages of pool {', '.join(sorted(self._oversized_pools))} are larger than "
+                f"the capacity",
             )
         ignored, stuck = self.store.ignored(), self.store.hung_reads()
-        found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [f"{stuck} reads hang"] * bool(stuck)
+        found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [
+            f"{stuck} reads hang"
+        ] * bool(stuck)
         return Health(ok=True, detail="; ".join(found))
 
-    def objects_exist_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
+    def objects_exist_cached(
+        self, batches: Sequence[LookupBatch], call: Call
+    ) -> list[list[bool]] | None:
         store = self.store
         page_indexes = store.cached_page_indexes([batch.namespace for batch in batches])
         if page_indexes is None:
@@ -118,7 +148,10 @@ class FileStorage(ObjectStorage):
         if store.capacity is not None:
             for page_index, batch in zip(page_indexes, batches, strict=True):
                 page_index.touch([*call.prefix_keys, *batch.keys])
-        return [page_index.contains(batch.keys) for page_index, batch in zip(page_indexes, batches, strict=True)]
+        return [
+            page_index.contains(batch.keys)
+            for page_index, batch in zip(page_indexes, batches, strict=True)
+        ]
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
@@ -127,7 +160,10 @@ class FileStorage(ObjectStorage):
             for page_index, batch in zip(page_indexes, batches, strict=True):
                 page_index.touch([*call.prefix_keys, *batch.keys])
         store.after_call()
-        return [page_index.contains(batch.keys) for page_index, batch in zip(page_indexes, batches, strict=True)]
+        return [
+            page_index.contains(batch.keys)
+            for page_index, batch in zip(page_indexes, batches, strict=True)
+        ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         store = self.store
@@ -136,7 +172,9 @@ class FileStorage(ObjectStorage):
         if store.capacity is not None:
             for page_index, batch in zip(page_indexes, batches, strict=True):
                 page_index.touch([*call.prefix_keys, *[read.key for read in batch.reads]])
-        outcome = store.reader.read(_extents(page_indexes, [batch.reads for batch in batches]), call)
+        outcome = store.reader.read(
+            _extents(page_indexes, [batch.reads for batch in batches]), call
+        )
         loaded, faults = set(outcome.loaded), outcome.faults
         for _ in range(MAX_ATTEMPTS):
             if not outcome.gone:
@@ -146,7 +184,11 @@ class FileStorage(ObjectStorage):
             page_indexes = store.page_indexes(namespaces, call.expired)
             again = {read for run in outcome.gone for read in run.reads}
             outcome = store.reader.read(
-                _extents(page_indexes, [[read for read in batch.reads if read in again] for batch in batches]), call
+                _extents(
+                    page_indexes,
+                    [[read for read in batch.reads if read in again] for batch in batches],
+                ),
+                call,
             )
             loaded.update(outcome.loaded)
             faults += outcome.faults
@@ -179,26 +221,38 @@ class FileStorage(ObjectStorage):
         # The SDK has just looked up the pages; a second copy published since does no harm.
         page_indexes = store.known_page_indexes([batch.namespace for batch in batches])
         pending_bundles = self._plan_writes(batches, page_indexes, call)
-        store.thread_pool.run([partial(store.writer.write, pending, call) for pending in pending_bundles])
+        store.thread_pool.run(
+            [partial(store.writer.write, pending, call) for pending in pending_bundles]
+        )
         published = store.publisher.publish(pending_bundles, call)
         stored = {write for pending, _ in published for write in pending.writes}
         if store.capacity is not None:
             for page_index in page_indexes:
-                page_index.touch_bundles([bundle for pending, bundle in published if pending.page_index is page_index])
+                page_index.touch_bundles(
+                    [bundle for pending, bundle in published if pending.page_index is page_index]
+                )
                 # A head that is older than its tail would be evicted before it.
                 page_index.touch(call.prefix_keys)
         for page_index in page_indexes:
             self._retire_damaged(page_index, [write for write in stored if write.replaces])
         store.after_call()
-        self.note_partial_faults([pending.fault for pending in pending_bundles if pending.fault], served=bool(stored))
+        self.note_partial_faults(
+            [pending.fault for pending in pending_bundles if pending.fault], served=bool(stored)
+        )
         return [[write in stored for write in batch.writes] for batch in batches]
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         store = self.store
         page_indexes = store.page_indexes([batch.namespace for batch in batches], call.expired)
         if not all(page_index.complete for page_index in page_indexes):
-            raise OSError(errno.ETIMEDOUT, "the deadline has passed, and the pages may be in bundles not looked into yet")
-        found = [page_index.contains(batch.keys) for page_index, batch in zip(page_indexes, batches, strict=True)]
+            raise OSError(
+                errno.ETIMEDOUT,
+                "the deadline has passed, and the pages may be in bundles not looked into yet",
+            )
+        found = [
+            page_index.contains(batch.keys)
+            for page_index, batch in zip(page_indexes, batches, strict=True)
+        ]
         for page_index, batch in zip(page_indexes, batches, strict=True):
             if call.expired():
                 raise TimeoutError("the deadline of the delete has passed")
@@ -220,13 +274,22 @@ class FileStorage(ObjectStorage):
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         store, conclusive = self.store, True
         for page_index, batch in zip(
-            store.page_indexes([batch.namespace for batch in batches], call.expired), batches, strict=True
+            store.page_indexes([batch.namespace for batch in batches], call.expired),
+            batches,
+            strict=True,
         ):
             conclusive &= page_index.complete
             inspection = DamageInspection(
-                page_index, store.reader, store.descriptors, call, verifies=self._config.verify_checksums
+                page_index,
+                store.reader,
+                store.descriptors,
+                call,
+                verifies=self._config.verify_checksums,
             )
-            store.rewriter.drop_all(page_index, partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)))
+            store.rewriter.drop_all(
+                page_index,
+                partial(inspection.damaged, dict.fromkeys(read.key for read in batch.reads)),
+            )
             conclusive &= inspection.conclusive
         # Where some copy may still be damaged, the SDK hides the page until the next set has
         # written it anew.
@@ -247,7 +310,9 @@ class FileStorage(ObjectStorage):
             for bundle in list(page_index.bundle_set.bundles.values()):
                 if call.expired():
                     # The caller has been answered, and may have begun to store pages anew.
-                    fault = TimeoutError("the deadline of the clear has passed; some bundles are still there")
+                    fault = TimeoutError(
+                        "the deadline of the clear has passed; some bundles are still there"
+                    )
                     break
                 try:
                     removed &= self.store.publisher.remove(page_index.bundle_set, bundle)
@@ -262,7 +327,9 @@ class FileStorage(ObjectStorage):
             raise fault
         return removed
 
-    def _plan_writes(self, batches: Sequence[WriteBatch], page_indexes: Sequence[PageIndex], call: Call) -> list[PendingBundle]:
+    def _plan_writes(
+        self, batches: Sequence[WriteBatch], page_indexes: Sequence[PageIndex], call: Call
+    ) -> list[PendingBundle]:
         """Plan the bundles to be written, and make room for them."""
         store, pending_bundles = self.store, list[PendingBundle]()
         limit = None if store.capacity is None else store.capacity.limit
@@ -292,11 +359,17 @@ class FileStorage(ObjectStorage):
 
     def _retire_damaged(self, page_index: PageIndex, writes: Sequence[ObjectWrite]) -> None:
         """Drop the damaged copies of pages that have just been written anew."""
-        envelopes = {write.key: write.envelope for write in writes if write.namespace.name == page_index.namespace.name}
+        envelopes = {
+            write.key: write.envelope
+            for write in writes
+            if write.namespace.name == page_index.namespace.name
+        }
         if not envelopes:
             return
         try:
-            self.store.rewriter.drop_all(page_index, partial(_other_locations, page_index, envelopes))
+            self.store.rewriter.drop_all(
+                page_index, partial(_other_locations, page_index, envelopes)
+            )
         except OSError as error:
             # The new copy is the newer one, and read in their stead.
             logger.debug("cannot drop damaged copies: %s", error)
@@ -306,11 +379,21 @@ class FileStorage(ObjectStorage):
 
     def _count_damaged(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_damaged=pages)
-        logger.warning("%d more damaged pages in pool %s; they are misses until they are set again", pages, namespace.pool)
+        logger.warning(
+            "%d more damaged pages in pool %s; they are misses until they are set again",
+            pages,
+            namespace.pool,
+        )
 
 
-def _extents(page_indexes: Sequence[PageIndex], reads: Sequence[Sequence[ObjectRead]]) -> list[Extent]:
-    return [run for page_index, some in zip(page_indexes, reads, strict=True) for run in page_index.locate(some)]
+def _extents(
+    page_indexes: Sequence[PageIndex], reads: Sequence[Sequence[ObjectRead]]
+) -> list[Extent]:
+    return [
+        run
+        for page_index, some in zip(page_indexes, reads, strict=True)
+        for run in page_index.locate(some)
+    ]
 
 
 def _locations(page_index: PageIndex, keys: Sequence[str]) -> list[Location]:

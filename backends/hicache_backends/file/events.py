@@ -101,7 +101,9 @@ class Found(msgspec.Struct, frozen=True, gc=False):
 
     def __str__(self) -> str:
         name = self.bundle
-        return f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
+        return (
+            f"f{name.writer}-{name.sequence:x}-{name.size:x}-{name.created_us:x}-{name.checksum:x}"
+        )
 
 
 class Unlisted(msgspec.Struct, frozen=True, gc=False):
@@ -135,7 +137,9 @@ class WriterCursor:
     """Tag of the counter value that follows this cursor."""
 
     def __str__(self) -> str:
-        return f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
+        return (
+            f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
+        )
 
     def after(self, events: Sequence[Event], tag: int) -> WriterCursor:
         """The cursor after more events, with as many of the newest as fit into a name."""
@@ -147,7 +151,13 @@ class WriterCursor:
             if room < 0:
                 break
             kept += 1
-        return WriterCursor(self.namespace, self.writer, self.sequence + len(events), texts[len(texts) - kept :], tag)
+        return WriterCursor(
+            self.namespace,
+            self.writer,
+            self.sequence + len(events),
+            texts[len(texts) - kept :],
+            tag,
+        )
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None if the name has dropped some."""
@@ -163,7 +173,9 @@ class WriterCursor:
         return events
 
 
-_CURSOR = re.compile(f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({HEX})\\.({HEX})\\.([a-z0-9,-]*)")
+_CURSOR = re.compile(
+    f"({NAMESPACE_PATTERN})\\.({WRITER_PATTERN})\\.({HEX})\\.({HEX})\\.([a-z0-9,-]*)"
+)
 
 
 def parse_cursor(text: str) -> WriterCursor | None:
@@ -174,7 +186,11 @@ def parse_cursor(text: str) -> WriterCursor | None:
     namespace, writer, last, tag, listed = match.groups()
     events = tuple(listed.split(",")) if listed else ()
     sequence = int(last, 16)
-    return WriterCursor(namespace, writer, sequence, events, int(tag, 16)) if len(events) <= sequence else None
+    return (
+        WriterCursor(namespace, writer, sequence, events, int(tag, 16))
+        if len(events) <= sequence
+        else None
+    )
 
 
 def _parse_event(text: str, writer: str, number: int) -> Event | None:
@@ -184,7 +200,9 @@ def _parse_event(text: str, writer: str, number: int) -> Event | None:
     if match := _REMOVED_TEXT.fullmatch(text):
         return Removed(BundleId(match[1], int(match[2], 16)))
     if match := _FOUND_TEXT.fullmatch(text):
-        name = BundleName(match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16))
+        name = BundleName(
+            match[1], int(match[2], 16), int(match[3], 16), int(match[4], 16), int(match[5], 16)
+        )
         return Found(name) if is_plausible(name) else None
     return None
 
@@ -248,7 +266,10 @@ class EventLogs:
             for at, first, entries in _blocks(self._read(namespace, writer, segment, start), seen):
                 if first > seen + 1:
                     return None
-                events += [_event(writer, first + n, entries[n]) for n in range(seen + 1 - first, len(entries))]
+                events += [
+                    _event(writer, first + n, entries[n])
+                    for n in range(seen + 1 - first, len(entries))
+                ]
                 seen, position = first + len(entries) - 1, (segment, start + at, first)
                 if seen >= last:
                     break
@@ -257,7 +278,9 @@ class EventLogs:
         self._positions[reader] = position
         return events[: len(events) - (seen - last)]
 
-    def indexes(self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]) -> dict[BundleName, BundleIndex]:
+    def indexes(
+        self, namespace: str, wanted: Container[BundleName], segment: tuple[str, int]
+    ) -> dict[BundleName, BundleIndex]:
         """The indexes of bundles in one segment."""
         writer, found = segment[0], dict[BundleName, BundleIndex]()
         for _, first, entries in _blocks(self._read(namespace, *segment), 0):
@@ -275,7 +298,9 @@ class EventLogs:
             return {(match[1], int(match[2], 16)) for match in matches if match is not None}
         return set()
 
-    def collect(self, namespace: str, needed: Iterable[BundleId], current: Mapping[str, int]) -> None:
+    def collect(
+        self, namespace: str, needed: Iterable[BundleId], current: Mapping[str, int]
+    ) -> None:
         """Remove the segments without an event of a present bundle.
 
         Args:
@@ -292,7 +317,10 @@ class EventLogs:
                 os.unlink(self._path(namespace, *segment))
 
     def _append(self, namespace: str, writer: str, segment: int, block: bytes) -> None:
-        path, flags = self._path(namespace, writer, segment), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        path, flags = (
+            self._path(namespace, writer, segment),
+            os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+        )
         try:
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:
@@ -391,9 +419,20 @@ def _entry(event: Event) -> _Entry:
         case Added(name, index):
             if index is None or len(index.keys) > MAX_LOGGED_PAGES:
                 return _Entry(_ADDED, "", 0, name.size, name.created_us, name.checksum)
-            return _Entry(_ADDED, "", 0, name.size, name.created_us, name.checksum, "\0".join(index.keys), index.envelopes)
+            return _Entry(
+                _ADDED,
+                "",
+                0,
+                name.size,
+                name.created_us,
+                name.checksum,
+                "\0".join(index.keys),
+                index.envelopes,
+            )
         case Found(name):
-            return _Entry(_FOUND, name.writer, name.sequence, name.size, name.created_us, name.checksum)
+            return _Entry(
+                _FOUND, name.writer, name.sequence, name.size, name.created_us, name.checksum
+            )
         case Removed(bundle):
             return _Entry(_REMOVED, bundle.writer, bundle.sequence)
         case Unlisted():
@@ -411,11 +450,17 @@ def _event(writer: str, number: int, entry: _Entry) -> Event:
         return Added(name, _index(entry) if entry.keys else None)
     # Checked, since the writer becomes part of a path.
     if kind == _FOUND and _WRITER.fullmatch(entry.writer):
-        return Found(BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum))
+        return Found(
+            BundleName(entry.writer, entry.sequence, entry.size, entry.created_us, entry.checksum)
+        )
     return Unlisted()
 
 
 def _index(entry: _Entry) -> BundleIndex | None:
     """The index in an entry; None if it is inconsistent."""
     keys = tuple(entry.keys.split("\0"))
-    return BundleIndex(keys, entry.envelopes) if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES else None
+    return (
+        BundleIndex(keys, entry.envelopes)
+        if len(entry.envelopes) == len(keys) * ENVELOPE_BYTES
+        else None
+    )

@@ -12,7 +12,13 @@ from functools import partial
 from itertools import islice, repeat
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle import TAIL_BYTES, Bundle, BundleFormat, BundleIndex, NotABundleError
+from hicache_backends.file.bundle import (
+    TAIL_BYTES,
+    Bundle,
+    BundleFormat,
+    BundleIndex,
+    NotABundleError,
+)
 from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
 from hicache_backends.file.events import segment_of
 from hicache_backends.file.paths import BundleName
@@ -145,7 +151,9 @@ class PageIndex:
     def is_current(self, snapshot: FeedSnapshot) -> bool:
         """Return whether `catch_up` would do nothing."""
         now = time.monotonic()
-        retries = (self._unreadable and now >= self._retry_at) or (self._to_recheck and now >= self._recheck_at)
+        retries = (self._unreadable and now >= self._retry_at) or (
+            self._to_recheck and now >= self._recheck_at
+        )
         # The bundle set first: a bundle that another thread adds is among the unread before the set
         # is current.
         return self.bundle_set.is_current(snapshot) and self.complete and not retries
@@ -306,7 +314,9 @@ class PageIndex:
             return bundles
 
     def _read_batch(self, bundles: Sequence[Bundle]) -> bool:
-        parts = [bundles[at : at + BUNDLES_PER_TASK] for at in range(0, len(bundles), BUNDLES_PER_TASK)]
+        parts = [
+            bundles[at : at + BUNDLES_PER_TASK] for at in range(0, len(bundles), BUNDLES_PER_TASK)
+        ]
         read = list[_Read]()
         if self._parallel:
             self._thread_pool.run([partial(self._read_indexes, part, read) for part in parts])
@@ -402,7 +412,10 @@ class PageIndex:
             if length > len(end):
                 end = os.pread(descriptor, length, size - length)
                 # Both reads must have been served from this file, and the second one whole.
-                if length > len(end) or self.format.tail_bytes(end, size, bundle.name.checksum) != length:
+                if (
+                    length > len(end)
+                    or self.format.tail_bytes(end, size, bundle.name.checksum) != length
+                ):
                     raise NotABundleError("shorter than its name says")
             return self.format.parse(end[-length:])
         finally:

@@ -70,7 +70,8 @@ def is_birth(text: str) -> bool:
 
 
 class BundleId(msgspec.Struct, frozen=True, gc=False):
-    """Identity of a bundle within its namespace; never used twice. Not tracked by the garbage collector."""
+    """Identity of a bundle within its namespace; never used twice. Not tracked by the garbage
+    collector."""
 
     writer: str
     sequence: int
@@ -89,8 +90,8 @@ class Claim(NamedTuple):
 class BundleName(msgspec.Struct, frozen=True, gc=False):
     """The name of a bundle's file, with its length and age.
 
-    A listing of names is enough to know the used bytes. There is one object for each file of a store;
-    the garbage collector does not track them.
+    A listing of names is enough to know the used bytes. There is one object for each file of a
+    store; the garbage collector does not track them.
     """
 
     writer: str
@@ -136,13 +137,20 @@ def parse_bundle(text: str) -> BundleName | None:
     match = _BUNDLE.fullmatch(text)
     if match is None:
         return None
-    writer, sequence, size, created, checksum, pid_scope, pid, started, claimant, number = match.groups()
+    writer, sequence, size, created, checksum, pid_scope, pid, started, claimant, number = (
+        match.groups()
+    )
     claim = (
         None
         if pid_scope is None
-        else Claim(ProcessId(pid_scope, int(pid, 16), int(started, 16)), BundleId(claimant, int(number, 16)))
+        else Claim(
+            ProcessId(pid_scope, int(pid, 16), int(started, 16)),
+            BundleId(claimant, int(number, 16)),
+        )
     )
-    name = BundleName(writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim)
+    name = BundleName(
+        writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim
+    )
     return name if is_plausible(name) else None
 
 
@@ -163,10 +171,14 @@ class TemporaryName(NamedTuple):
 
     def __str__(self) -> str:
         pid_scope, pid, started = self.process
-        return f"{pid_scope}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
+        return (
+            f"{pid_scope}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
+        )
 
 
-_TEMPORARY = re.compile(f"({PID_SCOPE_PATTERN})-({HEX})-({HEX})-({WRITER_PATTERN})-({HEX})-({HEX})\\.temporary")
+_TEMPORARY = re.compile(
+    f"({PID_SCOPE_PATTERN})-({HEX})-({HEX})-({WRITER_PATTERN})-({HEX})-({HEX})\\.temporary"
+)
 
 
 def parse_temporary(text: str) -> TemporaryName | None:
@@ -178,7 +190,9 @@ def parse_temporary(text: str) -> TemporaryName | None:
     length = int(size, 16)
     if length > MAX_FILE_BYTES:
         return None
-    return TemporaryName(ProcessId(pid_scope, int(pid, 16), int(started, 16)), writer, int(number, 16), length)
+    return TemporaryName(
+        ProcessId(pid_scope, int(pid, 16), int(started, 16)), writer, int(number, 16), length
+    )
 
 
 def bundles_among(texts: Iterable[str]) -> list[BundleName]:
@@ -216,7 +230,11 @@ class StorePaths:
 
     def mark_birth(self) -> None:
         """Give the store a birth mark. Several marks made at once do no harm."""
-        os.close(os.open(f"{self.writers}/{random_birth()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        os.close(
+            os.open(
+                f"{self.writers}/{random_birth()}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
+        )
 
     def bundles(self, namespace: str) -> str:
         return f"{self.root}/{namespace}/bundles"
@@ -248,7 +266,9 @@ class StorePaths:
         # O_NOFOLLOW: another user who can write here must not redirect the file by a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(self.temporary(pending), flags, 0o666), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2) + b"\n")
+            file.write(
+                msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2) + b"\n"
+            )
         os.rename(self.temporary(pending), path)
 
 

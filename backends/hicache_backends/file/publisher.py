@@ -76,7 +76,9 @@ class Publisher:
         self._process = current_process()
         self._described: set[str] = set()
 
-    def publish(self, pending_bundles: Sequence[PendingBundle], call: Call) -> list[tuple[PendingBundle, Bundle]]:
+    def publish(
+        self, pending_bundles: Sequence[PendingBundle], call: Call
+    ) -> list[tuple[PendingBundle, Bundle]]:
         """Rename written bundles into place and announce them.
 
         A bundle whose caller has already been answered is discarded. A fault is noted in the
@@ -89,7 +91,11 @@ class Publisher:
         """
         # All renames come before the announcement: it takes two requests, however many bundles
         # there are.
-        published = [(pending, bundle) for pending in pending_bundles if (bundle := self._publish(pending, call)) is not None]
+        published = [
+            (pending, bundle)
+            for pending in pending_bundles
+            if (bundle := self._publish(pending, call)) is not None
+        ]
         if self._syncs:
             for namespace in {pending.page_index.namespace.name for pending, _ in published}:
                 sync_directory(self._paths.bundles(namespace))
@@ -141,7 +147,14 @@ class Publisher:
         return True
 
     def replace(
-        self, page_index: PageIndex, old: Bundle, name: TemporaryName, index: BundleIndex, *, size: int, checksum: int
+        self,
+        page_index: PageIndex,
+        old: Bundle,
+        name: TemporaryName,
+        index: BundleIndex,
+        *,
+        size: int,
+        checksum: int,
     ) -> Bundle:
         """Put a written file in the place of a bundle, and queue the events.
 
@@ -158,7 +171,9 @@ class Publisher:
         fault: OSError | None = None
         with bundle_set.lock, self._feed.lock:
             sequence = self._feed.next_sequence(namespace)
-            new = bundle_set.bundle(BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index)
+            new = bundle_set.bundle(
+                BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index
+            )
             # Claim, replace, unlink. A process killed after the claim leaves the old bundle valid;
             # one killed after the second rename leaves a void bundle that any listing removes.
             claimed = self._claim(bundle_set, old, new)
@@ -244,7 +259,8 @@ class Publisher:
             # not.
             directory = self._paths.bundles(bundle.namespace)
             if all(
-                name.id != claim.replacement for name in bundles_among(list_directory(directory, asks_server=self._asks_server))
+                name.id != claim.replacement
+                for name in bundles_among(list_directory(directory, asks_server=self._asks_server))
             ):
                 return
         raise FileNotFoundError(f"{bundle.path} is being replaced")
@@ -270,7 +286,9 @@ class Publisher:
             # The number must be in the feed before another thread takes the next one, so the rename
             # is done under the lock.
             sequence = self._feed.next_sequence(bundle_set.namespace)
-            name = BundleName(self._feed.writer, sequence, pending.size, pending.created_us, pending.checksum)
+            name = BundleName(
+                self._feed.writer, sequence, pending.size, pending.created_us, pending.checksum
+            )
             bundle = bundle_set.bundle(name, index)
             try:
                 self._move(pending, bundle.path)
@@ -281,10 +299,14 @@ class Publisher:
             # Not visible in this process yet: other storages do not look for it before the
             # announcement, and would deny a page that this one has reported.
             bundle_set.prepare_add(bundle)
-            self._feed.queue(bundle_set.namespace, [Added(name, index)], partial(bundle_set.commit_add, bundle))
+            self._feed.queue(
+                bundle_set.namespace, [Added(name, index)], partial(bundle_set.commit_add, bundle)
+            )
         return bundle
 
-    def _resolve_failed_publish(self, bundle_set: BundleSet, pending: PendingBundle, name: BundleName) -> None:
+    def _resolve_failed_publish(
+        self, bundle_set: BundleSet, pending: PendingBundle, name: BundleName
+    ) -> None:
         """Use up the number of a bundle whose rename failed.
 
         A rename can take effect and report an error: ENOENT is what a retransmitted request gets

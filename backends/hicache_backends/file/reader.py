@@ -148,11 +148,16 @@ class Reader:
         # A worker that hangs in another call takes no part of this one: the caller reads what no
         # worker has begun.
         self._thread_pool.run(
-            [partial(self._read_cached_chunks, chunks, call, outcome) for chunks in self._split_among_threads(chunks)]
+            [
+                partial(self._read_cached_chunks, chunks, call, outcome)
+                for chunks in self._split_among_threads(chunks)
+            ]
         )
         return len(outcome.loaded) == sum([len(extent.reads) for extent in extents])
 
-    def _read_cached_chunks(self, chunks: Sequence[ReadChunk], call: Call, outcome: ReadOutcome) -> None:
+    def _read_cached_chunks(
+        self, chunks: Sequence[ReadChunk], call: Call, outcome: ReadOutcome
+    ) -> None:
         for chunk in chunks:
             # The expected way to fail is an eviction from the page cache meanwhile; the ordinary
             # read handles everything else.
@@ -169,7 +174,9 @@ class Reader:
         Their bundles are closed, or left to the cache of descriptors, on return.
         """
         tasks = self._split_among_threads(self._open_extents(left, outcome))
-        self._thread_pool.run([partial(self._read_chunks, chunks, call, outcome) for chunks in tasks])
+        self._thread_pool.run(
+            [partial(self._read_chunks, chunks, call, outcome) for chunks in tasks]
+        )
 
     def _open_extents(self, left: deque[Extent], outcome: ReadOutcome) -> list[ReadChunk]:
         """Open as many extents as may be open at a time."""
@@ -199,12 +206,23 @@ class Reader:
         return self._split(extent, handle, cached=cached, may_wait=True)
 
     def _is_cached(self, extent: Extent, handle: Handle) -> bool:
-        return bool(handle.flags & os.O_NOATIME) and is_cached(handle.descriptor, *_byte_range(extent))
+        return bool(handle.flags & os.O_NOATIME) and is_cached(
+            handle.descriptor, *_byte_range(extent)
+        )
 
-    def _split(self, extent: Extent, handle: Handle, *, cached: bool, may_wait: bool) -> list[ReadChunk]:
+    def _split(
+        self, extent: Extent, handle: Handle, *, cached: bool, may_wait: bool
+    ) -> list[ReadChunk]:
         step = max(1, CHUNK_BYTES // extent.reads[0].namespace.page_bytes)
         return [
-            ReadChunk(handle, extent.bundle, extent.page + at, extent.reads[at : at + step], cached, may_wait)
+            ReadChunk(
+                handle,
+                extent.bundle,
+                extent.page + at,
+                extent.reads[at : at + step],
+                cached,
+                may_wait,
+            )
             for at in range(0, len(extent.reads), step)
         ]
 
@@ -338,7 +356,9 @@ class Reader:
         read.verify(checksum.intdigest())
         return True
 
-    def _read_long_page_chunk(self, chunk: ReadChunk, target: memoryview, offset: int, checksum: xxh3_64, call: Call) -> bool:
+    def _read_long_page_chunk(
+        self, chunk: ReadChunk, target: memoryview, offset: int, checksum: xxh3_64, call: Call
+    ) -> bool:
         descriptor = chunk.handle.descriptor
         if self._buffers is None or chunk.cached:
             read_all: ReadAll = read_into if self._buffers is None else read_cached_into
@@ -383,7 +403,11 @@ class Reader:
 
     def _disable_direct(self, bundle: Bundle) -> None:
         if self._direct:
-            logger.warning("direct_io is not possible for %s with these buffers; reading through the page cache", bundle.path)
+            logger.warning(
+                "direct_io is not possible for %s with these buffers; reading through the page "
+                "cache",
+                bundle.path,
+            )
         self._direct = False
 
 

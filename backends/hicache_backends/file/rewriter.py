@@ -104,15 +104,21 @@ class Rewriter:
 
     def _rewrite(self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int]) -> bool:
         """Replace a bundle by one with some of its pages; `False` if none of them is sound."""
-        name = self._temp_files.name(page_index.format.bundle_bytes([bundle.keys[page] for page in kept]))
+        name = self._temp_files.name(
+            page_index.format.bundle_bytes([bundle.keys[page] for page in kept])
+        )
         try:
             descriptor = self._temp_files.create(name)
             try:
                 sound = self._copy(page_index, bundle, kept, descriptor)
                 index = BundleIndex(
-                    tuple([bundle.keys[page] for page in sound]), b"".join([bundle.envelope(page) for page in sound])
+                    tuple([bundle.keys[page] for page in sound]),
+                    b"".join([bundle.envelope(page) for page in sound]),
                 )
-                tail, end = page_index.format.tail(index), len(sound) * page_index.namespace.page_bytes
+                tail, end = (
+                    page_index.format.tail(index),
+                    len(sound) * page_index.namespace.page_bytes,
+                )
                 write_from(descriptor, [memoryview(tail)], end)
                 # The copy inherits the recency: a rewrite is not a use, and must not save the pages
                 # from eviction.
@@ -123,7 +129,9 @@ class Rewriter:
                 os.close(descriptor)
             if sound:
                 size = end + len(tail)
-                self._publisher.replace(page_index, bundle, name, index, size=size, checksum=tail_checksum(tail))
+                self._publisher.replace(
+                    page_index, bundle, name, index, size=size, checksum=tail_checksum(tail)
+                )
             else:
                 self._temp_files.discard(name)
         except OSError:
@@ -133,9 +141,15 @@ class Rewriter:
             self._damaged(page_index.namespace, len(kept) - len(sound))
         return bool(sound)
 
-    def _copy(self, page_index: PageIndex, bundle: Bundle, pages: Sequence[int], target: int) -> list[int]:
+    def _copy(
+        self, page_index: PageIndex, bundle: Bundle, pages: Sequence[int], target: int
+    ) -> list[int]:
         """Copy the sound pages one after the other, and return their numbers."""
-        source, page_bytes, sound = self._descriptors.borrow(bundle.path), page_index.namespace.page_bytes, list[int]()
+        source, page_bytes, sound = (
+            self._descriptors.borrow(bundle.path),
+            page_index.namespace.page_bytes,
+            list[int](),
+        )
         step = max(1, min(len(pages), COPY_BYTES // page_bytes))
         buffer = memoryview(bytearray(step * page_bytes))
         for first, count in _extents(pages):
@@ -144,15 +158,22 @@ class Rewriter:
                 # A page that is cut off leaves old bytes in the buffer, which do not match its
                 # envelope.
                 read_into(source.descriptor, [buffer[: number * page_bytes]], page * page_bytes)
-                copied = [(page + at, buffer[at * page_bytes : (at + 1) * page_bytes]) for at in range(number)]
+                copied = [
+                    (page + at, buffer[at * page_bytes : (at + 1) * page_bytes])
+                    for at in range(number)
+                ]
                 whole = [
-                    (page, content) for page, content in copied if self._is_sound(page_index.namespace, bundle, page, content)
+                    (page, content)
+                    for page, content in copied
+                    if self._is_sound(page_index.namespace, bundle, page, content)
                 ]
                 write_from(target, [content for _, content in whole], len(sound) * page_bytes)
                 sound += [page for page, _ in whole]
         return sound
 
-    def _is_sound(self, namespace: Namespace, bundle: Bundle, page: int, content: memoryview) -> bool:
+    def _is_sound(
+        self, namespace: Namespace, bundle: Bundle, page: int, content: memoryview
+    ) -> bool:
         """Verify a page; one that fails is read a second time, from the file opened anew."""
         if _fits(namespace, bundle, page, content):
             return True
@@ -186,7 +207,15 @@ class DamageInspection:
     that has been written since, or that was misread once, is sound and stays.
     """
 
-    def __init__(self, page_index: PageIndex, reader: Reader, descriptors: Descriptors, call: Call, *, verifies: bool) -> None:
+    def __init__(
+        self,
+        page_index: PageIndex,
+        reader: Reader,
+        descriptors: Descriptors,
+        call: Call,
+        *,
+        verifies: bool,
+    ) -> None:
         self._page_index = page_index
         self._reader = reader
         self._descriptors = descriptors
@@ -200,13 +229,24 @@ class DamageInspection:
     def damaged(self, keys: Iterable[str]) -> list[Location]:
         """The damaged copies of these pages."""
         self.conclusive = True
-        return [location for key in keys for location in self._page_index.copies(key) if self._is_damaged(key, location)]
+        return [
+            location
+            for key in keys
+            for location in self._page_index.copies(key)
+            if self._is_damaged(key, location)
+        ]
 
     def _is_damaged(self, key: str, location: Location) -> bool:
         bundle, page = location
         # Read through a new descriptor: the open file may belong to a mount that has died.
         self._descriptors.forget(bundle.path)
-        read = ObjectRead(self._page_index.namespace, key, self._parts(), verifies_checksum=self._verifies, call=self._call)
+        read = ObjectRead(
+            self._page_index.namespace,
+            key,
+            self._parts(),
+            verifies_checksum=self._verifies,
+            call=self._call,
+        )
         outcome = self._reader.read([Extent(bundle, page, [read])], self._call)
         if outcome.loaded:
             return not read.verify()

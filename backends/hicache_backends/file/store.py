@@ -91,7 +91,9 @@ class Store:
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
         self._counter = ChangeCounter(self.paths.counter, asks_server=asks_server)
-        self.feed = ChangeFeed(self.paths, self._counter, writer_name, asks_server=asks_server, syncs=config.fsync)
+        self.feed = ChangeFeed(
+            self.paths, self._counter, writer_name, asks_server=asks_server, syncs=config.fsync
+        )
         self.bundle_sets = BundleSets(self.paths, self.feed, asks_server=asks_server)
         self.temp_files = TempFiles(
             self.paths,
@@ -102,10 +104,22 @@ class Store:
             abandoned_seconds=config.abandoned_seconds,
         )
         self.publisher = Publisher(
-            self.paths, self.feed, self.temp_files, self.clock,
-            asks_server=asks_server, syncs=config.fsync, abandoned_seconds=config.abandoned_seconds,
-        )  # fmt: skip
-        self.rewriter = Rewriter(self.feed, self.temp_files, self.descriptors, self.publisher, damaged, syncs=config.fsync)
+            self.paths,
+            self.feed,
+            self.temp_files,
+            self.clock,
+            asks_server=asks_server,
+            syncs=config.fsync,
+            abandoned_seconds=config.abandoned_seconds,
+        )
+        self.rewriter = Rewriter(
+            self.feed,
+            self.temp_files,
+            self.descriptors,
+            self.publisher,
+            damaged,
+            syncs=config.fsync,
+        )
         self.may_hang = not mount.is_memory or config.hung_reads == "bounce_buffer"
         waits = config.hung_reads == "wait" or not self.may_hang
         self.buffers = None if waits else Buffers(READ_BYTES)
@@ -123,10 +137,16 @@ class Store:
         self._epoch = 0
         self._flush_at = time.monotonic() + FLUSH_SECONDS
         self._collect_at = time.monotonic() + COLLECT_SECONDS
-        self.capacity = None if config.capacity_bytes is None else self._make_capacity(config.capacity_bytes, evicted)
+        self.capacity = (
+            None
+            if config.capacity_bytes is None
+            else self._make_capacity(config.capacity_bytes, evicted)
+        )
         self._tidy()
 
-    def page_indexes(self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = no_deadline) -> list[PageIndex]:
+    def page_indexes(
+        self, namespaces: Sequence[Namespace], expired: Callable[[], bool] = no_deadline
+    ) -> list[PageIndex]:
         """The page indexes of namespaces, with all events announced before this call.
 
         Args:
@@ -153,12 +173,19 @@ class Store:
         if snapshot is None or snapshot.epoch != self._epoch:
             return None
         known = [self._page_indexes.get(namespace.name) for namespace in namespaces]
-        current = [page_index for page_index in known if page_index is not None and page_index.is_current(snapshot)]
+        current = [
+            page_index
+            for page_index in known
+            if page_index is not None and page_index.is_current(snapshot)
+        ]
         return current if len(current) == len(known) else None
 
     def known_page_indexes(self, namespaces: Sequence[Namespace]) -> list[PageIndex]:
         """The page indexes of namespaces as they are, without a request."""
-        return [self._page_indexes.get(namespace.name) or self._open(namespace) for namespace in namespaces]
+        return [
+            self._page_indexes.get(namespace.name) or self._open(namespace)
+            for namespace in namespaces
+        ]
 
     def invalidate(self, bundles: Iterable[Bundle]) -> None:
         """Make the next call list the namespaces of bundles whose files seem to be gone."""
@@ -196,9 +223,15 @@ class Store:
             self._adjust_clock()
         if self.capacity is not None:
             self.capacity.drop_removed()
-        touched = [bundle for page_index in list(self._page_indexes.values()) for bundle in page_index.take_touched()]
+        touched = [
+            bundle
+            for page_index in list(self._page_indexes.values())
+            for bundle in page_index.take_touched()
+        ]
         # The most recent first: a victim is looked for at the other end.
-        for bundle in sorted(touched, key=lambda bundle: bundle.touched, reverse=True)[:FLUSHED_BUNDLES]:
+        for bundle in sorted(touched, key=lambda bundle: bundle.touched, reverse=True)[
+            :FLUSHED_BUNDLES
+        ]:
             if bundle.touched > bundle.modified:
                 bundle.modified = bundle.touched
                 with contextlib.suppress(OSError):
@@ -239,7 +272,12 @@ class Store:
             page_index = self._page_indexes.get(namespace.name)
             if page_index is None:
                 page_index = PageIndex(
-                    namespace, bundle_set, self.descriptors, self.thread_pool, self.clock, parallel=not self.is_local
+                    namespace,
+                    bundle_set,
+                    self.descriptors,
+                    self.thread_pool,
+                    self.clock,
+                    parallel=not self.is_local,
                 )
                 self._page_indexes[namespace.name] = page_index
             return page_index
@@ -257,7 +295,9 @@ class Store:
             retires_bad_sectors=self.is_local,
         )
 
-    def _make_capacity(self, limit_bytes: int, evicted: Callable[[Namespace, int], None]) -> Capacity:
+    def _make_capacity(
+        self, limit_bytes: int, evicted: Callable[[Namespace, int], None]
+    ) -> Capacity:
         return Capacity(
             limit_bytes,
             self.paths,
@@ -280,7 +320,9 @@ class Store:
                 sync_directory(self.paths.root)
                 sync_directory(self.path)
         except OSError as error:
-            raise StorageUnavailableError(f"cannot make the store's directories in {self.path!r}: {error}") from error
+            raise StorageUnavailableError(
+                f"cannot make the store's directories in {self.path!r}: {error}"
+            ) from error
 
     def _adjust_clock(self) -> None:
         self._adjust_at = time.monotonic() + ADJUST_SECONDS
@@ -295,7 +337,9 @@ class Store:
             self.feed.retire_idle_cursors(self.clock)
         except OSError as error:
             self.close()
-            raise StorageUnavailableError(f"cannot list the store in {self.path!r}: {error}") from error
+            raise StorageUnavailableError(
+                f"cannot list the store in {self.path!r}: {error}"
+            ) from error
 
 
 def _default_threads(local: bool) -> int:

@@ -79,7 +79,14 @@ class Writer:
     """
 
     def __init__(
-        self, temp_files: TempFiles, clock: ServerClock, *, preallocates: bool, syncs: bool, threads: int, chunk_bytes: int
+        self,
+        temp_files: TempFiles,
+        clock: ServerClock,
+        *,
+        preallocates: bool,
+        syncs: bool,
+        threads: int,
+        chunk_bytes: int,
     ) -> None:
         self._temp_files = temp_files
         self._clock = clock
@@ -90,7 +97,9 @@ class Writer:
         self._lock = threading.Lock()
         self._last_timestamp = 0
 
-    def plan(self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None) -> list[PendingBundle]:
+    def plan(
+        self, page_index: PageIndex, writes: Sequence[ObjectWrite], limit: int | None = None
+    ) -> list[PendingBundle]:
         """Divide the pages of a batch into bundles, in the order of their chain.
 
         Args:
@@ -110,7 +119,9 @@ class Writer:
             size = page_index.format.bundle_bytes([write.key for write in some])
             if limit is not None:
                 limit -= size
-            pending_bundles.append(PendingBundle(page_index, some, self._temp_files.name(size), created_us, 0))
+            pending_bundles.append(
+                PendingBundle(page_index, some, self._temp_files.name(size), created_us, 0)
+            )
         if len(pending_bundles) > 1:
             for rank, pending in enumerate(reversed(pending_bundles), start=1):
                 pending.rank = rank
@@ -174,7 +185,9 @@ class Writer:
             if self._preallocates:
                 os.posix_fallocate(pending.descriptor, 0, pending.size)
             end = self._write_pages(pending, call)
-            index = BundleIndex(tuple(pending.keys), b"".join([write.envelope for write in pending.writes]))
+            index = BundleIndex(
+                tuple(pending.keys), b"".join([write.envelope for write in pending.writes])
+            )
             tail = pending.page_index.format.tail(index)
             write_from(pending.descriptor, [memoryview(tail)], end)
         except OSError as error:
@@ -197,7 +210,9 @@ class Writer:
             some = pending.writes[start : start + step]
             for write in some:
                 write.envelope  # noqa: B018 - computes the checksum now, see PIECE_BYTES
-            write_from(pending.descriptor, [buffer for write in some for buffer in write.buffers], offset)
+            write_from(
+                pending.descriptor, [buffer for write in some for buffer in write.buffers], offset
+            )
             offset += len(some) * page_bytes
         return offset
 

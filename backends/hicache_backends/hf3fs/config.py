@@ -24,95 +24,152 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     """
 
     path: Annotated[
-        str, Meta(min_length=1, description="Directory of the files, on a mount that all clients see; made if missing.")
+        str,
+        Meta(
+            min_length=1,
+            description="Directory of the files, on a mount that all clients see; made if missing.",
+        ),
     ]
     metadata_url: Annotated[
         str | tuple[str, ...] | None,
         Meta(
-            description="Address of the metadata server, such as http://meta:18000; or of several on one store, as a list or separated by "
-            "commas. Without it, or empty, the map is kept in this process: one process for each directory, and nothing outlives it."
+            description="Address of the metadata server, such as http://meta:18000; or of several "
+            "on one store, as a list or separated by "
+            "commas. Without it, or empty, the map is kept in this process: one process for each "
+            "directory, and nothing outlives it."
         ),
     ] = None
     token: Annotated[
-        str, Meta(description=f"Bearer token for the metadata server, one that may write. By default ${TOKEN_VARIABLE}.")
+        str,
+        Meta(
+            description=f"Bearer token for the metadata server, one that may write. By default "
+            f"${TOKEN_VARIABLE}."
+        ),
     ] = ""
     file_size: Annotated[
         int | str,
         Meta(
-            description="Bytes of each namespace's file, such as '1TiB': a pool of one model in one geometry. The least recently used "
-            "pages are evicted to keep it. A file takes room on the disk only as pages are written, unless preallocate is set."
+            description="Bytes of each namespace's file, such as '1TiB': a pool of one model in "
+            "one geometry. The least recently used "
+            "pages are evicted to keep it. A file takes room on the disk only as pages are "
+            "written, unless preallocate is set."
         ),
     ] = "1GiB"
-    preallocate: Annotated[bool, Meta(description="Take the file's whole room from the file system when it is made.")] = False
+    preallocate: Annotated[
+        bool, Meta(description="Take the file's whole room from the file system when it is made.")
+    ] = False
     engine: Annotated[
         Literal["auto", "usrbio", "posix"],
         Meta(
-            description="What moves the bytes: 'usrbio', 3FS's interface past the kernel (package hf3fs-py-usrbio), or 'posix', "
-            "vectored reads and writes. By default usrbio on a 3FS mount where the package is installed."
+            description="What moves the bytes: 'usrbio', 3FS's interface past the kernel (package "
+            "hf3fs-py-usrbio), or 'posix', "
+            "vectored reads and writes. By default usrbio on a 3FS mount where the package is "
+            "installed."
         ),
     ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most threads that move the bytes of one call, engine posix. By default 4, or the number of cores if "
+            description="Most threads that move the bytes of one call, engine posix. By default 4, "
+            "or the number of cores if "
             "less, on a local disk, and 8 elsewhere."
         ),
     ] = None
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a read that does not come back before the deadline, engine posix. 'bounce_buffer': it "
-            "returns; pages are read into buffers of the driver's own and copied. 'wait': it waits; pages are read straight into "
+            description="What a get does about a read that does not come back before the deadline, "
+            "engine posix. 'bounce_buffer': it "
+            "returns; pages are read into buffers of the driver's own and copied. 'wait': it "
+            "waits; pages are read straight into "
             "the host pool. By default 'wait' on a local disk, and 'bounce_buffer' elsewhere."
         ),
     ] = "auto"
     usrbio_rings: Annotated[
-        int, Meta(ge=1, description="Calls that may read, and as many that may write, at a time, engine usrbio.")
+        int,
+        Meta(
+            ge=1,
+            description="Calls that may read, and as many that may write, at a time, engine usrbio.",
+        ),
     ] = 2
-    usrbio_entries: Annotated[int, Meta(ge=1, description="Requests in flight in one ring, engine usrbio.")] = 256
+    usrbio_entries: Annotated[
+        int, Meta(ge=1, description="Requests in flight in one ring, engine usrbio.")
+    ] = 256
     usrbio_buffer: Annotated[
-        int | str, Meta(description="Shared memory of one ring, through which its bytes go, engine usrbio.")
+        int | str,
+        Meta(description="Shared memory of one ring, through which its bytes go, engine usrbio."),
     ] = "64MiB"
     lease_seconds: Annotated[
-        Seconds, Meta(description="How long a slot stays with a writer that has died. Slow writes renew their leases.")
+        Seconds,
+        Meta(
+            description="How long a slot stays with a writer that has died. Slow writes renew "
+            "their leases."
+        ),
     ] = 10.0
     wait_seconds: Annotated[
         float,
-        Meta(ge=0, description="How long a set waits for pages that others are writing, or for slots that are quarantined."),
+        Meta(
+            ge=0,
+            description="How long a set waits for pages that others are writing, or for slots that "
+            "are quarantined.",
+        ),
     ] = 1.0
     pin_seconds: Annotated[
         float,
         Meta(
             ge=0,
-            description="Pin pages while they are read, for so long at most, so that they are not evicted under the reader, which "
+            description="Pin pages while they are read, for so long at most, so that they are not "
+            "evicted under the reader, which "
             "would be a miss. 0 for no pins.",
         ),
     ] = 0.0
     timeout_seconds: Annotated[
-        Seconds, Meta(description="How long the metadata server may take over what has no deadline, such as open.")
+        Seconds,
+        Meta(
+            description="How long the metadata server may take over what has no deadline, such as "
+            "open."
+        ),
     ] = 5.0
     quarantine_seconds: Annotated[
         float,
-        Meta(ge=0, description="How long freed slots stay in quarantine before they are used again, without a metadata server."),
+        Meta(
+            ge=0,
+            description="How long freed slots stay in quarantine before they are used again, "
+            "without a metadata server.",
+        ),
     ] = 0.1
     verify_checksums: Annotated[
         bool,
         Meta(
-            description="Verify the checksum over the bytes of each page that is read. Without it, only the envelope is verified: length, "
-            "identity, key, and the checksum that the server names. Bytes that were torn by a loss of power, overwritten by a write "
+            description="Verify the checksum over the bytes of each page that is read. Without it, "
+            "only the envelope is verified: length, "
+            "identity, key, and the checksum that the server names. Bytes that were torn by a loss "
+            "of power, overwritten by a write "
             "that had stalled, or have rotted are then delivered."
         ),
     ] = True
-    metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    metrics: Annotated[
+        bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")
+    ] = True
     metadata_ca: Annotated[
         str,
-        Meta(description="PEM file of the authorities that a metadata server at https:// is judged by. By default the system's."),
+        Meta(
+            description="PEM file of the authorities that a metadata server at https:// is judged "
+            "by. By default the system's."
+        ),
     ] = ""
     metadata_certificate: Annotated[
-        str, Meta(description="PEM file of the certificate that this client shows to a metadata server at https://.")
+        str,
+        Meta(
+            description="PEM file of the certificate that this client shows to a metadata server "
+            "at https://."
+        ),
     ] = ""
     metadata_key: Annotated[
-        str, Meta(description="PEM file of its key. By default the key is in the file of the certificate.")
+        str,
+        Meta(
+            description="PEM file of its key. By default the key is in the file of the certificate."
+        ),
     ] = ""
 
     def __post_init__(self) -> None:
@@ -138,7 +195,9 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
     def _check_tls(self) -> None:
         if self.metadata_key and not self.metadata_certificate:
             raise ValueError("metadata_key needs metadata_certificate")
-        given = next((name for name in ("metadata_ca", "metadata_certificate") if getattr(self, name)), "")
+        given = next(
+            (name for name in ("metadata_ca", "metadata_certificate") if getattr(self, name)), ""
+        )
         if given and not self.is_secure:
             raise ValueError(f"{given} needs a metadata_url that begins with https://")
 

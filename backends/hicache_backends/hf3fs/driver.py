@@ -18,7 +18,14 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
 from hicache_storage.objects.envelope import stored_checksum
-from hicache_storage.spec import Capabilities, Durability, Health, HungReads, Sharing, StorageUnavailableError
+from hicache_storage.spec import (
+    Capabilities,
+    Durability,
+    Health,
+    HungReads,
+    Sharing,
+    StorageUnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +59,9 @@ class Hf3fsStorage(ObjectStorage):
                 clears=True,
                 evicts=True,
                 networked=remote,
-                hung_reads=HungReads.WAIT if config.hung_reads == "wait" else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.WAIT
+                if config.hung_reads == "wait"
+                else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -74,9 +83,14 @@ class Hf3fsStorage(ObjectStorage):
     def connect(self) -> None:
         store = self._store = Store(self._config, self.recorder.count_failover)
         self._reader = PageReader(store)
-        self._writer = PageWriter(store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}")
+        self._writer = PageWriter(
+            store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}"
+        )
         durability = self._capabilities.durability
-        if durability is Durability.PROCESS and store.metadata.about.durability is p.Durability.NONE:
+        if (
+            durability is Durability.PROCESS
+            and store.metadata.about.durability is p.Durability.NONE
+        ):
             durability = Durability.REOPEN
         self._capabilities = replace(
             self._capabilities,
@@ -94,12 +108,15 @@ class Hf3fsStorage(ObjectStorage):
         stuck = self.store.engine.stuck()
         hanging = f"; {stuck} reads hang" if stuck else ""
         where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
-        return Health(ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}")
+        return Health(
+            ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}"
+        )
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])
         asked = [
-            p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
+            p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys))
+            for scope, batch in zip(scopes, batches, strict=True)
         ]
         found = self.store.metadata.lookup(asked, call)
         return [
@@ -120,7 +137,8 @@ class Hf3fsStorage(ObjectStorage):
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])
         asked = [
-            p.DeleteScope(scope=scope.name, keys=metadata_keys(batch.keys)) for scope, batch in zip(scopes, batches, strict=True)
+            p.DeleteScope(scope=scope.name, keys=metadata_keys(batch.keys))
+            for scope, batch in zip(scopes, batches, strict=True)
         ]
         return self.store.metadata.delete(asked, call)
 
@@ -155,21 +173,35 @@ class Hf3fsStorage(ObjectStorage):
         asked = p.LookupScope(scope=scope.name, keys=metadata_keys(keys))
         [found] = store.metadata.lookup([asked], call, touch=False).scopes
         certain, going, generations = True, list[str](), list[int]()
-        rows = zip(keys, asked.keys, found.slots, found.generations, found.lengths, found.checksums, strict=True)
+        rows = zip(
+            keys,
+            asked.keys,
+            found.slots,
+            found.generations,
+            found.lengths,
+            found.checksums,
+            strict=True,
+        )
         for key, name, slot, generation, length, checksum in rows:
             if slot < 0:
                 continue
             if length == batch.namespace.object_bytes:
-                again = ObjectRead.aside(batch.namespace, key, verifies_checksum=self._config.verify_checksums)
+                again = ObjectRead.aside(
+                    batch.namespace, key, verifies_checksum=self._config.verify_checksums
+                )
                 job = SlotRead(again, scope.file, slot)
                 store.engine.read([job], Call(call.remaining()))
                 certain &= job.fault is None
-                if job.fault is not None or (job.whole and again.verify() and stored_checksum(again.envelope) == checksum):
+                if job.fault is not None or (
+                    job.whole and again.verify() and stored_checksum(again.envelope) == checksum
+                ):
                     continue
             going.append(name)
             generations.append(generation)
         if going:
-            store.metadata.delete([p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call)
+            store.metadata.delete(
+                [p.DeleteScope(scope=scope.name, keys=going, generations=generations)], call
+            )
         return certain
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:

@@ -31,7 +31,8 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 networked=True,
                 hung_reads=HungReads.BOUNCE_BUFFER,
             ),
-            summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by a metadata server",
+            summary="Slots of large files on 3FS, or any file system that all nodes see, mapped by "
+            "a metadata server",
             requires=("aiohttp",),
             # Small, because tools that examine a trial store may read whole files.
             trial_config={

@@ -65,12 +65,21 @@ class PageReader:
             read.retract()
         return outcome
 
-    def _locate(self, scopes: Sequence[SlotScope], left: Sequence[Sequence[ObjectRead]], call: Call, *, first: bool) -> Located:
+    def _locate(
+        self,
+        scopes: Sequence[SlotScope],
+        left: Sequence[Sequence[ObjectRead]],
+        call: Call,
+        *,
+        first: bool,
+    ) -> Located:
         asked = [
             LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
             for scope, reads in zip(scopes, left, strict=True)
         ]
-        return self._store.metadata.lookup(asked, call, pin_seconds=self._store.config.pin_seconds, touch=first)
+        return self._store.metadata.lookup(
+            asked, call, pin_seconds=self._store.config.pin_seconds, touch=first
+        )
 
     def _read_found(
         self,
@@ -81,17 +90,22 @@ class PageReader:
         outcome: ReadOutcome,
         call: Call,
     ) -> dict[ObjectRead, _Location]:
-        """Read the found slots. Returns the reads that failed verification, with their locations."""
+        """Read the found slots. Returns the reads that failed verification, with their
+        locations."""
         jobs, locations = list[SlotRead](), list[_Location]()
         for scope, reads, found in zip(scopes, left, located.scopes, strict=True):
-            columns = zip(found.slots, found.generations, found.lengths, found.checksums, strict=True)
+            columns = zip(
+                found.slots, found.generations, found.lengths, found.checksums, strict=True
+            )
             for read, location in zip(reads, columns, strict=True):
                 slot, _, length, _ = location
                 if before and read in before and before[read] != location:
                     read.retract()
                 if slot < 0:
                     continue
-                if length != read.namespace.object_bytes or (before and before.get(read) == location):
+                if length != read.namespace.object_bytes or (
+                    before and before.get(read) == location
+                ):
                     # The slot was this page's before and after the read, so its content is damaged.
                     read.damaged = True
                 else:

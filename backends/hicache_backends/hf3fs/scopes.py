@@ -29,18 +29,24 @@ class SlotScope:
     """A namespace, its scope on the server and its slot file."""
 
     name: str
-    """`0:pool-fingerprint-store`. The rank is 0: ranks with different bytes have different fingerprints."""
+    """`0:pool-fingerprint-store`. The rank is 0: ranks with different bytes have different
+    fingerprints."""
     namespace: Namespace
     file: SlotFile
 
     @classmethod
-    def of(cls, namespace: Namespace, files: SlotFiles, store_id: str, file_bytes: int) -> SlotScope:
+    def of(
+        cls, namespace: Namespace, files: SlotFiles, store_id: str, file_bytes: int
+    ) -> SlotScope:
         """Build the scope of a namespace.
 
         Raises:
             ValueError: no page fits into the file.
         """
-        geometry, name = SlotGeometry.of(namespace, file_bytes), f"{namespace.pool}-{namespace.name}"
+        geometry, name = (
+            SlotGeometry.of(namespace, file_bytes),
+            f"{namespace.pool}-{namespace.name}",
+        )
         file = files.get(name, geometry, namespace.describe())
         return cls(f"0:{name}-{store_id}", namespace, file)
 
@@ -48,7 +54,12 @@ class SlotScope:
     def geometry(self) -> ScopeGeometry:
         """Slots, bytes and identity, equal for all clients."""
         shape, page = self.file.geometry, self.namespace.geometry
-        described = {"layout": page.layout, "dtype": page.dtype, "page_size": page.page_size, "bytes": page.component_bytes}
+        described = {
+            "layout": page.layout,
+            "dtype": page.dtype,
+            "page_size": page.page_size,
+            "bytes": page.component_bytes,
+        }
         return ScopeGeometry(
             scope=self.name,
             slots=shape.slots,

@@ -35,11 +35,13 @@ class Store:
 
     Args:
         config: the driver's.
-        count_failover: called for each metadata server that is left for another one; in a thread of the client.
+        count_failover: called for each metadata server that is left for another one; in a thread of
+            the client.
 
     Raises:
         ConfigError: the path is not a directory.
-        StorageUnavailableError: the directory cannot be used, or the metadata server does not answer.
+        StorageUnavailableError: the directory cannot be used, or the metadata server does not
+        answer.
     """
 
     def __init__(self, config: Hf3fsConfig, count_failover: Callable[[], None]) -> None:
@@ -62,7 +64,9 @@ class Store:
 
     def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
         """Return the scopes of namespaces; declare the new ones to the metadata client."""
-        return [self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces]
+        return [
+            self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
+        ]
 
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""
@@ -91,7 +95,9 @@ class Store:
             make_last(self.path)
             self._id = store_id(self.path)
         except OSError as error:
-            raise StorageUnavailableError(f"cannot use the directory {self.path!r}: {error}") from error
+            raise StorageUnavailableError(
+                f"cannot use the directory {self.path!r}: {error}"
+            ) from error
 
     def _open_metadata(self, count_failover: Callable[[], None]) -> MetadataClient:
         config, urls = self.config, self.config.metadata_urls
@@ -102,7 +108,11 @@ class Store:
         from hicache_metadata_server.client.http_client import HttpMetadataClient
 
         return HttpMetadataClient(
-            urls, config.bearer, timeout_seconds=config.timeout_seconds, tls=self._tls(), on_failover=count_failover
+            urls,
+            config.bearer,
+            timeout_seconds=config.timeout_seconds,
+            tls=self._tls(),
+            on_failover=count_failover,
         )
 
     def _tls(self) -> SSLContext | None:
@@ -112,9 +122,15 @@ class Store:
         from hicache_metadata_server.client.tls import client_context
 
         try:
-            return client_context(ca=config.metadata_ca, certificate=config.metadata_certificate, key=config.metadata_key)
+            return client_context(
+                ca=config.metadata_ca,
+                certificate=config.metadata_certificate,
+                key=config.metadata_key,
+            )
         except ValueError as error:
-            raise ConfigError(f"metadata_ca, metadata_certificate or metadata_key: {error}") from error
+            raise ConfigError(
+                f"metadata_ca, metadata_certificate or metadata_key: {error}"
+            ) from error
 
     def _open_engine(self) -> SlotEngine:
         config = self.config
@@ -123,9 +139,11 @@ class Store:
             if usrbio is not None:
                 return usrbio
         return PosixEngine(
-            threads=config.threads or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
+            threads=config.threads
+            or (min(LOCAL_THREADS, os.cpu_count() or 1) if self.is_local else NETWORK_THREADS),
             bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
-            buffered=config.hung_reads == "bounce_buffer" or (config.hung_reads == "auto" and not self.is_local),
+            buffered=config.hung_reads == "bounce_buffer"
+            or (config.hung_reads == "auto" and not self.is_local),
             verifies=config.verify_checksums,
         )
 
@@ -136,12 +154,16 @@ class Store:
             library = load_library()
         except ImportError as error:
             if required:
-                raise ConfigError(f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}") from error
+                raise ConfigError(
+                    f"engine 'usrbio' needs the package hf3fs-py-usrbio: {error}"
+                ) from error
             return None
         mount_point = library.extract_mount_point(self.path)
         if mount_point is None:
             if required:
-                raise ConfigError(f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none")
+                raise ConfigError(
+                    f"engine 'usrbio' needs a 3FS mount, and {self.path!r} is on none"
+                )
             return None
         return UsrbioEngine(
             library,

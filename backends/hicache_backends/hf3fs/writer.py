@@ -80,7 +80,9 @@ class PageWriter:
         owner: name of the lease holder in the metadata server.
     """
 
-    def __init__(self, store: Store, on_evicted: Callable[[Namespace, int], None], owner: str) -> None:
+    def __init__(
+        self, store: Store, on_evicted: Callable[[Namespace, int], None], owner: str
+    ) -> None:
         self._store = store
         self._on_evicted = on_evicted
         self._owner = owner
@@ -94,7 +96,8 @@ class PageWriter:
         outcome = WriteOutcome()
         scopes = self._store.scopes([batch.namespace for batch in batches])
         progress = [
-            _BatchProgress(scope, self._fitting(batch, scope, outcome)) for batch, scope in zip(batches, scopes, strict=True)
+            _BatchProgress(scope, self._fitting(batch, scope, outcome))
+            for batch, scope in zip(batches, scopes, strict=True)
         ]
         until, pause = time.monotonic() + self._store.config.wait_seconds, MIN_PAUSE_SECONDS
         while any(batch.left for batch in progress) and not call.expired():
@@ -131,10 +134,18 @@ class PageWriter:
 
     def _reserve(self, batches: Sequence[_BatchProgress], call: Call) -> None:
         config = self._store.config
-        named = [(batch.scope.name, metadata_keys([write.key for write in batch.left])) for batch in batches]
-        asked = [ReserveScope(scope=name, keys=keys, prefixes=_prefixes(keys, call)) for name, keys in named]
+        named = [
+            (batch.scope.name, metadata_keys([write.key for write in batch.left]))
+            for batch in batches
+        ]
+        asked = [
+            ReserveScope(scope=name, keys=keys, prefixes=_prefixes(keys, call))
+            for name, keys in named
+        ]
         begin = time.monotonic()
-        answer = self._store.metadata.reserve(asked, call, owner=self._owner, lease_seconds=config.lease_seconds)
+        answer = self._store.metadata.reserve(
+            asked, call, owner=self._owner, lease_seconds=config.lease_seconds
+        )
         until, ends = begin + LEASE_FRACTION * answer.lease_seconds, begin + answer.lease_seconds
         for batch, part in zip(batches, answer.scopes, strict=True):
             batch.leases = []
@@ -144,12 +155,22 @@ class PageWriter:
             if part.evicted:
                 self._on_evicted(batch.scope.namespace, part.evicted)
             # Pages of this call are not evicted for others of it, so no more than these can wait.
-            room = batch.scope.file.geometry.slots - batch.stored - sum(state is Reserved.LEASED for state in part.states)
-            columns = zip(batch.left, part.states, part.slots, part.generations, part.leases, strict=True)
+            room = (
+                batch.scope.file.geometry.slots
+                - batch.stored
+                - sum(state is Reserved.LEASED for state in part.states)
+            )
+            columns = zip(
+                batch.left, part.states, part.slots, part.generations, part.leases, strict=True
+            )
             for write, state, slot, generation, lease in columns:
                 if state is Reserved.LEASED:
                     batch.leases.append(lease)
-                    batch.jobs.append(SlotWrite(write, batch.scope.file, slot, until, ends=ends, generation=generation))
+                    batch.jobs.append(
+                        SlotWrite(
+                            write, batch.scope.file, slot, until, ends=ends, generation=generation
+                        )
+                    )
                 elif state is Reserved.EXISTS:
                     batch.existing.append(write)
                 elif state is Reserved.BUSY or room > 0:
@@ -164,11 +185,16 @@ class PageWriter:
             self._renew(batches, call)
             self._store.engine.write(chunk, call)
         self._check_late_writes(batches)
-        outcome.faults += [job.fault for batch in batches for job in batch.jobs if job.fault is not None]
+        outcome.faults += [
+            job.fault for batch in batches for job in batch.jobs if job.fault is not None
+        ]
         if call.expired():
             self._abort(batches, set())
             return
-        whole = [[pair for pair in zip(batch.leases, batch.jobs, strict=True) if pair[1].whole] for batch in batches]
+        whole = [
+            [pair for pair in zip(batch.leases, batch.jobs, strict=True) if pair[1].whole]
+            for batch in batches
+        ]
         asked = [
             CommitScope(
                 scope=batch.scope.name,
@@ -203,7 +229,12 @@ class PageWriter:
                 job.ends = begin + seconds if flag else job.ends
 
     def _abort(self, batches: Sequence[_BatchProgress], settled: set[int]) -> None:
-        self._store.metadata.abort([LeaseScope(scope=batch.scope.name, leases=batch.unsettled(settled)) for batch in batches])
+        self._store.metadata.abort(
+            [
+                LeaseScope(scope=batch.scope.name, leases=batch.unsettled(settled))
+                for batch in batches
+            ]
+        )
 
     # Late writes.
 
@@ -222,10 +253,17 @@ class PageWriter:
                 damaged = self._delete_damaged(batch.scope, late)
             except StorageUnavailableError as error:
                 logger.warning(
-                    "hf3fs: %d writes ended after their leases, and what they damaged is not known: %s", len(late), error
+                    "hf3fs: %d writes ended after their leases, and what they damaged is not "
+                    "known: %s",
+                    len(late),
+                    error,
                 )
             else:
-                logger.warning("hf3fs: %d writes ended after their leases; %d pages of others were damaged", len(late), damaged)
+                logger.warning(
+                    "hf3fs: %d writes ended after their leases; %d pages of others were damaged",
+                    len(late),
+                    damaged,
+                )
 
     def _delete_damaged(self, scope: SlotScope, late: Mapping[int, SlotWrite]) -> int:
         # The deadline of the running call has usually passed by now.
@@ -234,29 +272,46 @@ class PageWriter:
         keys, generations = list[str](), list[int]()
         try:
             for status in self._store.metadata.inspect(scope.name, list(late), call):
-                if status.state is not SlotState.LIVE or status.generation == late[status.slot].generation:
+                if (
+                    status.state is not SlotState.LIVE
+                    or status.generation == late[status.slot].generation
+                ):
                     continue
-                if file.verdict(ExpectedPage(status.slot, status.key, status.length, status.checksum)) in DEFECTS:
+                if (
+                    file.verdict(
+                        ExpectedPage(status.slot, status.key, status.length, status.checksum)
+                    )
+                    in DEFECTS
+                ):
                     keys.append(status.key)
                     generations.append(status.generation)
         finally:
             file.close()
         if keys:
-            self._store.metadata.delete([DeleteScope(scope=scope.name, keys=keys, generations=generations)], call)
+            self._store.metadata.delete(
+                [DeleteScope(scope=scope.name, keys=keys, generations=generations)], call
+            )
         return len(keys)
 
     # Existing pages.
 
-    def _settle_existing(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> set[ObjectWrite]:
+    def _settle_existing(
+        self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call
+    ) -> set[ObjectWrite]:
         """Count existing pages as stored; delete those to be replaced. Returns the latter."""
         if not any(batch.existing for batch in batches):
             return set()
-        asked = [LookupScope(scope=batch.scope.name, keys=metadata_keys([w.key for w in batch.existing])) for batch in batches]
+        asked = [
+            LookupScope(scope=batch.scope.name, keys=metadata_keys([w.key for w in batch.existing]))
+            for batch in batches
+        ]
         found = self._store.metadata.lookup(asked, call, touch=False)
         going, again = list[DeleteScope](), set[ObjectWrite]()
         for batch, part in zip(batches, found.scopes, strict=True):
             keys, generations = list[str](), list[int]()
-            for write, slot, generation, length in zip(batch.existing, part.slots, part.generations, part.lengths, strict=True):
+            for write, slot, generation, length in zip(
+                batch.existing, part.slots, part.generations, part.lengths, strict=True
+            ):
                 is_whole = slot >= 0 and length == batch.scope.namespace.object_bytes
                 if is_whole and (not write.replaces or write in batch.deleted):
                     outcome.stored.add(write)
@@ -271,12 +326,16 @@ class PageWriter:
             self._store.metadata.delete(going, call)
         return again
 
-    def _fitting(self, batch: WriteBatch, scope: SlotScope, outcome: WriteOutcome) -> list[ObjectWrite]:
+    def _fitting(
+        self, batch: WriteBatch, scope: SlotScope, outcome: WriteOutcome
+    ) -> list[ObjectWrite]:
         """Return the writes that fit into a slot; only objects of another length do not."""
         limit = scope.file.geometry.slot_bytes - ENVELOPE_BYTES
         fitting = [write for write in batch.writes if sum(map(len, write.buffers)) <= limit]
         if len(fitting) < len(batch.writes):
-            outcome.faults.append(OSError(errno.EFBIG, f"objects longer than {limit} bytes do not fit into a slot"))
+            outcome.faults.append(
+                OSError(errno.EFBIG, f"objects longer than {limit} bytes do not fit into a slot")
+            )
         return fitting
 
 

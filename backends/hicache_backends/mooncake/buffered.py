@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.reader import ReadOutcome, has_hung, is_late, note_faults, split_reads
+from hicache_backends.mooncake.reader import (
+    ReadOutcome,
+    has_hung,
+    is_late,
+    note_faults,
+    split_reads,
+)
 from hicache_backends.mooncake.thread_pool import threads_for
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
@@ -67,7 +73,12 @@ class BufferedReader:
         return outcome
 
     def _read(
-        self, connection: Connection, reads: Sequence[ObjectRead], buffer: memoryview, outcome: ReadOutcome, call: Call
+        self,
+        connection: Connection,
+        reads: Sequence[ObjectRead],
+        buffer: memoryview,
+        outcome: ReadOutcome,
+        call: Call,
     ) -> None:
         regions = _regions(buffer, max(read.namespace.object_bytes for read in reads))
         chunks = _ChunkQueue(connection, len(regions[0]), call)
@@ -106,7 +117,9 @@ class _ChunkQueue:
         found = [(read, name) for read, name, code in asked if not code]
         self._add(self._connection.read_ranges, found, CHUNK_OBJECTS, CHUNK_BYTES)
         # These may be on a disk, and the library reads disks only in requests by name.
-        others = [(read, name) for read, name, code in asked if code == library.NO_REPLICA_IN_MEMORY]
+        others = [
+            (read, name) for read, name, code in asked if code == library.NO_REPLICA_IN_MEMORY
+        ]
         self._add(self._connection.read, others, len(others), self._max_bytes)
         self.results += [item for item in asked if item[2] not in (0, library.NO_REPLICA_IN_MEMORY)]
 
@@ -119,7 +132,9 @@ class _ChunkQueue:
                 return
             self._read(request, items, region)
 
-    def _add(self, request: ReadRequest, items: Sequence[Item], max_items: int, max_bytes: int) -> None:
+    def _add(
+        self, request: ReadRequest, items: Sequence[Item], max_items: int, max_bytes: int
+    ) -> None:
         some: list[Item] = []
         size = 0
         for item in items:
@@ -140,7 +155,11 @@ class _ChunkQueue:
             # The region may hold an envelope of an earlier read.
             whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
         base, began = address_of(region), time.monotonic()
-        codes = request([name for _, name in items], [[base + start] for start in starts], [[size] for size in sizes])
+        codes = request(
+            [name for _, name in items],
+            [[base + start] for start in starts],
+            [[size] for size in sizes],
+        )
         if has_hung(codes, began):
             self._left.clear()
         if request == self._connection.read and is_late(codes, began):
@@ -148,7 +167,11 @@ class _ChunkQueue:
         self.results += [(*item, code) for item, code in zip(items, codes, strict=True)]
         self.delivered += _delivered(
             self._call,
-            [(read, whole) for (read, _), whole, size, code in zip(items, wholes, sizes, codes, strict=True) if code == size],
+            [
+                (read, whole)
+                for (read, _), whole, size, code in zip(items, wholes, sizes, codes, strict=True)
+                if code == size
+            ],
         )
 
 

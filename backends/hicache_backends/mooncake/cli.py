@@ -24,9 +24,13 @@ def _mooncake() -> None:
 @app.command("dev-cluster")
 def dev_cluster(
     stores: Annotated[int, typer.Option(min=1, help="Store processes.")] = 1,
-    store_size: Annotated[str, typer.Option(help="Memory that each lends, such as '1gb'.")] = "256mb",
+    store_size: Annotated[
+        str, typer.Option(help="Memory that each lends, such as '1gb'.")
+    ] = "256mb",
     port: Annotated[int, typer.Option(help="Port of the master; a free one if 0.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the driver's options as one line of JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the driver's options as one line of JSON.")
+    ] = False,
 ) -> None:
     """Start a master and stores on loopback, and stop exactly those on Ctrl-C or SIGTERM."""
     ended = threading.Event()
@@ -43,7 +47,8 @@ def dev_cluster(
             else:
                 options = " ".join(f"-c {name}={value}" for name, value in cluster.options.items())
                 print(
-                    f"master at {cluster.address}, {stores} stores of {store_size}\ntry: hicache doctor mooncake {options}",
+                    f"master at {cluster.address}, {stores} stores of {store_size}\ntry: hicache "
+                    f"doctor mooncake {options}",
                     flush=True,
                 )
             ended.wait()

@@ -53,7 +53,11 @@ class Process:
     @property
     def pid(self) -> int | None:
         """Process id; None while the process does not run."""
-        return self._running.pid if self._running is not None and self._running.poll() is None else None
+        return (
+            self._running.pid
+            if self._running is not None and self._running.poll() is None
+            else None
+        )
 
     def start(self) -> None:
         """Start the process, and wait until it listens.
@@ -63,15 +67,23 @@ class Process:
                 the end of its output.
         """
         with self.log.open("ab") as log:
-            self._running = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._running = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
         until = time.monotonic() + START_SECONDS
         while not _listens(self.port):
             ended = self._running.poll()
             if ended is not None or time.monotonic() > until:
                 self.kill()
                 said = " ".join(self.log.read_text("utf-8", "replace").split())[-300:]
-                why = f"ended with {ended}" if ended is not None else f"does not listen at port {self.port}"
-                raise StorageUnavailableError(f"{self._command[3]} {why}; it said: {said or 'nothing'}")
+                why = (
+                    f"ended with {ended}"
+                    if ended is not None
+                    else f"does not listen at port {self.port}"
+                )
+                raise StorageUnavailableError(
+                    f"{self._command[3]} {why}; it said: {said or 'nothing'}"
+                )
             time.sleep(0.02)
 
     def kill(self) -> None:
@@ -140,8 +152,16 @@ class DevCluster:
         self.master = Process(
             "mooncake.cli",
             [
-                *(f"--rpc_address={LOOPBACK}", f"--rpc_port={master}", f"--metrics_host={LOOPBACK}", f"--metrics_port={metrics}"),
-                *(f"--default_kv_lease_ttl={lease_milliseconds}", f"--client_ttl={client_ttl_seconds}"),
+                *(
+                    f"--rpc_address={LOOPBACK}",
+                    f"--rpc_port={master}",
+                    f"--metrics_host={LOOPBACK}",
+                    f"--metrics_port={metrics}",
+                ),
+                *(
+                    f"--default_kv_lease_ttl={lease_milliseconds}",
+                    f"--client_ttl={client_ttl_seconds}",
+                ),
                 *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
             ],
             master,
@@ -151,8 +171,16 @@ class DevCluster:
             Process(
                 "mooncake.cli_client",
                 [
-                    *(f"--host={LOOPBACK}", f"--port={number}", f"--master_server_address={self.address}"),
-                    *("--metadata_server=P2PHANDSHAKE", "--protocol=tcp", f"--global_segment_size={store_bytes}"),
+                    *(
+                        f"--host={LOOPBACK}",
+                        f"--port={number}",
+                        f"--master_server_address={self.address}",
+                    ),
+                    *(
+                        "--metadata_server=P2PHANDSHAKE",
+                        "--protocol=tcp",
+                        f"--global_segment_size={store_bytes}",
+                    ),
                 ],
                 number,
                 logs / f"store{index}.log",
@@ -163,7 +191,11 @@ class DevCluster:
     @property
     def options(self) -> dict[str, object]:
         """Options of the driver for a pure client of this cluster."""
-        return {"master_server_address": self.address, "local_hostname": LOOPBACK, "global_segment_size": 0}
+        return {
+            "master_server_address": self.address,
+            "local_hostname": LOOPBACK,
+            "global_segment_size": 0,
+        }
 
     def start(self) -> None:
         """Start all processes, and wait until the master has the memory of each store.
@@ -190,7 +222,9 @@ class DevCluster:
         until = time.monotonic() + seconds
         while (known := self._capacity() // self._store_bytes) != count:
             if time.monotonic() > until:
-                raise StorageUnavailableError(f"the master knows {known} stores after {seconds:.0f} s and should know {count}")
+                raise StorageUnavailableError(
+                    f"the master knows {known} stores after {seconds:.0f} s and should know {count}"
+                )
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -203,7 +237,12 @@ class DevCluster:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _capacity(self) -> int:
@@ -214,7 +253,9 @@ class DevCluster:
                 lines = answer.read().decode().splitlines()
         except OSError:
             return 0
-        totals = [line.split()[-1] for line in lines if line.startswith("master_total_capacity_bytes")]
+        totals = [
+            line.split()[-1] for line in lines if line.startswith("master_total_capacity_bytes")
+        ]
         return int(float(totals[0])) if totals else 0
 
 

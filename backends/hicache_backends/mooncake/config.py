@@ -41,8 +41,10 @@ DEFAULTS: Final = {
     "tenant_id": "default",
 }
 UNSUPPORTED: Final = {
-    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service on any node",
-    "enable_ssd_offload": "offload in the store service instead (mooncake_client --enable_offload=true)",
+    "standalone_storage": "set global_segment_size to 0 instead: a pure client of a store service "
+    "on any node",
+    "enable_ssd_offload": "offload in the store service instead (mooncake_client "
+    "--enable_offload=true)",
 }
 """Entries of Mooncake's file that the driver refuses, and the alternatives."""
 
@@ -61,64 +63,107 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
     master_server_address: Annotated[
         Text | None,
         Meta(
-            description="The master, HOST:PORT, or etcd://... where masters take over from each other. By default $MOONCAKE_MASTER."
+            description="The master, HOST:PORT, or etcd://... where masters take over from each "
+            "other. By default $MOONCAKE_MASTER."
         ),
     ] = None
     metadata_server: Annotated[
         Text | None,
         Meta(
-            description="Where transfer engines find each other: http://HOST:PORT/metadata, etcd://..., or P2PHANDSHAKE, the default."
+            description="Where transfer engines find each other: http://HOST:PORT/metadata, "
+            "etcd://..., or P2PHANDSHAKE, the default."
         ),
     ] = None
     local_hostname: Annotated[
-        Text | None, Meta(description="How other nodes reach this one. By default localhost, which serves one machine only.")
+        Text | None,
+        Meta(
+            description="How other nodes reach this one. By default localhost, which serves one "
+            "machine only."
+        ),
     ] = None
     protocol: Annotated[
-        Text | None, Meta(description="'tcp', the default, 'rdma', or another one of the installed Mooncake.")
+        Text | None,
+        Meta(description="'tcp', the default, 'rdma', or another one of the installed Mooncake."),
     ] = None
-    device_name: Annotated[str | None, Meta(description="RDMA devices, such as 'mlx5_0,mlx5_1'.")] = None
+    device_name: Annotated[
+        str | None, Meta(description="RDMA devices, such as 'mlx5_0,mlx5_1'.")
+    ] = None
     global_segment_size: Annotated[
         int | str | None,
         Meta(
-            description="Memory that this process lends to the cluster, such as '4gb' (powers of 1024, as Mooncake counts), the "
-            "default. It leaves the cluster with this process, and the pages in it too. 0 for a pure client of store services."
+            description="Memory that this process lends to the cluster, such as '4gb' (powers of "
+            "1024, as Mooncake counts), the "
+            "default. It leaves the cluster with this process, and the pages in it too. 0 for a "
+            "pure client of store services."
         ),
     ] = None
     local_buffer_size: Annotated[
-        int | str | None, Meta(description="Memory of the client itself, for pages that come from a disk. By default '16mb'.")
+        int | str | None,
+        Meta(
+            description="Memory of the client itself, for pages that come from a disk. By default "
+            "'16mb'."
+        ),
     ] = None
     tenant_id: Annotated[
-        Text | None, Meta(description="Mooncake's tenant, which has objects and a quota of its own. By default 'default'.")
+        Text | None,
+        Meta(
+            description="Mooncake's tenant, which has objects and a quota of its own. By default "
+            "'default'."
+        ),
     ] = None
     config_path: Annotated[
         str | None,
-        Meta(description="Mooncake's JSON file, with these same names. By default $MOONCAKE_CONFIG_PATH."),
+        Meta(
+            description="Mooncake's JSON file, with these same names. By default "
+            "$MOONCAKE_CONFIG_PATH."
+        ),
     ] = None
-    replica_num: Annotated[int, Meta(ge=1, description="Copies of each page, on as many nodes.")] = 1
+    replica_num: Annotated[
+        int, Meta(ge=1, description="Copies of each page, on as many nodes.")
+    ] = 1
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],
         Meta(
-            description="What a get does about a transfer that does not come back before the deadline. 'bounce_buffer', over tcp: it "
-            "returns; pages come into buffers of the driver's own and are copied. 'wait': it waits for Mooncake's own timeouts; "
-            "pages come straight into the host pool. By default 'bounce_buffer' over tcp, and 'wait' elsewhere."
+            description="What a get does about a transfer that does not come back before the "
+            "deadline. 'bounce_buffer', over tcp: it "
+            "returns; pages come into buffers of the driver's own and are copied. 'wait': it waits "
+            "for Mooncake's own timeouts; "
+            "pages come straight into the host pool. By default 'bounce_buffer' over tcp, and "
+            "'wait' elsewhere."
         ),
     ] = "auto"
     buffer_size: Annotated[
-        int | str, Meta(description="Each of the buffers of hung_reads 'bounce_buffer'; a page has to fit into one.")
+        int | str,
+        Meta(
+            description="Each of the buffers of hung_reads 'bounce_buffer'; a page has to fit into "
+            "one."
+        ),
     ] = "64mb"
     rpc_timeout_seconds: Annotated[
         Seconds,
         Meta(
-            description="How long the master may take over one request, and over a connection, 2 s at most. $MC_RPC_TIMEOUT_MS counts first."
+            description="How long the master may take over one request, and over a connection, 2 s "
+            "at most. $MC_RPC_TIMEOUT_MS counts first."
         ),
     ] = 5.0
     wait_seconds: Annotated[
-        float, Meta(ge=0, description="How long a set waits for room that is being made, or for pages that others are storing.")
+        float,
+        Meta(
+            ge=0,
+            description="How long a set waits for room that is being made, or for pages that "
+            "others are storing.",
+        ),
     ] = 0.5
     verify_checksums: Annotated[
-        bool, Meta(description="Verify the checksum of each page that is read. Length, identity and key are verified anyway.")
+        bool,
+        Meta(
+            description="Verify the checksum of each page that is read. Length, identity and key "
+            "are verified anyway."
+        ),
     ] = True
-    metrics: Annotated[bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")] = True
+    metrics: Annotated[
+        bool, Meta(description="Count pages, bytes and latencies. Faults are always counted.")
+    ] = True
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,7 +188,9 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True):
         return host.strip("[]"), int(port)
 
 
-def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | None = None) -> ClientSettings:
+def client_settings(
+    config: MooncakeConfig, environment: Mapping[str, str] | None = None
+) -> ClientSettings:
     """Resolve a client's settings.
 
     Raises:
@@ -151,16 +198,27 @@ def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | Non
     """
     environment = os.environ if environment is None else environment
     given = msgspec.structs.asdict(config)
-    path = config.config_path or next((environment[name] for name in FILE_VARIABLES if environment.get(name)), "")
+    path = config.config_path or next(
+        (environment[name] for name in FILE_VARIABLES if environment.get(name)), ""
+    )
     file = _read(path) if path else {}
     found, origins = dict[str, object](), dict[str, str]()
     for name, variables in VARIABLES.items():
-        candidates = [(given[name], f"option {name!r}"), *((environment.get(v) or None, f"${v}") for v in variables)]
-        candidates += [(file.get(name), f"{name!r} in {path}"), (DEFAULTS.get(name), f"the default of {name!r}")]
-        found[name], origins[name] = next(((value, origin) for value, origin in candidates if value is not None), (None, ""))
+        candidates = [
+            (given[name], f"option {name!r}"),
+            *((environment.get(v) or None, f"${v}") for v in variables),
+        ]
+        candidates += [
+            (file.get(name), f"{name!r} in {path}"),
+            (DEFAULTS.get(name), f"the default of {name!r}"),
+        ]
+        found[name], origins[name] = next(
+            ((value, origin) for value, origin in candidates if value is not None), (None, "")
+        )
     if found["master_server_address"] is None:
         raise ConfigError(
-            "no master: set the option 'master_server_address' to its HOST:PORT, or $MOONCAKE_MASTER, or name Mooncake's JSON file in "
+            "no master: set the option 'master_server_address' to its HOST:PORT, or "
+            "$MOONCAKE_MASTER, or name Mooncake's JSON file in "
             "the option 'config_path'"
         )
     for name in ("global_segment_size", "local_buffer_size"):
@@ -169,7 +227,9 @@ def client_settings(config: MooncakeConfig, environment: Mapping[str, str] | Non
         if not name.endswith("_size"):
             found[name] = _text(value, origins[name])
     found["protocol"] = str(found["protocol"]).lower()
-    settings = msgspec.convert({**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings)
+    settings = msgspec.convert(
+        {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings
+    )
     _check_address(settings.master_server_address, origins["master_server_address"])
     return settings
 
@@ -182,7 +242,8 @@ def buffer_bytes(config: MooncakeConfig, settings: ClientSettings) -> int | None
     """
     if config.hung_reads == "bounce_buffer" and settings.protocol != "tcp":
         raise ConfigError(
-            f"hung_reads 'bounce_buffer' is for protocol 'tcp', and this is {settings.protocol!r}; leave it at 'auto'"
+            f"hung_reads 'bounce_buffer' is for protocol 'tcp', and this is {settings.protocol!r}; "
+            f"leave it at 'auto'"
         )
     size = size_of(config.buffer_size, "option 'buffer_size'")
     if not size:
@@ -194,9 +255,13 @@ def _read(path: str) -> dict[str, object]:
     try:
         entries = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, object])
     except OSError as error:
-        raise ConfigError(f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'") from error
+        raise ConfigError(
+            f"Mooncake's file {path!r} cannot be read ({error.strerror}); correct 'config_path'"
+        ) from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"Mooncake's file {path!r} is no JSON object ({error}); correct it") from error
+        raise ConfigError(
+            f"Mooncake's file {path!r} is no JSON object ({error}); correct it"
+        ) from error
     for name, instead in UNSUPPORTED.items():
         if entries.get(name) not in (None, False, "", "false", "0", 0):
             raise ConfigError(f"{name!r} in {path} is not offered here; {instead}")
@@ -213,7 +278,10 @@ def size_of(value: object, origin: str) -> int:
         return value
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise ConfigError(f"{origin} is {value!r}, which is no size; write for example '4gb', '512mb' or a number of bytes")
+        raise ConfigError(
+            f"{origin} is {value!r}, which is no size; write for example '4gb', '512mb' or a "
+            f"number of bytes"
+        )
     number, unit = match.groups()
     return int(float(number) * 1024 ** _POWERS[unit.lower()])
 

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.config import MooncakeConfig
     from hicache_backends.mooncake.reader import Reader
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ReadBatch, RegisteredPool, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ReadBatch,
+        RegisteredPool,
+        WriteBatch,
+    )
     from hicache_storage.spec import StorageIdentity
 
 logger = logging.getLogger(__name__)
@@ -65,12 +72,16 @@ class MooncakeStorage(ObjectStorage):
             capabilities=Capabilities(
                 sharing=Sharing.PROCESSES,
                 # Memory that this process lends leaves with it, and so do the pages in it.
-                durability=Durability.NONE if self._settings.global_segment_size else Durability.REOPEN,
+                durability=Durability.NONE
+                if self._settings.global_segment_size
+                else Durability.REOPEN,
                 deletes=True,
                 clears=True,
                 networked=True,
                 lookup_seconds=max_lookup_seconds(self._settings),
-                hung_reads=HungReads.WAIT if self._buffer_bytes is None else HungReads.BOUNCE_BUFFER,
+                hung_reads=HungReads.WAIT
+                if self._buffer_bytes is None
+                else HungReads.BOUNCE_BUFFER,
             ),
             verifies_checksums=config.verify_checksums,
             metrics=config.metrics,
@@ -95,12 +106,14 @@ class MooncakeStorage(ObjectStorage):
         protocol, size = self._settings.protocol, self._buffer_bytes
         if protocol != "tcp" and not regions_of(pool.access):
             raise InvalidPoolError(
-                f"pool {pool.name!r} has no addresses in host memory, which {protocol} needs; use a layout that has "
+                f"pool {pool.name!r} has no addresses in host memory, which {protocol} needs; use "
+                f"a layout that has "
                 "(page_first, page_first_direct), or protocol 'tcp'"
             )
         if size is not None and pool.namespace.object_bytes > size:
             raise InvalidPoolError(
-                f"pool {pool.name!r}: a page and its envelope have {pool.namespace.object_bytes} bytes, and the option "
+                f"pool {pool.name!r}: a page and its envelope have {pool.namespace.object_bytes} "
+                f"bytes, and the option "
                 f"'buffer_size' is {size}; make it larger"
             )
         with self._connecting:
@@ -120,9 +133,15 @@ class MooncakeStorage(ObjectStorage):
                     if self._buffer_bytes is None
                     else BufferedReader(self._buffer_bytes, thread_pool)
                 )
-                blocks = Blocks(handle.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES)
+                blocks = Blocks(
+                    handle.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES
+                )
                 self._writer = PageWriter(
-                    blocks, self._config.replica_num, self._config.wait_seconds, thread_pool, gathers=over_tcp
+                    blocks,
+                    self._config.replica_num,
+                    self._config.wait_seconds,
+                    thread_pool,
+                    gathers=over_tcp,
                 )
             except BaseException:
                 thread_pool.close()
@@ -142,7 +161,11 @@ class MooncakeStorage(ObjectStorage):
             connection.exist([HEALTH_OBJECT])
         segment = self._settings.global_segment_size
         lent = f"lending {segment:,} bytes" if segment else "lending no memory"
-        return Health(ok=True, detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, {lent}")
+        return Health(
+            ok=True,
+            detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, "
+            f"{lent}",
+        )
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         with self.handle.call() as connection:
@@ -151,13 +174,17 @@ class MooncakeStorage(ObjectStorage):
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         with self.handle.call() as connection:
-            outcome = read_verified(self._reader, connection, [read for batch in batches for read in batch.reads], call)
+            outcome = read_verified(
+                self._reader, connection, [read for batch in batches for read in batch.reads], call
+            )
         self.note_partial_faults(outcome.faults, served=bool(outcome.arrived))
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         with self.handle.call() as connection:
-            outcome = self._writer.write(connection, [write for batch in batches for write in batch.writes], call)
+            outcome = self._writer.write(
+                connection, [write for batch in batches for write in batch.writes], call
+            )
         self.note_partial_faults(outcome.faults, served=bool(outcome.stored))
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
 
@@ -166,27 +193,39 @@ class MooncakeStorage(ObjectStorage):
         # Each name once: the rules count a repeated key as removed once.
         distinct = list(dict.fromkeys(names))
         with self.handle.call() as connection:
-            removed = {name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok}
+            removed = {
+                name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok
+            }
         return _by_batch(batches, [_take(removed, name) for name in names])
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         with self.handle.call() as connection:
             for name in dict.fromkeys(namespace.name for namespace in namespaces):
                 if call.expired():
-                    raise StorageTimeoutError("mooncake: the deadline of the clear has passed; some pages are still there")
+                    raise StorageTimeoutError(
+                        "mooncake: the deadline of the clear has passed; some pages are still there"
+                    )
                 connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Read objects again and remove the damaged ones: others may have been repaired since."""
         verifies = self._config.verify_checksums
         again = [
-            ObjectRead.aside(batch.namespace, read.key, verifies_checksum=verifies) for batch in batches for read in batch.reads
+            ObjectRead.aside(batch.namespace, read.key, verifies_checksum=verifies)
+            for batch in batches
+            for read in batch.reads
         ]
         with self.handle.call() as connection:
             outcome = read_verified(self._reader, connection, again, call)
-            going = [read for read in again if read.damaged or (read in outcome.arrived and not read.verify())]
+            going = [
+                read
+                for read in again
+                if read.damaged or (read in outcome.arrived and not read.verify())
+            ]
             if going:
-                connection.remove(list(dict.fromkeys(object_name(read.namespace, read.key) for read in going)))
+                connection.remove(
+                    list(dict.fromkeys(object_name(read.namespace, read.key) for read in going))
+                )
         return not outcome.faults
 
 

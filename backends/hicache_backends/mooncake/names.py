@@ -22,7 +22,8 @@ def object_name(namespace: Namespace, key: str) -> str:
 
 
 def object_names(namespace: Namespace, keys: Sequence[str]) -> list[str]:
-    """Return the names of many keys. Plain keys, as engines make them, are not hashed, for speed."""
+    """Return the names of many keys. Plain keys, as engines make them, are not hashed, for
+    speed."""
     if not _is_plain(keys):
         return [object_name(namespace, key) for key in keys]
     prefix = f"{namespace.name}-_"
@@ -45,4 +46,8 @@ def prefix_of(namespace_name: str) -> str:
 def _is_plain(keys: Sequence[str]) -> bool:
     """True if all keys consist of ASCII letters and digits, and none is empty or long."""
     lengths = set(map(len, keys))
-    return 0 not in lengths and max(lengths, default=0) <= MAX_PLAIN_LENGTH and (not keys or "".join(keys).encode().isalnum())
+    return (
+        0 not in lengths
+        and max(lengths, default=0) <= MAX_PLAIN_LENGTH
+        and (not keys or "".join(keys).encode().isalnum())
+    )

@@ -36,12 +36,19 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 "local_hostname": "127.0.0.1",
                 "global_segment_size": "0",
                 "rpc_timeout_seconds": "2",
-                # Longer than the master keeps a killed writer's begun objects, which block their keys.
+                # Longer than the master keeps a killed writer's begun objects, which block their
+                # keys.
                 "wait_seconds": "2",
             },
             trial_services=(
                 (
-                    *(sys.executable, "-m", "mooncake.cli", "--rpc_address=127.0.0.1", "--rpc_port={port:master}"),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "mooncake.cli",
+                        "--rpc_address=127.0.0.1",
+                        "--rpc_port={port:master}",
+                    ),
                     *(
                         "--metrics_host=127.0.0.1",
                         "--metrics_port={port:metrics}",
@@ -51,8 +58,17 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                     *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
                 ),
                 (
-                    *(sys.executable, "-m", "mooncake.cli_client", "--host=127.0.0.1", "--port={port:store}"),
-                    *("--master_server_address=127.0.0.1:{port:master}", "--metadata_server=P2PHANDSHAKE"),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "mooncake.cli_client",
+                        "--host=127.0.0.1",
+                        "--port={port:store}",
+                    ),
+                    *(
+                        "--master_server_address=127.0.0.1:{port:master}",
+                        "--metadata_server=P2PHANDSHAKE",
+                    ),
                     *("--protocol=tcp", "--global_segment_size=256MB"),
                 ),
             ),

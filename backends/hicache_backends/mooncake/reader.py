@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
 
-    ReadRequest = Callable[[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]]
+    ReadRequest = Callable[
+        [Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]
+    ]
     """A method of `Connection` that reads objects, by name, to addresses."""
     ReadResult = tuple[ObjectRead, str, int]
     """A read, its object's name, and the length or code that the library returned."""
@@ -86,7 +88,9 @@ class DirectReader:
         with connection.looked_up(names, call) as codes:
             asked = list(zip(reads, names, codes, strict=True))
             left = deque(enumerate([item for item in asked if not item[2]]))
-            results = [item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY]
+            results = [
+                item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY
+            ]
 
             def work(_: int) -> None:
                 # One by one: after a hung transfer no other one is begun.
@@ -109,14 +113,22 @@ class DirectReader:
         if others:
             self._read_by_name(connection, others, block, outcome)
 
-    def _read_by_name(self, connection: Connection, reads: Sequence[ObjectRead], block: Block, outcome: ReadOutcome) -> None:
+    def _read_by_name(
+        self,
+        connection: Connection,
+        reads: Sequence[ObjectRead],
+        block: Block,
+        outcome: ReadOutcome,
+    ) -> None:
         names, began = names_of(reads), time.monotonic()
         codes = _read_into(connection.read, reads, names, block, 0)
         block.unsafe = is_late(codes, began)
         _record(connection, list(zip(reads, names, codes, strict=True)), outcome)
 
 
-def _read_into(request: ReadRequest, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int) -> list[int]:
+def _read_into(
+    request: ReadRequest, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int
+) -> list[int]:
     """Read objects into their buffers, and their envelopes through a block from index `at` on."""
     start, size = at * ENVELOPE_BYTES, len(reads) * ENVELOPE_BYTES
     # An envelope of an earlier read must not count as one that has arrived.
@@ -124,7 +136,10 @@ def _read_into(request: ReadRequest, reads: Sequence[ObjectRead], names: Sequenc
     places = range(start, start + size, ENVELOPE_BYTES)
     codes = request(
         names,
-        [[*map(address_of, read.buffers), block.address + place] for read, place in zip(reads, places, strict=True)],
+        [
+            [*map(address_of, read.buffers), block.address + place]
+            for read, place in zip(reads, places, strict=True)
+        ],
         [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads],
     )
     for read, place, code in zip(reads, places, codes, strict=True):
@@ -149,7 +164,9 @@ def _record(connection: Connection, results: Sequence[ReadResult], outcome: Read
     note_faults(connection, results, outcome)
 
 
-def note_faults(connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome) -> None:
+def note_faults(
+    connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome
+) -> None:
     """Record faults, and mark reads of objects of another length as damaged."""
     doubtful: list[ReadResult] = []
     for read, name, code in results:
@@ -185,7 +202,9 @@ def _fault(code: int) -> StorageUnavailableError:
     return StorageUnavailableError(f"an object cannot be read (code {code})")
 
 
-def split_reads(reads: Sequence[ObjectRead], max_reads: int, max_bytes: int | None = None) -> Iterator[list[ObjectRead]]:
+def split_reads(
+    reads: Sequence[ObjectRead], max_reads: int, max_bytes: int | None = None
+) -> Iterator[list[ObjectRead]]:
     """Split reads into lists of distinct objects: the library has one destination for a name."""
     left: Sequence[ObjectRead] = reads
     while left:
@@ -196,7 +215,9 @@ def split_reads(reads: Sequence[ObjectRead], max_reads: int, max_bytes: int | No
             if name in names:
                 later.append(read)
                 continue
-            if len(some) == max_reads or (max_bytes is not None and some and size + length > max_bytes):
+            if len(some) == max_reads or (
+                max_bytes is not None and some and size + length > max_bytes
+            ):
                 yield some
                 some, names, size = [], set[tuple[str, str]](), 0
             some.append(read)

@@ -48,7 +48,9 @@ class ThreadPool:
             work: takes its items from a common queue until that is empty, so that the number of
                 threads does not matter.
         """
-        jobs = [job for share in shares[1:] if (job := self._begin(partial(work, share))) is not None]
+        jobs = [
+            job for share in shares[1:] if (job := self._begin(partial(work, share))) is not None
+        ]
         try:
             work(shares[0])
         finally:

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 ATTEMPTS: Final = 4
 
 
-def read_verified(reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+def read_verified(
+    reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call
+) -> ReadOutcome:
     """Read and verify pages. A page that remains damaged in the result is damaged in the store.
 
     Raises:

@@ -65,14 +65,24 @@ class PageWriter:
         thread_pool: for further threads. The writer does not close it.
     """
 
-    def __init__(self, blocks: Blocks, copies: int, wait_seconds: float, thread_pool: ThreadPool, *, gathers: bool) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        copies: int,
+        wait_seconds: float,
+        thread_pool: ThreadPool,
+        *,
+        gathers: bool,
+    ) -> None:
         self._blocks = blocks
         self._wait_seconds = wait_seconds
         self._thread_pool = thread_pool
         self._gathers = gathers
         self._config = library.replicate_config(copies)
 
-    def write(self, connection: Connection, writes: Sequence[ObjectWrite], call: Call) -> WriteOutcome:
+    def write(
+        self, connection: Connection, writes: Sequence[ObjectWrite], call: Call
+    ) -> WriteOutcome:
         """Store pages. Each succeeds or fails by itself.
 
         Raises:
@@ -103,7 +113,9 @@ class PageWriter:
     ) -> None:
         whole = [write for write in writes if _is_whole(write)]
         if len(whole) < len(writes):
-            outcome.faults.append(StorageUnavailableError("a page has another length than its namespace says"))
+            outcome.faults.append(
+                StorageUnavailableError("a page has another length than its namespace says")
+            )
         left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
         replaced = [item.name for item in left if item.write.replaces]
         if replaced:
@@ -112,7 +124,11 @@ class PageWriter:
         while left and not call.expired():
             left = self._pass(connection, left, block, outcome, call)
             seconds = call.remaining()
-            if not left or time.monotonic() + pause > until or (seconds is not None and seconds < 2 * pause):
+            if (
+                not left
+                or time.monotonic() + pause > until
+                or (seconds is not None and seconds < 2 * pause)
+            ):
                 return
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
@@ -121,7 +137,12 @@ class PageWriter:
         return self._gathers and write.namespace.object_bytes <= GATHERED_BYTES
 
     def _pass(
-        self, connection: Connection, items: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
+        self,
+        connection: Connection,
+        items: Sequence[_Object],
+        block: Block,
+        outcome: WriteOutcome,
+        call: Call,
     ) -> list[_Object]:
         """Store what can be stored now. Returns the objects for a later pass."""
         connection.revoke_pending()
@@ -137,13 +158,20 @@ class PageWriter:
             elif code in library.FULL:
                 later.append(item)
             else:
-                outcome.faults.append(StorageUnavailableError(f"an object cannot be stored (code {code})"))
+                outcome.faults.append(
+                    StorageUnavailableError(f"an object cannot be stored (code {code})")
+                )
         if begun:
             self._transfer(connection, begun, block, outcome, call)
         return later + _not_stored_by_others(connection, others, outcome)
 
     def _transfer(
-        self, connection: Connection, begun: Sequence[_Object], block: Block, outcome: WriteOutcome, call: Call
+        self,
+        connection: Connection,
+        begun: Sequence[_Object],
+        block: Block,
+        outcome: WriteOutcome,
+        call: Call,
     ) -> None:
         arrived = list[_Object]()
         published = False
@@ -185,10 +213,16 @@ class PageWriter:
                     if library.has_hung(began):
                         # Each of the others would take a transfer timeout, too.
                         left.clear()
-                    outcome.faults.append(StorageUnavailableError("the bytes of an object did not reach the node that keeps it"))
+                    outcome.faults.append(
+                        StorageUnavailableError(
+                            "the bytes of an object did not reach the node that keeps it"
+                        )
+                    )
 
         threads = threads_for(max(item.write.namespace.object_bytes for item in items))
-        self._thread_pool.run(work, [number * CHUNK_BYTES for number in range(min(threads, len(left)))])
+        self._thread_pool.run(
+            work, [number * CHUNK_BYTES for number in range(min(threads, len(left)))]
+        )
 
     def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
         """Split objects into chunks: over TCP a share of the large ones for each thread, first."""
@@ -200,10 +234,14 @@ class PageWriter:
             sizes = [item.write.namespace.object_bytes for item in others]
             count = threads_for(max(sizes))
             # Rounded up to whole objects.
-            yield from _split(others, min((sum(sizes) + (count - 1) * max(sizes)) // count, MAX_CHUNK_BYTES))
+            yield from _split(
+                others, min((sum(sizes) + (count - 1) * max(sizes)) // count, MAX_CHUNK_BYTES)
+            )
         yield from _split([item for item in items if self._is_gathered(item.write)], CHUNK_BYTES)
 
-    def _send_chunk(self, connection: Connection, items: Sequence[_Object], block: Block, start: int) -> list[_Object]:
+    def _send_chunk(
+        self, connection: Connection, items: Sequence[_Object], block: Block, start: int
+    ) -> list[_Object]:
         parts = list[tuple[list[int], list[int]]]()
         for item in items:
             parts.append(self._parts(item.write, block, start))
@@ -229,7 +267,9 @@ class PageWriter:
             end += len(part)
         return [block.address + start], [end - start]
 
-    def _publish(self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> None:
+    def _publish(
+        self, connection: Connection, items: Sequence[_Object], outcome: WriteOutcome
+    ) -> None:
         if not items:
             return
         done = connection.publish([item.name for item in items])
@@ -252,7 +292,9 @@ def _split(items: Sequence[_Object], max_bytes: int) -> Iterator[list[_Object]]:
         yield some
 
 
-def _not_stored_by_others(connection: Connection, items: Sequence[_Object], outcome: WriteOutcome) -> list[_Object]:
+def _not_stored_by_others(
+    connection: Connection, items: Sequence[_Object], outcome: WriteOutcome
+) -> list[_Object]:
     """Count existing objects as stored. Returns those that other writers are storing."""
     there = connection.exist([item.name for item in items]) if items else []
     left = list[_Object]()

@@ -70,11 +70,16 @@ class Buffers:
                 if call.expired():
                     raise OSError(errno.ETIMEDOUT, "the deadline has passed")
                 if self._spare or len(self._lent) < self._limit:
-                    buffer = self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, self._size))
+                    buffer = (
+                        self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, self._size))
+                    )
                     self._lent[id(buffer)] = call
                     return buffer
                 if self._count_stuck() == self._limit:
-                    raise OSError(errno.EBUSY, f"{self._limit} reads hang; no more are begun until some come back")
+                    raise OSError(
+                        errno.EBUSY,
+                        f"{self._limit} reads hang; no more are begun until some come back",
+                    )
                 self._changed.wait(LOOK_SECONDS)
 
     def _put_back(self, buffer: memoryview) -> None:

@@ -123,7 +123,10 @@ class Descriptors:
     def has_idle(self) -> bool:
         """Return whether `expire` has a file to close."""
         with self._lock:
-            return bool(self._open) and next(iter(self._open.values())).used < time.monotonic() - IDLE_SECONDS
+            return (
+                bool(self._open)
+                and next(iter(self._open.values())).used < time.monotonic() - IDLE_SECONDS
+            )
 
     def expire(self) -> None:
         """Close files that have not been used for a while."""

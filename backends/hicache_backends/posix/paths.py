@@ -7,7 +7,9 @@ import os
 import re
 from dataclasses import dataclass
 
-_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"})
+_LOCAL = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "tmpfs", "ramfs", "overlay"}
+)
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 _PREALLOCATES = frozenset({"ext4", "xfs"})
 
@@ -19,7 +21,9 @@ def check_path(path: str) -> None:
         ValueError: it does.
     """
     if path.startswith("~"):
-        raise ValueError(f"path {path!r} begins with '~', which only a shell expands; write the whole path")
+        raise ValueError(
+            f"path {path!r} begins with '~', which only a shell expands; write the whole path"
+        )
 
 
 def make_last(path: str) -> None:
@@ -32,7 +36,9 @@ def make_last(path: str) -> None:
     """
     above = os.path.dirname(path)
     if not os.path.isdir(above):
-        raise FileNotFoundError(f"there is no directory {above!r}: mount what belongs there, or make it")
+        raise FileNotFoundError(
+            f"there is no directory {above!r}: mount what belongs there, or make it"
+        )
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
 

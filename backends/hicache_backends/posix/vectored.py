@@ -113,9 +113,10 @@ def is_cached(descriptor: int, offset: int, length: int) -> bool:
 def read_cached_into(descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool | None:
     """Fill buffers as `read_into` does, without waiting for the disk.
 
-    Only for a range that `is_cached`, and a file that was opened with O_NOATIME. RWF_NOWAIT alone may
-    wait: the kernel begins to read ahead for pages that are missing, which blocks where the queue of a
-    stalled disk is full, and sets the file's time of access, which blocks where the journal is stalled.
+    Only for a range that `is_cached`, and a file that was opened with O_NOATIME. RWF_NOWAIT alone
+    may wait: the kernel begins to read ahead for pages that are missing, which blocks where the
+    queue of a stalled disk is full, and sets the file's time of access, which blocks where the
+    journal is stalled.
 
     Returns:
         None where some bytes are not in the page cache.

@@ -38,7 +38,8 @@ MUTATING: Final = {
     "network": ("reply",),
     "objects": ("write", "remove"),
 }
-"""Sorts of requests of each injector that change something; a lost reply is one to a request that may have."""
+"""Sorts of requests of each injector that change something; a lost reply is one to a request that
+may have."""
 MAX_STEPS: Final = 12
 """Requests of a set that are struck, one after the other; no more than there are."""
 BATCH: Final = 48
@@ -51,8 +52,11 @@ class AppliedCases:
 
     @covers("SET-1", "GET-1", "FT-1", "FT-6", levels=FAULTS)
     @pytest.mark.parametrize("error", ["EIO", "retransmitted"])
-    def test_requests_that_took_effect_and_failed(self, context: CaseContext, injector: FaultInjector, error: str) -> None:
-        """Each request of a set in turn: what sets acknowledge then and later is found by all, also by those that open later."""
+    def test_requests_that_took_effect_and_failed(
+        self, context: CaseContext, injector: FaultInjector, error: str
+    ) -> None:
+        """Each request of a set in turn: what sets acknowledge then and later is found by all, also
+        by those that open later."""
         writer, keys = serving_storage(context, injector, pages=2)
         shared = declares(context.capabilities, "sharing>=process")
         reader = context.storage(writer.identity, options=UNGUARDED) if shared else writer
@@ -62,8 +66,13 @@ class AppliedCases:
             plan = _plan(injector, error, step)
             set_deadline(writer, APPLIED_SECONDS)
             injector.inject(plan)
-            # The one that is struck, and others of other sizes, which may take what it has left behind for theirs.
-            new = [key for pages in (3, 1 + step % 2, 2) for key in _set(context, injector, writer, pages, plan)]
+            # The one that is struck, and others of other sizes, which may take what it has left
+            # behind for theirs.
+            new = [
+                key
+                for pages in (3, 1 + step % 2, 2)
+                for key in _set(context, injector, writer, pages, plan)
+            ]
             reached = injector.injected_count()
             injector.heal()
             set_deadline(writer, None)
@@ -74,7 +83,11 @@ class AppliedCases:
             if not reached:
                 break
         wait_until_serving(context, writer, plan)
-        for sut in (writer, reader, context.storage(writer.identity, options=UNGUARDED) if shared else writer):
+        for sut in (
+            writer,
+            reader,
+            context.storage(writer.identity, options=UNGUARDED) if shared else writer,
+        ):
             _check_there(sut, stored)
 
 
@@ -84,11 +97,26 @@ def _plan(injector: FaultInjector, error: str, step: int) -> FaultPlan:
         return FaultPlan(injector.name, ())
     name = "" if error == "retransmitted" else error
     return FaultPlan(
-        injector.name, (Fault(kind=FaultKind.APPLIED, operations=MUTATING[injector.name], first=step, count=1, error=name),)
+        injector.name,
+        (
+            Fault(
+                kind=FaultKind.APPLIED,
+                operations=MUTATING[injector.name],
+                first=step,
+                count=1,
+                error=name,
+            ),
+        ),
     )
 
 
-def _set(context: CaseContext, injector: FaultInjector, writer: StorageUnderTest, pages: int, plan: FaultPlan) -> list[str]:
+def _set(
+    context: CaseContext,
+    injector: FaultInjector,
+    writer: StorageUnderTest,
+    pages: int,
+    plan: FaultPlan,
+) -> list[str]:
     """Set fresh pages; those that were acknowledged."""
     keys = context.keys(pages)
     answers = call_bounded(injector, plan, "batch_set_v2", partial(writer.set, keys))
@@ -105,5 +133,6 @@ def _check_there(sut: StorageUnderTest, stored: Mapping[str, FaultPlan]) -> None
             if content is None:
                 raise Violation(
                     "SET-1",
-                    f"page key {short(key)} was stored (True), and a get answers False; below the driver: {stored[key]}",
+                    f"page key {short(key)} was stored (True), and a get answers False; below the "
+                    f"driver: {stored[key]}",
                 )

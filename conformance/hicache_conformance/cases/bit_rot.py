@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.fixtures.fault_calls import UNGUARDED, check_hits, deadline_on, serving_storage, set_deadline
+from hicache_conformance.fixtures.fault_calls import (
+    UNGUARDED,
+    check_hits,
+    deadline_on,
+    serving_storage,
+    set_deadline,
+)
 from hicache_conformance.harness.corruption import FileCorruption, corrupt_files
 from hicache_conformance.harness.page_patterns import Page, short
 from hicache_conformance.injectors.disk import DiskInjector
@@ -33,9 +39,14 @@ class BitRotCases:
     """GET-7, EX-9, SET-3 and FT-6 for damage that is done below the driver, not through it."""
 
     @covers("GET-7", "EX-9", "SET-3", "FT-6", "FT-1", "GET-1", levels=FAULTS)
-    @pytest.mark.parametrize("decay", list(FileCorruption), ids=lambda decay: decay.replace(" ", "-"))
-    def test_stored_bytes_rot(self, context: CaseContext, injector: FaultInjector, decay: FileCorruption) -> None:
-        """Stored pages rot: none is delivered wrong, none raises, none found damaged goes on existing, and a set repairs them all."""
+    @pytest.mark.parametrize(
+        "decay", list(FileCorruption), ids=lambda decay: decay.replace(" ", "-")
+    )
+    def test_stored_bytes_rot(
+        self, context: CaseContext, injector: FaultInjector, decay: FileCorruption
+    ) -> None:
+        """Stored pages rot: none is delivered wrong, none raises, none found damaged goes on
+        existing, and a set repairs them all."""
         sut, keys = serving_storage(context, injector, pages=PAGES)
         _check_verified(sut)
         sut = _damaged(context, injector, sut, keys, decay)
@@ -46,39 +57,60 @@ class BitRotCases:
         check_hits(sut, keys, found, f"{injector.name}: {decay}")
         # What is lost on its way, or by a server that looks itself, the driver never sees.
         sees = injector.name in ("disk", "objects")
-        if sees and decay is FileCorruption.FLIPPED and None in found and sut.stats().pages_damaged == before:
+        if (
+            sees
+            and decay is FileCorruption.FLIPPED
+            and None in found
+            and sut.stats().pages_damaged == before
+        ):
             raise Violation(
                 "GET-7",
-                f"stored bytes were changed below the driver, a get answers {found.count(None)} misses and counts none as damaged",
+                f"stored bytes were changed below the driver, a get answers {found.count(None)} "
+                f"misses and counts none as damaged",
             )
         for index, (key, content) in enumerate(zip(keys, found, strict=True)):
             if content is None and sut.has(key):
                 raise Violation(
                     "EX-9",
-                    f"a get does not deliver page {index} key {short(key)} ({decay} below the driver), and it goes on existing",
+                    f"a get does not deliver page {index} key {short(key)} ({decay} below the "
+                    f"driver), and it goes on existing",
                 )
         for index, (key, ok) in enumerate(zip(keys, sut.set(keys), strict=True)):
             if not ok:
                 raise Violation(
-                    "SET-3", f"page {index} key {short(key)} was lost ({decay} below the driver), and a set of it answers False"
+                    "SET-3",
+                    f"page {index} key {short(key)} was lost ({decay} below the driver), and a set "
+                    f"of it answers False",
                 )
         sut.expect(keys, rule="SET-3")
 
 
 def _damaged(
-    context: CaseContext, injector: FaultInjector, sut: StorageUnderTest, keys: list[str], decay: FileCorruption
+    context: CaseContext,
+    injector: FaultInjector,
+    sut: StorageUnderTest,
+    keys: list[str],
+    decay: FileCorruption,
 ) -> StorageUnderTest:
     """The storage, or another one of its identity, over pages that have rotted."""
     if isinstance(injector, ServerInjector):
         with injector.stopped() as directory:
-            if not corrupt_files(directory, _contents(context, sut, keys), decay, context.chance("rot")):
-                raise NotPromised("its servers keep no page in a file as it is, so that none can be damaged for certain")
+            if not corrupt_files(
+                directory, _contents(context, sut, keys), decay, context.chance("rot")
+            ):
+                raise NotPromised(
+                    "its servers keep no page in a file as it is, so that none can be damaged for "
+                    "certain"
+                )
         return sut
     if not isinstance(injector, DiskInjector):
-        # What can rot is what the store keeps: here it is written wrong from the start, and answered as written.
+        # What can rot is what the store keeps: here it is written wrong from the start, and
+        # answered as written.
         keys[:] = context.keys(PAGES)
         set_deadline(sut, deadline_on(injector))
-        injector.inject(FaultPlan(injector.name, (_on_its_way(injector, decay, context.chance("rot")),)))
+        injector.inject(
+            FaultPlan(injector.name, (_on_its_way(injector, decay, context.chance("rot")),))
+        )
         sut.set(keys)
         injector.heal()
         set_deadline(sut, None)
@@ -86,9 +118,12 @@ def _damaged(
     reopens = declares(context.capabilities, "durability>=reopen")
     if reopens:
         sut.call("close", sut.storage.close)
-    if not corrupt_files(injector.backing, _contents(context, sut, keys), decay, context.chance("rot")):
+    if not corrupt_files(
+        injector.backing, _contents(context, sut, keys), decay, context.chance("rot")
+    ):
         raise Inconclusive(
-            "no file of the store contains the bytes of a page as they are, so that none can be damaged for certain"
+            "no file of the store contains the bytes of a page as they are, so that none can be "
+            "damaged for certain"
         )
     if reopens:
         sut = context.storage(sut.identity, options=UNGUARDED)
@@ -97,7 +132,10 @@ def _damaged(
 
 def _contents(context: CaseContext, sut: StorageUnderTest, keys: list[str]) -> list[bytes]:
     memory = sut.memories[PoolName.KV]
-    return [context.patterns.render(Page(sut.identity, PoolName.KV, key), memory.page_bytes) for key in keys]
+    return [
+        context.patterns.render(Page(sut.identity, PoolName.KV, key), memory.page_bytes)
+        for key in keys
+    ]
 
 
 def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) -> Fault:
@@ -106,9 +144,16 @@ def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) 
     """
     flips, objects = decay is FileCorruption.FLIPPED, injector.name == "objects"
     kind = FaultKind.BIT_FLIP if flips else FaultKind.TORN_WRITE if objects else FaultKind.CUT
-    return Fault(kind=kind, operations=("write" if objects else "request",), place=round(random.uniform(0.2, 0.95), 4))
+    return Fault(
+        kind=kind,
+        operations=("write" if objects else "request",),
+        place=round(random.uniform(0.2, 0.95), 4),
+    )
 
 
 def _check_verified(sut: StorageUnderTest) -> None:
     if not sut.call("get_stats", sut.storage.get_stats).verifies_checksums:
-        raise Inconclusive("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
+        raise Inconclusive(
+            "the options leave checksums unverified, as get_stats() says; nothing can notice "
+            "damaged bytes"
+        )

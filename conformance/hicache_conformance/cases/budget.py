@@ -41,7 +41,8 @@ class BudgetCases:
 
     @covers("EX-10", levels=BUDGET)
     def test_one_question_for_all_pools(self, context: CaseContext) -> None:
-        """128 keys over three pools are answered right; an `ObjectStorage` driver is asked once for all of them."""
+        """128 keys over three pools are answered right; an `ObjectStorage` driver is asked once for
+        all of them."""
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
         with counted(sut.storage) as calls:
@@ -49,7 +50,9 @@ class BudgetCases:
         _check_answer(answer, BATCH)
         if calls.total() > 1:
             raise Violation(
-                "EX-10", f"one exists of {BATCH} keys over 3 pools called {_listed(calls)}, must be one objects_exist"
+                "EX-10",
+                f"one exists of {BATCH} keys over 3 pools called {_listed(calls)}, must be one "
+                f"objects_exist",
             )
 
     @covers("EX-10", levels=BUDGET, needs=["networked"])
@@ -58,7 +61,8 @@ class BudgetCases:
         owner = cast("DriverTarget", self)
         if TcpProxyInjector.name not in injector_names(owner.driver, owner.config, owner.services):
             raise Inconclusive(
-                "the suite cannot count round trips: it starts no server of this driver (trial_services, {port:NAME})"
+                "the suite cannot count round trips: it starts no server of this driver "
+                "(trial_services, {port:NAME})"
             )
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
@@ -68,11 +72,14 @@ class BudgetCases:
             _check_answer(_ask(sut, keys), BATCH)
             turns.append(injector.requests() - before)
         if injector.name == TcpProxyInjector.name and min(turns) > 1:
-            raise Violation("EX-10", f"one exists of {BATCH} keys over 3 pools took {min(turns)} round trips")
+            raise Violation(
+                "EX-10", f"one exists of {BATCH} keys over 3 pools took {min(turns)} round trips"
+            )
 
     @covers("EX-10", levels=BUDGET)
     def test_many_keys(self, context: CaseContext) -> None:
-        """250,000 keys in one call are answered right, in a time that grows with their number and not with its square."""
+        """250,000 keys in one call are answered right, in a time that grows with their number and
+        not with its square."""
         sut, keys = _three_pools(context), context.keys(MANY_KEYS)
         _store_chain(sut, keys[:40])
         _store_chain(sut, keys[-1:])
@@ -86,10 +93,13 @@ class BudgetCases:
 
     @covers("BU-1", levels=BUDGET)
     def test_one_batch_for_a_call(self, context: CaseContext) -> None:
-        """A set and a get of 128 pages in each of three pools ask the driver once for everything."""
+        """A set and a get of 128 pages in each of three pools ask the driver once for
+        everything."""
         sut = _three_pools(context, pages=BATCH)
         if not has_steps(sut.storage):
-            raise Inconclusive("the driver is no ObjectStorage, so that there are no calls of its own to count")
+            raise Inconclusive(
+                "the driver is no ObjectStorage, so that there are no calls of its own to count"
+            )
         shares = [PageGroup(context.keys(BATCH), pool) for pool in sut.memories]
         with counted(sut.storage) as calls:
             sut.store_many(shares)
@@ -102,7 +112,9 @@ class BudgetCases:
 
 
 def _three_pools(context: CaseContext, pages: int = 64) -> StorageUnderTest:
-    memories: dict[str, PoolMemory] = {pool: GuardedPool(pages=pages) for pool in (PoolName.KV, PoolName.MAMBA, PoolName.INDEXER)}
+    memories: dict[str, PoolMemory] = {
+        pool: GuardedPool(pages=pages) for pool in (PoolName.KV, PoolName.MAMBA, PoolName.INDEXER)
+    }
     return context.storage(pools=memories)
 
 
@@ -121,7 +133,10 @@ def _ask(sut: StorageUnderTest, keys: Sequence[str]) -> PoolTransferResult:
 def _check_answer(answer: PoolTransferResult, count: int) -> None:
     if answer.kv_hit_pages != 40 or list(answer.restorable_prefix_pages) != [20, 40]:
         found = f"{answer.kv_hit_pages} and {answer.restorable_prefix_pages[:5]}"
-        raise Violation("EX-10", f"an exists of {count} keys over 3 pools answered {found}, must be 40 and [20, 40]")
+        raise Violation(
+            "EX-10",
+            f"an exists of {count} keys over 3 pools answered {found}, must be 40 and [20, 40]",
+        )
 
 
 def _time_to_ask(sut: StorageUnderTest, keys: Sequence[str]) -> float:
@@ -131,23 +146,31 @@ def _time_to_ask(sut: StorageUnderTest, keys: Sequence[str]) -> float:
 
 
 def _forecast(count: int, half: float, whole: float) -> float:
-    """Seconds for all keys, if the time goes on growing as it did from half of `count` keys to `count`."""
+    """Seconds for all keys, if the time goes on growing as it did from half of `count` keys to
+    `count`."""
     exponent = max(1.0, math.log2(whole / half)) if half else 1.0
     return float(whole * (MANY_KEYS / count) ** exponent)
 
 
 def _confirm_growth(sut: StorageUnderTest, keys: Sequence[str], count: int) -> None:
-    half, whole = (min(_time_to_ask(sut, keys[:part]) for _ in range(ATTEMPTS)) for part in (count // 2, count))
+    half, whole = (
+        min(_time_to_ask(sut, keys[:part]) for _ in range(ATTEMPTS)) for part in (count // 2, count)
+    )
     forecast = _forecast(count, half, whole)
     if whole > NOTICEABLE_SECONDS and forecast > PATIENCE_SECONDS:
         told = f"{count // 2} keys took {half:.2f} s and {count} keys {whole:.2f} s"
-        raise Violation("EX-10", f"an exists of {MANY_KEYS} keys would take some {forecast:.0f} s: {told}")
+        raise Violation(
+            "EX-10", f"an exists of {MANY_KEYS} keys would take some {forecast:.0f} s: {told}"
+        )
 
 
 def _check_calls(calls: Counter[str], what: str, *allowed: str) -> None:
     if any(name not in allowed or number > 1 for name, number in calls.items()):
         what = f"{what} of {BATCH} pages in each of 3 pools"
-        raise Violation("BU-1", f"a {what} called {_listed(calls)}; allowed is each of {' and '.join(allowed)} once")
+        raise Violation(
+            "BU-1",
+            f"a {what} called {_listed(calls)}; allowed is each of {' and '.join(allowed)} once",
+        )
 
 
 def _listed(calls: Counter[str]) -> str:

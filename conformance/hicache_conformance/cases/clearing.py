@@ -41,11 +41,22 @@ class ClearingCases:
         """Other models, tenants, ranks and salts keep their pages."""
         own, keys = context.storage(context.identity(tp_size=2), pools=_pools()), context.keys(4)
         changes: list[dict[str, object]] = [
-            {"model": "conformance/model2"}, {"model": "conformance"}, {"tenant": "other"}, {"tp_rank": 1}, {"salt": "other"},
-            {"kv_dtype": "float16"}, {"revision": "2"},
-        ]  # fmt: skip
+            {"model": "conformance/model2"},
+            {"model": "conformance"},
+            {"tenant": "other"},
+            {"tp_rank": 1},
+            {"salt": "other"},
+            {"kv_dtype": "float16"},
+            {"revision": "2"},
+        ]
         changes = [change for change in changes if context.interface_profile.distinguishes(change)]
-        others = [context.storage(replace(own.identity, **change), pools=_pools()) for change in changes]  # type: ignore[arg-type]
+        others = [
+            context.storage(
+                replace(own.identity, **change),  # type: ignore[arg-type]
+                pools=_pools(),
+            )
+            for change in changes
+        ]
         for sut in (own, *others):
             for pool in sut.memories:
                 sut.store(keys, pool)
@@ -56,7 +67,8 @@ class ClearingCases:
                     if content is None:
                         raise Violation(
                             "LC-4",
-                            f"page {index} key {short(keys[index])} of pool {pool!r} belongs to {change}; another's clear removed it",
+                            f"page {index} key {short(keys[index])} of pool {pool!r} belongs to "
+                            f"{change}; another's clear removed it",
                         )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
@@ -68,7 +80,11 @@ class ClearingCases:
         sut.call("clear", sut.storage.clear)
         for path in strangers:
             if not path.exists():
-                raise Violation("LC-4", f"clear removed {path.name}, which no driver has written, from {path.parent.name}/")
+                raise Violation(
+                    "LC-4",
+                    f"clear removed {path.name}, which no driver has written, from "
+                    f"{path.parent.name}/",
+                )
             path.unlink()
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
@@ -82,13 +98,18 @@ class ClearingCases:
 
 
 def _pools() -> dict[str, PoolMemory]:
-    return {PoolName.KV: GuardedPool(), PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24))}
+    return {
+        PoolName.KV: GuardedPool(),
+        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
+    }
 
 
 def _directories(context: CaseContext) -> list[Path]:
     """The directory given to the driver, and those that its options name in there."""
     named = [
-        context.tmp / value for value in context.config.values() if isinstance(value, str) and value.startswith(str(context.tmp))
+        context.tmp / value
+        for value in context.config.values()
+        if isinstance(value, str) and value.startswith(str(context.tmp))
     ]
     return [directory for directory in dict.fromkeys([context.tmp, *named]) if directory.is_dir()]
 

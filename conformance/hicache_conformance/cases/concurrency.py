@@ -32,12 +32,15 @@ class ConcurrencyCases:
 
     @covers("CC-1")
     def test_many_threads(self, context: CaseContext) -> None:
-        """Eight threads set, read and look up the same few keys, and ask for counters; their history can be."""
+        """Eight threads set, read and look up the same few keys, and ask for counters; their
+        history can be."""
         sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
         history = _SharedHistory(context, sut.identity)
         together("CC-1", [*history.threads(sut, keys, MIX), _counting(context, sut)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
-        last = history.client("afterwards", sut.client(0, THREADS, context.chance("places afterwards")))
+        last = history.client(
+            "afterwards", sut.client(0, THREADS, context.chance("places afterwards"))
+        )
         last.call(Call.SET, keys, PoolName.KV, history.values(1))
         last.call(Call.GET, keys, PoolName.KV)
         history.judge()
@@ -66,7 +69,11 @@ class ConcurrencyCases:
         suts = [context.unopened(identity) for _ in range(THREADS)]
         # Storages that share nothing have a history each.
         shares = context.capabilities.sharing is not Sharing.NONE
-        histories = [_SharedHistory(context, identity)] * THREADS if shares else [_SharedHistory(context, identity) for _ in suts]
+        histories = (
+            [_SharedHistory(context, identity)] * THREADS
+            if shares
+            else [_SharedHistory(context, identity) for _ in suts]
+        )
 
         def use(number: int, sut: StorageUnderTest, client: Client) -> None:
             sut.call("open", sut.storage.open)
@@ -76,7 +83,13 @@ class ConcurrencyCases:
             sut.call("close", sut.storage.close)
 
         clients = [histories[number].client(str(number), sut) for number, sut in enumerate(suts)]
-        together("CC-1", [partial(use, number, *pair) for number, pair in enumerate(zip(suts, clients, strict=True))])
+        together(
+            "CC-1",
+            [
+                partial(use, number, *pair)
+                for number, pair in enumerate(zip(suts, clients, strict=True))
+            ],
+        )
         for history in dict.fromkeys(histories):
             history.judge()
 
@@ -101,15 +114,28 @@ class _SharedHistory:
         self._recorders.append(recorder)
         return Client(name, sut, self._context.patterns, recorder.note, self._numbers)
 
-    def threads(self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]) -> list[Callable[[], object]]:
+    def threads(
+        self, sut: StorageUnderTest, keys: list[str], mix: Mapping[Call, int]
+    ) -> list[Callable[[], object]]:
         """Return the work of each thread of one storage."""
         calls = self._context.profile.thread_calls
         work = Workload(
-            seed=str(self._context.number("crowd")), calls=calls, clients=THREADS, keys=tuple(keys), max_keys=LONGEST, mix=dict(mix),
+            seed=str(self._context.number("crowd")),
+            calls=calls,
+            clients=THREADS,
+            keys=tuple(keys),
+            max_keys=LONGEST,
+            mix=dict(mix),
             first_value=self.values(THREADS * calls),
-        )  # fmt: skip
-        shares = [sut.client(number, THREADS, self._context.chance(f"places {number}")) for number in range(THREADS)]
-        return [partial(self.client(str(number), share).run, work, number) for number, share in enumerate(shares)]
+        )
+        shares = [
+            sut.client(number, THREADS, self._context.chance(f"places {number}"))
+            for number in range(THREADS)
+        ]
+        return [
+            partial(self.client(str(number), share).run, work, number)
+            for number, share in enumerate(shares)
+        ]
 
     def judge(self) -> None:
         """Check the history.
@@ -120,7 +146,9 @@ class _SharedHistory:
         events = [event for recorder in self._recorders for event in recorder.events()]
         anomalies = HistoryChecker(events, keeps=not self._context.capabilities.evicts).check()
         if anomalies:
-            raise Counterexample(self._identity, self._context.patterns, events).violation(anomalies, "CC-1")
+            raise Counterexample(self._identity, self._context.patterns, events).violation(
+                anomalies, "CC-1"
+            )
 
 
 def _wide_pool() -> dict[str, GuardedPool]:

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
-ALL_DAMAGES = pytest.mark.parametrize("damage", list(ObjectCorruption), ids=lambda damage: damage.replace(" ", "-"))
+ALL_DAMAGES = pytest.mark.parametrize(
+    "damage", list(ObjectCorruption), ids=lambda damage: damage.replace(" ", "-")
+)
 WRONG_LENGTHS = (ObjectCorruption.SHORT, ObjectCorruption.LONG)
 BY_CHECKSUM = (ObjectCorruption.FLIPPED_BIT, *WRONG_LENGTHS)
-"""Damages that only the checksum tells for certain: a store of fixed places keeps a wrong length as wrong bytes."""
+"""Damages that only the checksum tells for certain: a store of fixed places keeps a wrong length as
+wrong bytes."""
 
 
 class CorruptObjectCases:
@@ -27,14 +30,18 @@ class CorruptObjectCases:
 
     @covers("GET-5", "GET-1", corrupts=True)
     @ALL_DAMAGES
-    def test_damaged_pages_are_not_delivered(self, context: CaseContext, damage: ObjectCorruption) -> None:
+    def test_damaged_pages_are_not_delivered(
+        self, context: CaseContext, damage: ObjectCorruption
+    ) -> None:
         """An object of the wrong length, owner, key or checksum is answered with False."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         content = sut.get([key])[0]
         if content is not None:
             raise Violation(
-                "GET-5", f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: {sut.explain(key, content)}"
+                "GET-5",
+                f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: "
+                f"{sut.explain(key, content)}",
             )
 
     @covers("GET-3", "SET-6", corrupts=True)
@@ -46,20 +53,27 @@ class CorruptObjectCases:
         found = sut.get(keys)
         if found[3] is not None:
             raise Violation(
-                "GET-5", f"page 3 key {short(keys[3])} is damaged, and a get delivers it: {sut.explain(keys[3], found[3])}"
+                "GET-5",
+                f"page 3 key {short(keys[3])} is damaged, and a get delivers it: "
+                f"{sut.explain(keys[3], found[3])}",
             )
         sut.compare(keys[:3] + keys[4:], found[:3] + found[4:], rule="GET-3")
         for index, ok in enumerate(sut.set(keys)):
             if not ok:
                 rule = "SET-3" if index == 3 else "SET-6"
-                raise Violation(rule, f"page {index} key {short(keys[index])} was refused in a batch around a damaged page 3")
+                raise Violation(
+                    rule,
+                    f"page {index} key {short(keys[index])} was refused in a batch around a "
+                    f"damaged page 3",
+                )
         sut.expect(keys, rule="SET-6")
 
     @covers("GET-7", corrupts=True)
     def test_damage_is_counted_and_told_once(self, context: CaseContext) -> None:
         """Two reads of a damaged page: one line in the log, one page counted as damaged."""
         sut, key, sound = context.storage(), context.keys(1)[0], context.keys(2)
-        # A driver may have something to say about its first reads that has nothing to do with damage.
+        # A driver may have something to say about its first reads that has nothing to do with
+        # damage.
         sut.store(sound)
         sut.expect(sound)
         _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT)
@@ -69,14 +83,23 @@ class CorruptObjectCases:
             counted = sut.stats().pages_damaged - before
             sut.get([key])
         if counted != 1:
-            raise Violation("GET-7", f"a get found page 0 key {short(key)} damaged, and counted {counted} damaged pages")
+            raise Violation(
+                "GET-7",
+                f"a get found page 0 key {short(key)} damaged, and counted {counted} damaged pages",
+            )
         if len(records) != 1:
             told = [record.getMessage() for record in records]
-            raise Violation("GET-7", f"page 0 key {short(key)} is damaged; two reads of it logged {len(records)} lines: {told}")
+            raise Violation(
+                "GET-7",
+                f"page 0 key {short(key)} is damaged; two reads of it logged {len(records)} lines: "
+                f"{told}",
+            )
 
     @covers("GET-7", "EX-9", corrupts=True)
     @ALL_DAMAGES
-    def test_a_page_found_damaged_stops_existing(self, context: CaseContext, damage: ObjectCorruption) -> None:
+    def test_a_page_found_damaged_stops_existing(
+        self, context: CaseContext, damage: ObjectCorruption
+    ) -> None:
         """A page that a read has found damaged is a miss for exists too, and for
         every later read.
         """
@@ -84,13 +107,21 @@ class CorruptObjectCases:
         _plant(context, sut, key, damage)
         sut.get([key])
         if sut.has(key):
-            raise Violation("EX-9", f"a read found page 0 key {short(key)} damaged ({damage}), and it goes on existing")
+            raise Violation(
+                "EX-9",
+                f"a read found page 0 key {short(key)} damaged ({damage}), and it goes on existing",
+            )
         if sut.get([key])[0] is not None:
-            raise Violation("GET-7", f"page 0 key {short(key)} was found damaged ({damage}), and a later get delivers it")
+            raise Violation(
+                "GET-7",
+                f"page 0 key {short(key)} was found damaged ({damage}), and a later get delivers it",
+            )
 
     @covers("SET-3", "GET-7", corrupts=True)
     @ALL_DAMAGES
-    def test_a_set_repairs_what_a_read_found(self, context: CaseContext, damage: ObjectCorruption) -> None:
+    def test_a_set_repairs_what_a_read_found(
+        self, context: CaseContext, damage: ObjectCorruption
+    ) -> None:
         """After a read has found a page damaged, a set of its key stores it."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
@@ -104,16 +135,28 @@ def _plant(context: CaseContext, sut: StorageUnderTest, key: str, damage: Object
         and context.interface_profile.promises is None
         and not sut.call("get_stats", sut.storage.get_stats).verifies_checksums
     ):
-        raise Inconclusive("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
+        raise Inconclusive(
+            "the options leave checksums unverified, as get_stats() says; nothing can notice "
+            "damaged bytes"
+        )
     held = context.corrupt_page(sut, key, damage)
-    # A store of fixed places cannot hold another length; then there is nothing, and nothing is what a get must find.
+    # A store of fixed places cannot hold another length; then there is nothing, and nothing is what
+    # a get must find.
     if not held and damage not in WRONG_LENGTHS:
-        raise Inconclusive(f"the driver could not be made to hold a page with {damage}; override corrupt()")
+        raise Inconclusive(
+            f"the driver could not be made to hold a page with {damage}; override corrupt()"
+        )
 
 
 def _repair(sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:
     if sut.set([key]) != [True]:
-        raise Violation("SET-3", f"page 0 key {short(key)} is damaged ({damage}), and a set of it answers False")
+        raise Violation(
+            "SET-3", f"page 0 key {short(key)} is damaged ({damage}), and a set of it answers False"
+        )
     sut.expect([key], rule="SET-3")
     if not sut.has(key):
-        raise Violation("SET-3", f"page 0 key {short(key)} was damaged ({damage}) and repaired, and exists does not see it")
+        raise Violation(
+            "SET-3",
+            f"page 0 key {short(key)} was damaged ({damage}) and repaired, and exists does not see "
+            f"it",
+        )

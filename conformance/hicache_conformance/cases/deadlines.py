@@ -42,10 +42,12 @@ AnswerT = TypeVar("AnswerT")
 FAULTS: Final = (Level.FAULTS,)
 IN_TIME: Final = DEADLINE_SECONDS + SLACK_SECONDS
 CLOSING_SECONDS: Final = 0.6
-"""Deadline of the storages that are closed while their calls hang; they have to work with it before."""
+"""Deadline of the storages that are closed while their calls hang; they have to work with it
+before."""
 INFO: Final = HiCacheStorageExtraInfo(deadline_seconds=DEADLINE_SECONDS)
 LIVES: Final = 3
-"""What every one of so many storages has left behind is a leak; a library's own pool of connections is full before that."""
+"""What every one of so many storages has left behind is a leak; a library's own pool of connections
+is full before that."""
 SETTLING_SECONDS: Final = 1.0
 """How long is waited for what a storage that was closed leaves, before another one is closed."""
 LATE_SECONDS: Final = 0.3
@@ -53,7 +55,8 @@ LATE_SECONDS: Final = 0.3
 
 
 UNUSUAL: Final = (0.0, -0.5, -1.0, math.nan, math.inf, 1e10)
-"""Deadlines of calls: passed already, as a caller's clock may say; no number; and longer than a lock can wait."""
+"""Deadlines of calls: passed already, as a caller's clock may say; no number; and longer than a
+lock can wait."""
 
 
 class DeadlineCases:
@@ -61,7 +64,8 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
     def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, exists, get and set end within the deadline and a second; afterwards the same storage serves."""
+        """While the store hangs, exists, get and set end within the deadline and a second;
+        afterwards the same storage serves."""
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut)
         new, within = context.keys(4), context.interface_profile.patience_seconds or IN_TIME
@@ -85,7 +89,8 @@ class DeadlineCases:
 
     @covers("FT-3", "LC-1", levels=FAULTS)
     def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """open() and health() of a store that hangs end within the deadline and a second: with a HiCacheError, and with ok=False."""
+        """open() and health() of a store that hangs end within the deadline and a second: with a
+        HiCacheError, and with ok=False."""
         plan = hang_plan(injector, serving_storage(context, injector, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         sut = context.unopened(options=options)
@@ -93,7 +98,9 @@ class DeadlineCases:
         opening = Pending(sut.storage.open)
         with contextlib.suppress(HiCacheError):
             _check_time(opening, "open", plan)
-        health = _check_time(Pending(partial(sut.call, "health", sut.storage.health)), "health", plan)
+        health = _check_time(
+            Pending(partial(sut.call, "health", sut.storage.health)), "health", plan
+        )
         if injector.injected_count() and plan.hangs and health.ok:
             raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
         injector.heal()
@@ -102,11 +109,18 @@ class DeadlineCases:
         until = time.monotonic() + allowed
         while sut.set(context.keys(1)) != [True]:
             if time.monotonic() > until:
-                raise Violation("FT-4", f"a storage that was opened while the store hung stores nothing {allowed:.0f} s later")
+                raise Violation(
+                    "FT-4",
+                    f"a storage that was opened while the store hung stores nothing {allowed:.0f} "
+                    f"s later",
+                )
 
     @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
-    def test_unusual_deadlines_of_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs: a call whose deadline has passed ends at once, an endless one at the storage's own, NaN is misuse."""
+    def test_unusual_deadlines_of_a_hung_store(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
+        """While the store hangs: a call whose deadline has passed ends at once, an endless one at
+        the storage's own, NaN is misuse."""
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
         sut, keys = serving_storage(context, injector, pages=2, options=options)
         plan = hang_plan(injector, sut)
@@ -131,19 +145,27 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
-        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for any deadline but NaN."""
-        sut, keys = context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)), context.keys(2)
+        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for
+        any deadline but NaN."""
+        sut, keys = (
+            context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)),
+            context.keys(2),
+        )
         sut.store(keys)
         plan = FaultPlan("none", ())
         for number, seconds in enumerate(UNUSUAL):
-            call = _Unusual(sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds)
+            call = _Unusual(
+                sut.client(number, len(UNUSUAL), context.chance(f"lane {number}")), seconds
+            )
             call.begin(keys, context.keys(2))
             call.check_ended(0.0, plan)
             call.check_untouched(plan)
             call.check_unpublished(plan)
 
     @covers("FT-3", levels=FAULTS)
-    def test_a_slow_store_is_not_a_hung_one(self, context: CaseContext, injector: FaultInjector) -> None:
+    def test_a_slow_store_is_not_a_hung_one(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
         """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
         sut, keys = serving_storage(context, injector, pages=4)
         plan = FaultPlan(injector.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
@@ -174,7 +196,8 @@ class DeadlineCases:
         for page in range(memory.pages):
             memory.write(page, blank)
         injector.heal()
-        # One storage reads on its own threads: what hung before has gone on when a later read is through.
+        # One storage reads on its own threads: what hung before has gone on when a later read is
+        # through.
         for _ in range(2):
             fresh = context.unopened(sut.identity, options=UNGUARDED)
             fresh.get(keys)
@@ -185,12 +208,14 @@ class DeadlineCases:
                 key = keys[pages.index(page)] if page in pages else ""
                 raise Violation(
                     "GET-9",
-                    f"host page {page} was written after the get of {short(key) if key else 'other pages'} had returned ({plan})",
+                    f"host page {page} was written after the get of "
+                    f"{short(key) if key else 'other pages'} had returned ({plan})",
                 )
 
     @covers("SET-8", levels=FAULTS)
     def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A set that gave up leaves no page behind that holds what the host pages were reused for."""
+        """A set that gave up leaves no page behind that holds what the host pages were reused
+        for."""
         sut, _ = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
         keys, memory = context.keys(6), sut.memories[PoolName.KV]
@@ -198,7 +223,9 @@ class DeadlineCases:
         sut.fill(share, pages)
         transfers = sut.transfers([share], [pages])
         injector.inject(plan)
-        answer = _check_time(Pending(partial(sut.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan)
+        answer = _check_time(
+            Pending(partial(sut.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan
+        )
         for page in pages:
             memory.write(page, spent(memory.page_bytes))
         injector.heal()
@@ -206,33 +233,46 @@ class DeadlineCases:
         refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
         until = time.monotonic() + LATE_SECONDS
         while True:
-            for index, (key, content) in enumerate(zip(refused, sut.get(refused) if refused else [], strict=True)):
+            for index, (key, content) in enumerate(
+                zip(refused, sut.get(refused) if refused else [], strict=True)
+            ):
                 wrong = sut.explain(key, content) if content is not None else ""
                 if wrong:
                     raise Violation(
-                        "SET-8", f"a set answered False for key {short(key)} ({plan}), and later page {index} of a get {wrong}"
+                        "SET-8",
+                        f"a set answered False for key {short(key)} ({plan}), and later page "
+                        f"{index} of a get {wrong}",
                     )
             if time.monotonic() > until:
                 break
             time.sleep(LATE_SECONDS / 3)
-        check_kept(context, sut, keys, plan if not refused else FaultPlan(injector.name, (Fault(kind=FaultKind.TORN_WRITE),)))
+        check_kept(
+            context,
+            sut,
+            keys,
+            plan if not refused else FaultPlan(injector.name, (Fault(kind=FaultKind.TORN_WRITE),)),
+        )
 
     @covers("LC-2", "FT-3", levels=FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """close() while calls hang ends in time, twice; calls after it say so; when the store comes back, nothing is left."""
+        """close() while calls hang ends in time, twice; calls after it say so; when the store comes
+        back, nothing is left."""
         _life_under_hang(context, injector)
         left = ""
         for life in range(LIVES):
             # What is there for good is waited for once, behind the last of them.
             if not (
                 left := _left_behind(
-                    context, injector, context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS
+                    context,
+                    injector,
+                    context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS,
                 )
             ):
                 return
         raise Violation(
             "LC-2",
-            f"a storage was closed while calls hung, and {context.profile.recovery_seconds:.0f} s after the store came back there is still "
+            f"a storage was closed while calls hung, and {context.profile.recovery_seconds:.0f} s "
+            f"after the store came back there is still "
             f"{left}, and something each of the {LIVES} times",
         )
 
@@ -270,7 +310,8 @@ class _Unusual:
         return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
 
     def check_ended(self, within: float, plan: FaultPlan) -> None:
-        """Make sure that they end within so many seconds and the slack, without an error that is none of the caller's.
+        """Make sure that they end within so many seconds and the slack, without an error that is
+        none of the caller's.
 
         Raises:
             Violation: FT-3, FT-1 or FT-2.
@@ -278,15 +319,22 @@ class _Unusual:
         for name, call in self._calls.items():
             told = f"{name} with deadline_seconds={self.seconds}"
             if not call.ended(within + SLACK_SECONDS):
-                raise Violation("FT-3", f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})")
+                raise Violation(
+                    "FT-3",
+                    f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})",
+                )
             try:
                 call.answer()
             except HiCacheError as error:
                 if not math.isnan(self.seconds):
-                    raise Violation("FT-1", f"{told} raised {type(error).__name__} ({plan}): {error}") from error
+                    raise Violation(
+                        "FT-1", f"{told} raised {type(error).__name__} ({plan}): {error}"
+                    ) from error
             except Exception as error:
                 rule = "FT-2" if math.isnan(self.seconds) else "FT-1"
-                raise Violation(rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}") from error
+                raise Violation(
+                    rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}"
+                ) from error
         # The host pages are somebody else's now.
         for page in self._pages:
             self._memory.write(page, spent(self._memory.page_bytes))
@@ -300,7 +348,9 @@ class _Unusual:
         for page in self._pages:
             if self._memory.read(page) != spent(self._memory.page_bytes):
                 raise Violation(
-                    "GET-9", f"host page {page} was written after a get with deadline_seconds={self.seconds} had ended ({plan})"
+                    "GET-9",
+                    f"host page {page} was written after a get with "
+                    f"deadline_seconds={self.seconds} had ended ({plan})",
                 )
 
     def check_unpublished(self, plan: FaultPlan) -> None:
@@ -313,7 +363,9 @@ class _Unusual:
             wrong = self._sut.explain(key, content) if content is not None else ""
             if wrong:
                 raise Violation(
-                    "SET-8", f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that {wrong} ({plan})"
+                    "SET-8",
+                    f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that "
+                    f"{wrong} ({plan})",
                 )
 
 
@@ -328,7 +380,10 @@ def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) 
 
 def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     sut, keys = serving_storage(
-        context, injector, pages=4, options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
+        context,
+        injector,
+        pages=4,
+        options=StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0),
     )
     plan = hang_plan(injector, sut)
     new = context.keys(4)
@@ -338,7 +393,11 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     injector.inject(plan)
     calls = [
         Pending(partial(_until_closed, ask))
-        for ask in (partial(pools[0].exists, keys), partial(pools[1].get, keys), partial(pools[2].set, new))
+        for ask in (
+            partial(pools[0].exists, keys),
+            partial(pools[1].get, keys),
+            partial(pools[2].set, new),
+        )
     ]
     # Each of them shall hang; some drivers have one call wait for another.
     until = time.monotonic() + DEADLINE_SECONDS
@@ -351,7 +410,9 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
             injector.heal()
             closing.comes_back(context.profile.recovery_seconds)
             raise Violation(
-                "LC-2", f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is {CLOSING_SECONDS:.1f} s"
+                "LC-2",
+                f"{name} has not ended {allowed:.1f} s after it began, {plan}; the deadline is "
+                f"{CLOSING_SECONDS:.1f} s",
             )
         closing.answer()
     asking = Pending(partial(sut.storage.batch_exists_v2, keys))
@@ -360,7 +421,9 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     except StorageClosedError:
         pass
     else:
-        raise Violation("LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}")
+        raise Violation(
+            "LC-2", f"batch_exists_v2 after close() raised nothing and answered {answer!r:.100}"
+        )
     injector.heal()
     for call in calls:
         _come_back(context, call, "a call that hung when the storage was closed", plan)
@@ -375,7 +438,9 @@ def _until_closed(ask: Callable[[], object]) -> None:
             raise
 
 
-def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME) -> AnswerT:
+def _check_time(
+    call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME
+) -> AnswerT:
     """The answer of a call that has to end in time; FT-3 if it does not."""
     if not call.ended(within):
         raise Violation("FT-3", _late(name, plan, within))
@@ -385,7 +450,9 @@ def _check_time(call: Pending[AnswerT], name: str, plan: FaultPlan, within: floa
 def _come_back(context: CaseContext, call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
     allowed = context.profile.recovery_seconds
     if not call.comes_back(allowed):
-        raise Violation("FT-4", f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})")
+        raise Violation(
+            "FT-4", f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})"
+        )
     return call.answer()
 
 

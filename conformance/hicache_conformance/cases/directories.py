@@ -38,7 +38,8 @@ class DirectoryCases:
 
     @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
     def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
-        """The directory is emptied under an open storage, again and again: what sets acknowledge after a while is there again."""
+        """The directory is emptied under an open storage, again and again: what sets acknowledge
+        after a while is there again."""
         config, home = context.apart()
         sut, keys = _joined(context, config), context.keys(3)
         sut.store(keys)
@@ -51,7 +52,8 @@ class DirectoryCases:
 
     @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
-        """Empty files whose names are the store's own with other numbers: all pages stay, for who was there and who comes later."""
+        """Empty files whose names are the store's own with other numbers: all pages stay, for who
+        was there and who comes later."""
         option = registry().get(context.driver).capacity_option
         config, home = context.apart()
         if option:
@@ -71,21 +73,28 @@ class DirectoryCases:
         early.expect(keys)
 
 
-def _joined(context: CaseContext, config: Mapping[str, object], identity: StorageIdentity | None = None) -> StorageUnderTest:
+def _joined(
+    context: CaseContext, config: Mapping[str, object], identity: StorageIdentity | None = None
+) -> StorageUnderTest:
     return context.storage(identity, pools=small_store.pool(), config=config, options=UNGUARDED)
 
 
-def _shared(context: CaseContext, config: Mapping[str, object], identity: StorageIdentity) -> list[StorageUnderTest]:
+def _shared(
+    context: CaseContext, config: Mapping[str, object], identity: StorageIdentity
+) -> list[StorageUnderTest]:
     """A storage that opens later, where it sees what others have set."""
     if not declares(context.capabilities, "sharing>=process"):
         return []
     return [_joined(context, config, identity)]
 
 
-def _make_again(context: CaseContext, sut: StorageUnderTest, keys: list[str], home: Path, number: int) -> None:
+def _make_again(
+    context: CaseContext, sut: StorageUnderTest, keys: list[str], home: Path, number: int
+) -> None:
     """Set pages until they can be in the directory.
 
-    Nobody else opens the store meanwhile, nor reads of it, because that could tell the storage that it is gone.
+    Nobody else opens the store meanwhile, nor reads of it, because that could tell the storage that
+    it is gone.
 
     Raises:
         Violation: FT-4, sets are answered with True or False, and no file is there.
@@ -99,8 +108,10 @@ def _make_again(context: CaseContext, sut: StorageUnderTest, keys: list[str], ho
         if time.monotonic() > until:
             raise Violation(
                 "FT-4",
-                f"{allowed:.0f} s after the store was deleted for the {number}. time, a set answers {answers}, exists finds "
-                f"{sut.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in its directory",
+                f"{allowed:.0f} s after the store was deleted for the {number}. time, a set "
+                f"answers {answers}, exists finds "
+                f"{sut.exists(keys).kv_hit_pages} of {len(keys)} pages, and there is no file in "
+                f"its directory",
             )
         time.sleep(0.02)
 
@@ -111,4 +122,6 @@ def _look_alikes(home: Path) -> Iterator[Path]:
         for number in _NUMBER.finditer(path.name):
             width = number.end() - number.start()
             for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):
-                yield path.with_name(path.name[: number.start()] + other + path.name[number.end() :])
+                yield path.with_name(
+                    path.name[: number.start()] + other + path.name[number.end() :]
+                )

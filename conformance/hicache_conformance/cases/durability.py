@@ -28,11 +28,19 @@ if TYPE_CHECKING:
 
 DURABLE: Final = [Level.DURABLE]
 SURVIVING: Final = ("durability>=process",)
-FT_5: Final[Mapping[AnomalyKind, str]] = {AnomalyKind.REWRITTEN: "SET-3", AnomalyKind.LOST: "FT-5", AnomalyKind.DENIED: "FT-5"}
-PAGES: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=(3_000, 5_000))}
+FT_5: Final[Mapping[AnomalyKind, str]] = {
+    AnomalyKind.REWRITTEN: "SET-3",
+    AnomalyKind.LOST: "FT-5",
+    AnomalyKind.DENIED: "FT-5",
+}
+PAGES: Final[Mapping[str, PoolShape]] = {
+    PoolName.KV: PoolShape(pages=48, components=(3_000, 5_000))
+}
 PAGE_BYTES: Final = 64_000
 LITTER_KEYS: Final = 48
-LONG: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=LITTER_KEYS, components=(PAGE_BYTES - 16_000, 16_000))}
+LONG: Final[Mapping[str, PoolShape]] = {
+    PoolName.KV: PoolShape(pages=LITTER_KEYS, components=(PAGE_BYTES - 16_000, 16_000))
+}
 LITTER_KILLS: Final = 8
 CAPACITY_BYTES: Final = 2 << 20
 
@@ -42,12 +50,14 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_the_engine_is_killed_while_it_sets(self, context: CaseContext) -> None:
-        """Each restart finds every acknowledged page and no half one, sets what is missing, and is killed in turn."""
+        """Each restart finds every acknowledged page and no half one, sets what is missing, and is
+        killed in turn."""
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.EXISTS: 1})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "deletes"))
     def test_the_engine_is_killed_while_it_deletes(self, context: CaseContext) -> None:
-        """The same while pages are set and deleted again: what was deleted does not come back, nor do others' bytes."""
+        """The same while pages are set and deleted again: what was deleted does not come back, nor
+        do others' bytes."""
         _kill_and_restart(context, {Call.SET: 6, Call.GET: 2, Call.DELETE: 3})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "clears"))
@@ -57,13 +67,21 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
     def test_the_engine_is_killed_while_it_evicts(self, context: CaseContext) -> None:
-        """The same in a store that is full: any page may be gone, none is wrong, and new ones find room."""
-        group, random = ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES)), context.chance("strikes")
+        """The same in a store that is full: any page may be gone, none is wrong, and new ones find
+        room."""
+        group, random = (
+            ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES)),
+            context.chance("strikes"),
+        )
         engine = group.worker("engine0")
         for kill in range(context.profile.kills):
             keys = group.new_keys(200)
-            work = group.work(keys, {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}, calls=60, clients=2, max_keys=16)
-            group.run({engine: work}, {engine: KillSchedule(random.randint(20, 60), random.random())})
+            work = group.work(
+                keys, {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}, calls=60, clients=2, max_keys=16
+            )
+            group.run(
+                {engine: work}, {engine: KillSchedule(random.randint(20, 60), random.random())}
+            )
             engine = group.worker(f"engine{kill + 1}")
             engine.get(keys[:48])
             fresh = group.new_keys(4)
@@ -72,12 +90,13 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
-        """Processes killed in the middle of long writes, one after another; where a store is a directory, it does not grow by what they left."""
+        """Processes killed in the middle of long writes, one after another; where a store is a
+        directory, it does not grow by what they left."""
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         engine, sizes, payload = group.worker("engine0"), list[int](), 0
         for kill in range(LITTER_KILLS):
-            # Of fresh keys, and more than are set, because a set of pages that exist writes nothing; of several calls, which tell
-            # how long one takes.
+            # Of fresh keys, and more than are set, because a set of pages that exist writes
+            # nothing; of several calls, which tell how long one takes.
             keys = group.new_keys(LITTER_KEYS)
             work = group.work(keys, {Call.SET: 1}, calls=12, max_keys=2)
             group.run({engine: work}, {engine: KillSchedule(random.randint(2, 6), random.random())})
@@ -93,14 +112,18 @@ class DurabilityCases:
         grown = sizes[-1] - sizes[0] if sizes else 0
         if grown > payload + 3 * PAGE_BYTES:
             raise Violation(
-                "FT-5", f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages take {payload}"
+                "FT-5",
+                f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages "
+                f"take {payload}",
             )
 
 
 def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
     group, random = ProcessGroup(context, PAGES), context.chance("strikes")
     # Stays open over all kills, where two processes may use one store.
-    witnesses = [group.worker("witness")] if declares(context.capabilities, "sharing>=processes") else []
+    witnesses = (
+        [group.worker("witness")] if declares(context.capabilities, "sharing>=processes") else []
+    )
     engine, older = group.worker("engine0"), list[str]()
     for kill in range(context.profile.kills):
         keys = group.new_keys(16)
@@ -128,5 +151,6 @@ def _expect_delivered(worker: WorkerProcess, keys: list[str]) -> None:
         if found is None:
             raise Violation(
                 "FT-5",
-                f"page {index} key {short(key)} was set after a restart (True), and a get of process {worker.name} answers False",
+                f"page {index} key {short(key)} was set after a restart (True), and a get of "
+                f"process {worker.name} answers False",
             )

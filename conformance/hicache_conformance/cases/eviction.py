@@ -46,23 +46,35 @@ class EvictionCases:
 
     @covers("EV-1", "OB-1", levels=FAULTS, needs=["evicts"])
     def test_capacity_is_kept(self, context: CaseContext) -> None:
-        """However much is written, what can be read and what lies on the disk stays within the capacity and one batch."""
+        """However much is written, what can be read and what lies on the disk stays within the
+        capacity and one batch."""
         pages = 40
         config = context.capped(capacity_of(pages))
         sut, stored, occupied = open_capped(context, config), list[str](), 0
         for turn in range(context.profile.store_fills):
-            stored += fill_store(context, sut, pages * 3 // 2, batch=context.random.choice((1, BATCH, 2 * BATCH)))
+            stored += fill_store(
+                context, sut, pages * 3 // 2, batch=context.random.choice((1, BATCH, 2 * BATCH))
+            )
             there = readable(sut, stored, rule="EV-1")
             _within(there.count(True), pages, 2 * BATCH)
             if not any(there):
                 raise Violation(
-                    "EV-1", f"of {len(there)} pages, written into a store of {pages}, none is left: it evicts everything"
+                    "EV-1",
+                    f"of {len(there)} pages, written into a store of {pages}, none is left: it "
+                    f"evicts everything",
                 )
             footprint = DiskUsage.of(config, context.tmp)
-            # What a store takes for itself is there after the first turn; from then on it does not grow.
-            if turn and footprint and footprint.bytes > max(occupied, capacity_of(pages)) + 2 * BATCH * PAGE_BYTES:
+            # What a store takes for itself is there after the first turn; from then on it does not
+            # grow.
+            if (
+                turn
+                and footprint
+                and footprint.bytes > max(occupied, capacity_of(pages)) + 2 * BATCH * PAGE_BYTES
+            ):
                 raise Violation(
-                    "EV-1", f"{footprint.bytes} bytes lie on the disk after more writing, and {occupied} before; {_limit(pages)}"
+                    "EV-1",
+                    f"{footprint.bytes} bytes lie on the disk after more writing, and {occupied} "
+                    f"before; {_limit(pages)}",
                 )
             if not turn and footprint:
                 occupied = footprint.bytes
@@ -80,12 +92,15 @@ class EvictionCases:
                 sut.set(keys)
 
         together("EV-1", [partial(write, *pair) for pair in zip(writers, batches, strict=True)])
-        there = readable(writers[0], [key for mine in batches for keys in mine for key in keys], rule="EV-1")
+        there = readable(
+            writers[0], [key for mine in batches for keys in mine for key in keys], rule="EV-1"
+        )
         _within(there.count(True), pages, BATCH * len(writers))
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=process"])
     def test_models_with_similar_names(self, context: CaseContext) -> None:
-        """Making room for a model takes no page of one with a similar name while older pages of an unlike one stay."""
+        """Making room for a model takes no page of one with a similar name while older pages of an
+        unlike one stay."""
         pages, config, base = 48, context.capped(capacity_of(48)), context.identity(model="b")
         # The oldest: a right driver that evicts other models' pages at all begins with these.
         unlike = open_capped(context, config, context.identity(model="quite/another"))
@@ -101,16 +116,22 @@ class EvictionCases:
         fill_store(context, open_capped(context, config, base), 2 * pages)
         spared = all(readable(unlike, old, rule="EV-1"))
         for name, sut in alike.items():
-            for key, there in zip(young[name], readable(sut, young[name], rule="EV-1"), strict=True):
+            for key, there in zip(
+                young[name], readable(sut, young[name], rule="EV-1"), strict=True
+            ):
                 if spared and not there:
                     raise Violation(
-                        "EV-1", f"model 'b' made room, and page key {short(key)} of model {name!r} is gone, "
-                        "while older pages of model 'quite/another' are all there: it was taken for a page of 'b' by its name",
-                    )  # fmt: skip
+                        "EV-1",
+                        f"model 'b' made room, and page key {short(key)} of model {name!r} is "
+                        f"gone, "
+                        "while older pages of model 'quite/another' are all there: it was taken "
+                        "for a page of 'b' by its name",
+                    )
 
     @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
     def test_pages_pushed_out_between_lookup_and_read(self, context: CaseContext) -> None:
-        """A reader that was told of pages gets their bytes or a miss, whatever was written between."""
+        """A reader that was told of pages gets their bytes or a miss, whatever was written
+        between."""
         config, identity = context.capped(capacity_of(24)), context.identity()
         reader = open_capped(context, config, identity)
         writer = open_capped(context, config, identity) if shares_in_process(context) else reader
@@ -118,7 +139,12 @@ class EvictionCases:
             chain = context.keys(BATCH)
             (writer if turn % 2 else reader).set(chain)
             told = chain[: reader.exists(chain).kv_hit_pages]
-            fill_store(context, writer, context.random.randint(1, 40), batch=context.random.choice((1, BATCH, 2 * BATCH)))
+            fill_store(
+                context,
+                writer,
+                context.random.randint(1, 40),
+                batch=context.random.choice((1, BATCH, 2 * BATCH)),
+            )
             readable(reader, told, rule="EV-2")
 
     @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
@@ -150,7 +176,10 @@ class EvictionCases:
                 reading.pop()
 
         writers = [partial(write, sut, number) for number, sut in enumerate(suts[:2])]
-        readers = [partial(read, sut, context.chance(f"reader {number}")) for number, sut in enumerate(suts[2:])]
+        readers = [
+            partial(read, sut, context.chance(f"reader {number}"))
+            for number, sut in enumerate(suts[2:])
+        ]
         together("EV-2", [*writers, *readers])
 
     @covers("EV-3", levels=FAULTS, needs=["evicts"])
@@ -158,7 +187,8 @@ class EvictionCases:
     def test_tails_go_before_heads(self, context: CaseContext, manner: str) -> None:
         """Of a chain that is partly pushed out, what is left is its beginning."""
         pages = 16
-        # From "all of the chain fits" to "none of it does": one of these is in between, whatever a page takes.
+        # From "all of the chain fits" to "none of it does": one of these is in between, whatever a
+        # page takes.
         for pressure in range(2 + context.random.randrange(3), pages + CHAIN // 2, 2):
             sut, chain = open_small_store(context, pages), context.keys(CHAIN)
             _write_chain(context, sut, chain, manner)
@@ -167,15 +197,19 @@ class EvictionCases:
             usable = left.index(False) if False in left else CHAIN
             if any(left[usable:]):
                 raise Violation(
-                    "EV-3", f"a chain of {CHAIN} pages, written in {manner}, was pressed by {pressure} others in a store of {pages}: "
-                    f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages left can be used",
-                )  # fmt: skip
+                    "EV-3",
+                    f"a chain of {CHAIN} pages, written in {manner}, was pressed by {pressure} "
+                    f"others in a store of {pages}: "
+                    f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages "
+                    f"left can be used",
+                )
             sut.call("close", sut.storage.close)
 
     @covers("EV-4", levels=FAULTS, needs=["evicts"])
     @pytest.mark.parametrize("use", ["get", "exists"])
     def test_what_is_used_stays(self, context: CaseContext, use: str) -> None:
-        """Pages that are read or found again and again stay, while newer ones that nobody uses go."""
+        """Pages that are read or found again and again stay, while newer ones that nobody uses
+        go."""
         pages = 24
         sut, warm = open_small_store(context, pages), context.keys(context.random.randint(2, BATCH))
         sut.store(warm)
@@ -190,16 +224,21 @@ class EvictionCases:
             if not all(there):
                 newer = readable(sut, others, rule="EV-4").count(True)
                 raise Violation(
-                    "EV-4", f"page {there.index(False)} key {short(warm[there.index(False)])} was used after every batch ({use}), and is "
-                    f"evicted after {len(others)} newer pages that nobody used, {newer} of which are there",
-                )  # fmt: skip
+                    "EV-4",
+                    f"page {there.index(False)} key {short(warm[there.index(False)])} was used "
+                    f"after every batch ({use}), and is "
+                    f"evicted after {len(others)} newer pages that nobody used, {newer} of which "
+                    f"are there",
+                )
 
 
 def _clients(context: CaseContext, sut: StorageUnderTest) -> list[StorageUnderTest]:
     return [sut.client(number, 4, context.chance(f"places {number}")) for number in range(4)]
 
 
-def _write_chain(context: CaseContext, sut: StorageUnderTest, chain: Sequence[str], manner: str) -> None:
+def _write_chain(
+    context: CaseContext, sut: StorageUnderTest, chain: Sequence[str], manner: str
+) -> None:
     if manner == "several-calls":
         for start in range(0, CHAIN, 2):
             small_store.set_after_prefix(sut, chain[:start], chain[start : start + 2])
@@ -219,7 +258,11 @@ def _limit(pages: int) -> str:
 
 def _within(there: int, pages: int, batch: int) -> None:
     if there * PAGE_BYTES > capacity_of(pages) + batch * PAGE_BYTES:
-        raise Violation("EV-1", f"{there} pages of {PAGE_BYTES} bytes can be read; {_limit(pages)}, and a batch is {batch} pages")
+        raise Violation(
+            "EV-1",
+            f"{there} pages of {PAGE_BYTES} bytes can be read; {_limit(pages)}, and a batch is "
+            f"{batch} pages",
+        )
 
 
 def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:
@@ -231,5 +274,8 @@ def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:
         if gone == counted:
             return
         if time.monotonic() > until:
-            raise Violation("OB-1", f"{gone} of {len(stored)} stored pages were evicted, and pages_evicted is {counted}")
+            raise Violation(
+                "OB-1",
+                f"{gone} of {len(stored)} stored pages were evicted, and pages_evicted is {counted}",
+            )
         time.sleep(0.05)

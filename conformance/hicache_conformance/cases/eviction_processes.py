@@ -41,7 +41,10 @@ class EvictionProcessCases:
         config = context.capped(capacity_of(pages))
         group = ProcessGroup(context, POOLS, config=config)
         survivor = group.worker("survivor")
-        held_before, taken_before = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
+        held_before, taken_before = (
+            _refill(group, survivor, pages),
+            DiskUsage.of(config, context.tmp),
+        )
         for kill in range(KILLS):
             writer = group.worker(f"writer{kill}")
             work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)
@@ -49,23 +52,36 @@ class EvictionProcessCases:
         held_after, taken_after = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
         story = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
         if held_after < held_before - BATCH:
-            raise Violation("EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now")
-        if taken_before and taken_after and taken_after.bytes > taken_before.bytes + BATCH * PAGE_BYTES:
+            raise Violation(
+                "EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now"
+            )
+        if (
+            taken_before
+            and taken_after
+            and taken_after.bytes > taken_before.bytes + BATCH * PAGE_BYTES
+        ):
             raise Violation(
                 "EV-1",
-                f"{story}: it took {taken_before.bytes} bytes before, and takes {taken_after.bytes} now; the capacity is {capacity_of(pages)}",
+                f"{story}: it took {taken_before.bytes} bytes before, and takes "
+                f"{taken_after.bytes} now; the capacity is {capacity_of(pages)}",
             )
         group.judge("EV-2", keeps=False)
 
     @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
-        """Several processes look up, read and write in a store that is always full: nobody reads what took a page's place."""
+        """Several processes look up, read and write in a store that is always full: nobody reads
+        what took a page's place."""
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
         keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
         group.run(
             {
                 group.worker(name): group.work(
-                    keys, mix, calls=context.profile.process_calls // 2, clients=2, max_keys=BATCH, at=group.soon()
+                    keys,
+                    mix,
+                    calls=context.profile.process_calls // 2,
+                    clients=2,
+                    max_keys=BATCH,
+                    at=group.soon(),
                 )
                 for name in ("one", "two", "three")
             }
@@ -75,7 +91,8 @@ class EvictionProcessCases:
     @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
     def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
-        """A process whose clock is a year off and one whose clock is right fill a store in turn: the oldest pages go, whoever set them."""
+        """A process whose clock is a year off and one whose clock is right fill a store in turn:
+        the oldest pages go, whoever set them."""
         pages = 24
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
         here, there = group.worker("here"), group.worker("there", clock=clock)
@@ -89,8 +106,10 @@ class EvictionProcessCases:
         if left > BATCH and gone > BATCH:
             raise Violation(
                 "EV-4",
-                f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then process {second.name} {len(new)}; "
-                f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the newer pages are gone, while {left} of "
+                f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then "
+                f"process {second.name} {len(new)}; "
+                f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the "
+                f"newer pages are gone, while {left} of "
                 "the older ones are there, which nobody has used since",
             )
 

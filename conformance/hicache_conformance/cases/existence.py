@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.oracle import PoolQuery, check
 from hicache_conformance.harness.pools import GuardedPool
-from hicache_conformance.harness.storage_under_test import StorageUnderTest, all_pages, block_groups, trailing
+from hicache_conformance.harness.storage_under_test import (
+    StorageUnderTest,
+    all_pages,
+    block_groups,
+    trailing,
+)
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
@@ -39,7 +44,9 @@ class ExistenceCases:
         """Every presence map of 4 pages in KV and one side pool, under each policy."""
         library = _Library(context, [PoolName.KV, SIDE], length=4)
         for pattern in product(range(4), repeat=4):
-            for transfer in _policies(SIDE, windows=(0, 1, 2, 3, 5), groups=((1, 0), (2, 0), (2, 1), (3, 2))):
+            for transfer in _policies(
+                SIDE, windows=(0, 1, 2, 3, 5), groups=((1, 0), (2, 0), (2, 1), (3, 2))
+            ):
                 library.ask(pattern, [transfer])
 
     @covers("EX-1", "EX-2", "EX-3", "EX-4", "EX-5", "EX-6", levels=[Level.POOLS])
@@ -64,10 +71,13 @@ class ExistenceCases:
         for _ in range(context.profile.chains):
             # Mostly present, so that prefixes are long enough to tell policies apart.
             pattern = [
-                context.random.choice([15, 15, 15, context.random.randrange(16)]) for _ in range(context.random.randint(1, 16))
+                context.random.choice([15, 15, 15, context.random.randrange(16)])
+                for _ in range(context.random.randint(1, 16))
             ]
             asked = context.random.sample(side, context.random.randint(1, len(side)))
-            library.ask(pattern, [context.random.choice(_random_policies(context, pool)) for pool in asked])
+            library.ask(
+                pattern, [context.random.choice(_random_policies(context, pool)) for pool in asked]
+            )
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
     def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
@@ -77,14 +87,27 @@ class ExistenceCases:
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
-        pages = [kv | index, kv | index | state, kv | index, kv | index, kv | index, kv | state, kv, state]
-        for transfers, wanted in (([trailing(SIDE, 1)], 6), ([trailing(SIDE, 1), all_pages(OTHER)], 2)):
+        pages = [
+            kv | index,
+            kv | index | state,
+            kv | index,
+            kv | index,
+            kv | index,
+            kv | state,
+            kv,
+            state,
+        ]
+        for transfers, wanted in (
+            ([trailing(SIDE, 1)], 6),
+            ([trailing(SIDE, 1), all_pages(OTHER)], 2),
+        ):
             hit = library.answer(pages, transfers).kv_hit_pages
             if hit != wanted:
                 raise Violation(
                     "EX-1",
                     f"kv has 7 pages, {SIDE} is there after 2, 6 and 8 pages, {OTHER} has 5: with "
-                    f"{' and '.join(transfer.name for transfer in transfers)} kv_hit_pages is {hit}, must be {wanted}",
+                    f"{' and '.join(transfer.name for transfer in transfers)} kv_hit_pages is "
+                    f"{hit}, must be {wanted}",
                 )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
@@ -96,10 +119,16 @@ class ExistenceCases:
             answer = sut.exists(keys, transfer)
             if answer.kv_hit_pages or answer.restorable_prefix_pages:
                 raise Violation(
-                    "EX-7", f"with an unregistered pool ({transfer.hit_policy}) the hit is {answer.kv_hit_pages}, must be 0"
+                    "EX-7",
+                    f"with an unregistered pool ({transfer.hit_policy}) the hit is "
+                    f"{answer.kv_hit_pages}, must be 0",
                 )
             if answer.extra_pool_hit_pages.get(PoolName("never_registered")) != 0:
-                raise Violation("EX-7", f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}")
+                raise Violation(
+                    "EX-7",
+                    f"the unregistered pool is not reported as 0: "
+                    f"{dict(answer.extra_pool_hit_pages)}",
+                )
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_no_keys(self, context: CaseContext) -> None:
@@ -116,24 +145,40 @@ class ExistenceCases:
         sut = context.storage()
         stored, missing = context.keys(2), context.keys(1)
         sut.store(stored)
-        for chain in ([stored[0], stored[0]], [stored[0], stored[1], stored[0]], [stored[0], missing[0], stored[0]], missing * 2):
+        for chain in (
+            [stored[0], stored[0]],
+            [stored[0], stored[1], stored[0]],
+            [stored[0], missing[0], stored[0]],
+            missing * 2,
+        ):
             hit, wanted = sut.exists(chain).kv_hit_pages, _leading(chain, stored)
             if hit != wanted:
-                raise Violation("EX-8", f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}")
+                raise Violation(
+                    "EX-8",
+                    f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}",
+                )
 
     @covers("EX-2", levels=[Level.CORE])
     def test_existence_is_of_the_chain_asked(self, context: CaseContext) -> None:
         """The same stored pages in another order, behind a missing page, or in part."""
         sut, keys, missing = context.storage(), context.keys(8), context.keys(1)
         sut.store(keys)
-        for chain, wanted in ((keys[::-1], 8), (keys[3:], 5), (missing + keys, 0), (keys[:4] + missing + keys[4:], 4)):
+        for chain, wanted in (
+            (keys[::-1], 8),
+            (keys[3:], 5),
+            (missing + keys, 0),
+            (keys[:4] + missing + keys[4:], 4),
+        ):
             hit = sut.exists(chain).kv_hit_pages
             if hit != wanted:
-                raise Violation("EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}")
+                raise Violation(
+                    "EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}"
+                )
 
 
 class _Library:
-    """Pages stored in every combination of pools, so that any presence map is a choice of keys and needs no new set.
+    """Pages stored in every combination of pools, so that any presence map is a choice of keys and
+    needs no new set.
 
     Bit b of a pattern says whether the page is in pool b.
     """
@@ -141,10 +186,16 @@ class _Library:
     def __init__(self, context: CaseContext, pools: Sequence[str], length: int) -> None:
         self._pools = list(pools)
         self._dialect = context.interface_profile
-        self._sut: StorageUnderTest = context.storage(pools={pool: GuardedPool(components=(48,)) for pool in pools})
-        self._keys = [context.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)]
+        self._sut: StorageUnderTest = context.storage(
+            pools={pool: GuardedPool(components=(48,)) for pool in pools}
+        )
+        self._keys = [
+            context.keys(1 << len(pools), prefix=f"at{place}-") for place in range(length)
+        ]
         for bit, pool in enumerate(pools):
-            present = [key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1]
+            present = [
+                key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1
+            ]
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._sut.store(keys, pool)
@@ -154,18 +205,31 @@ class _Library:
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
         if not self._dialect.block_groups:
-            transfers = [transfer for transfer in transfers if transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS]
-        present = {pool: [bool(pattern >> bit & 1) for pattern in patterns] for bit, pool in enumerate(self._pools)}
+            transfers = [
+                transfer
+                for transfer in transfers
+                if transfer.hit_policy is not PoolHitPolicy.BLOCK_GROUPS
+            ]
+        present = {
+            pool: [bool(pattern >> bit & 1) for pattern in patterns]
+            for bit, pool in enumerate(self._pools)
+        }
         answer = self.answer(patterns, transfers)
         asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
         check(answer, present[PoolName.KV], asked, verdicts=self._dialect.pool_verdicts)
 
-    def answer(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
+    def answer(
+        self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]
+    ) -> PoolTransferResult:
         """Ask for the chain that has these patterns."""
-        return self._sut.exists([self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers)
+        return self._sut.exists(
+            [self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers
+        )
 
 
-def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int]]) -> list[PoolTransfer]:
+def _policies(
+    pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int]]
+) -> list[PoolTransfer]:
     return [
         all_pages(pool),
         *(trailing(pool, window) for window in windows),
@@ -175,7 +239,11 @@ def _policies(pool: str, windows: Sequence[int], groups: Sequence[tuple[int, int
 
 def _random_policies(context: CaseContext, pool: str) -> list[PoolTransfer]:
     block = context.random.randint(1, 5)
-    return _policies(pool, windows=[context.random.randint(1, 8)], groups=[(block, context.random.randint(0, block))])
+    return _policies(
+        pool,
+        windows=[context.random.randint(1, 8)],
+        groups=[(block, context.random.randint(0, block))],
+    )
 
 
 def _leading(chain: Sequence[str], stored: Sequence[str]) -> int:

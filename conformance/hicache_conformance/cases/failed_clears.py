@@ -38,7 +38,8 @@ class FailedClearCases:
 
     @covers("LC-7", "FT-4", levels=FAULTS, needs=["clears"])
     def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works, clear() raises StorageUnavailableError, or has cleared; done again afterwards, it clears."""
+        """While nothing works, clear() raises StorageUnavailableError, or has cleared; done again
+        afterwards, it clears."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector, pages=4)
         injector.inject(plan)
@@ -52,7 +53,8 @@ class FailedClearCases:
 
     @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
     def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, clear() raises StorageTimeoutError at its deadline, or has cleared; done again, it clears."""
+        """While the store hangs, clear() raises StorageTimeoutError at its deadline, or has
+        cleared; done again, it clears."""
         sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
         plan = _lost(injector, sut)
         injector.inject(plan)
@@ -62,7 +64,8 @@ class FailedClearCases:
             clearing.comes_back(context.profile.recovery_seconds)
             raise Violation(
                 "FT-3",
-                f"clear has not ended {CLEARING_SECONDS + SLACK_SECONDS:.1f} s after it began, with a deadline of "
+                f"clear has not ended {CLEARING_SECONDS + SLACK_SECONDS:.1f} s after it began, "
+                f"with a deadline of "
                 f"{CLEARING_SECONDS:.1f} s; {plan}",
             )
         returned = _returned(clearing, plan, late=True)
@@ -71,10 +74,13 @@ class FailedClearCases:
 
 
 def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:
-    """Everything hangs, and what has hung fails in the end: a clear that returned all the same has removed nothing."""
+    """Everything hangs, and what has hung fails in the end: a clear that returned all the same has
+    removed nothing."""
     plan = hang_plan(injector, sut)
     ends = {"network": (Fault(kind=FaultKind.CUT),), "services": ()}
-    failing = ends.get(injector.name, (Fault(kind=FaultKind.ERROR, error="EIO"),)) if plan.hangs else ()
+    failing = (
+        ends.get(injector.name, (Fault(kind=FaultKind.ERROR, error="EIO"),)) if plan.hangs else ()
+    )
     return FaultPlan(injector.name, (*plan.faults, *failing))
 
 
@@ -98,18 +104,23 @@ def _returned(clearing: Pending[None], plan: FaultPlan, *, late: bool = False) -
         if late and seconds >= CLEARING_SECONDS:
             raise Violation(
                 "LC-7",
-                f"clear ended at its deadline and may still happen ({plan}), and raised {type(error).__name__}, which is no "
+                f"clear ended at its deadline and may still happen ({plan}), and raised "
+                f"{type(error).__name__}, which is no "
                 f"StorageTimeoutError: {error}",
             ) from error
         return False
     except Exception as error:
         raise Violation(
-            "LC-7", f"clear raised {type(error).__name__}, which is no StorageUnavailableError ({plan}): {error}"
+            "LC-7",
+            f"clear raised {type(error).__name__}, which is no StorageUnavailableError ({plan}): "
+            f"{error}",
         ) from error
     return True
 
 
-def _check_cleared(context: CaseContext, sut: StorageUnderTest, keys: list[str], plan: FaultPlan, *, returned: bool) -> None:
+def _check_cleared(
+    context: CaseContext, sut: StorageUnderTest, keys: list[str], plan: FaultPlan, *, returned: bool
+) -> None:
     """After the fault: nothing is left by a clear that returned, nor by one that is done again.
 
     Raises:
@@ -124,7 +135,10 @@ def _check_cleared(context: CaseContext, sut: StorageUnderTest, keys: list[str],
     until = time.monotonic() + allowed
     while raised := sut.clear():
         if time.monotonic() > until:
-            raise Violation("FT-4", f"{allowed:.0f} s after the fault was gone ({plan}), clear still raises {raised}")
+            raise Violation(
+                "FT-4",
+                f"{allowed:.0f} s after the fault was gone ({plan}), clear still raises {raised}",
+            )
         time.sleep(0.02)
     why = "was cleared, when the store served again"
     for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):

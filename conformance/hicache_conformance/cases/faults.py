@@ -44,10 +44,12 @@ FAULTS: Final = (Level.FAULTS,)
 
 ROUNDS: Final = 3
 LINES: Final = 5
-"""Most lines of one episode: lookups, reads and writes may each have one, and so may the connection and the breaker."""
+"""Most lines of one episode: lookups, reads and writes may each have one, and so may the connection
+and the breaker."""
 
 SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.REORDERED, FaultKind.STALE})
-"""Kinds that make a page look as if it had never been there, so that nobody could count them as faults."""
+"""Kinds that make a page look as if it had never been there, so that nobody could count them as
+faults."""
 
 
 BESIDE: Final = 8
@@ -63,8 +65,11 @@ class FaultCases:
     """FT-1, FT-4, FT-6, and SET-6 where one page of a batch fails."""
 
     @covers("FT-1", "FT-6", "FT-4", "GET-1", "SET-1", "SET-3", levels=FAULTS)
-    def test_a_trouble_is_a_miss(self, context: CaseContext, injector: FaultInjector, named_fault: str) -> None:
-        """Under each kind of fault: no call raises, no wrong page, misses are counted, no line for each page; afterwards all is well."""
+    def test_a_trouble_is_a_miss(
+        self, context: CaseContext, injector: FaultInjector, named_fault: str
+    ) -> None:
+        """Under each kind of fault: no call raises, no wrong page, misses are counted, no line for
+        each page; afterwards all is well."""
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
         sut, keys = serving_storage(context, injector)
         before = count_faults(sut)
@@ -74,15 +79,25 @@ class FaultCases:
             stored, missed, calls = _use(context, injector, sut, keys, plan)
         injector.heal()
         set_deadline(sut, None)
-        if missed and injector.injected_count() and not _silent(plan) and count_faults(sut) == before:
-            raise Violation("FT-1", f"calls were answered with misses because of {plan}, and get_stats() counts no fault")
+        if (
+            missed
+            and injector.injected_count()
+            and not _silent(plan)
+            and count_faults(sut) == before
+        ):
+            raise Violation(
+                "FT-1",
+                f"calls were answered with misses because of {plan}, and get_stats() counts no "
+                f"fault",
+            )
         _check_lines(records, calls if plan.destroys else LINES, plan)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
     @covers("FT-1", levels=FAULTS)
     def test_an_outage_is_told_once(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works every call is a miss; that is counted, and logged in a few lines, not in one for each call."""
+        """While nothing works every call is a miss; that is counted, and logged in a few lines, not
+        in one for each call."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector)
         before = count_faults(sut)
@@ -93,14 +108,22 @@ class FaultCases:
         injector.heal()
         set_deadline(sut, None)
         if missed and count_faults(sut) == before:
-            raise Violation("FT-1", f"calls were answered with misses because of {plan}, and get_stats() counts no fault")
+            raise Violation(
+                "FT-1",
+                f"calls were answered with misses because of {plan}, and get_stats() counts no "
+                f"fault",
+            )
         if missed and not records:
-            raise Violation("FT-1", f"{calls} calls were answered with misses because of {plan}, and nothing was logged")
+            raise Violation(
+                "FT-1",
+                f"{calls} calls were answered with misses because of {plan}, and nothing was logged",
+            )
         _check_lines(records, LINES, plan)
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and when the store comes it serves."""
+        """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and
+        when the store comes it serves."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         serving_storage(context, injector, pages=1)
         sut, keys = context.unopened(options=UNGUARDED), context.keys(3)
@@ -115,9 +138,14 @@ class FaultCases:
 
     @covers("FT-4", levels=FAULTS)
     def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Several outages in a row, behind a circuit breaker: after each, the same storage serves again and the breaker is closed."""
+        """Several outages in a row, behind a circuit breaker: after each, the same storage serves
+        again and the breaker is closed."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
-        sut, keys = serving_storage(context, injector, options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1))
+        sut, keys = serving_storage(
+            context,
+            injector,
+            options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1),
+        )
         for _ in range(2):
             set_deadline(sut, deadline_on(injector))
             injector.inject(plan)
@@ -127,14 +155,24 @@ class FaultCases:
             wait_until_serving(context, sut, plan)
             state = sut.call("get_stats", sut.storage.get_stats).breaker_state
             if state != "closed":
-                raise Violation("FT-4", f"the store answers again after {plan}, and the circuit breaker is {state}")
+                raise Violation(
+                    "FT-4",
+                    f"the store answers again after {plan}, and the circuit breaker is {state}",
+                )
         check_kept(context, sut, keys, plan)
 
     @covers("FT-6", "FT-4", levels=FAULTS)
     def test_no_descriptor_is_left(self, context: CaseContext) -> None:
-        """While the process may open nothing more: misses, and afterwards the same storage serves."""
-        sut, keys, here = context.storage(options=UNGUARDED), context.keys(6), DriverMethodInjector()
-        plan = FaultPlan("process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),))
+        """While the process may open nothing more: misses, and afterwards the same storage
+        serves."""
+        sut, keys, here = (
+            context.storage(options=UNGUARDED),
+            context.keys(6),
+            DriverMethodInjector(),
+        )
+        plan = FaultPlan(
+            "process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),)
+        )
         sut.store(keys)
         _use(context, here, sut, keys, plan)
         set_deadline(sut, deadline_on(here))
@@ -145,9 +183,17 @@ class FaultCases:
         check_kept(context, sut, [*keys, *stored], plan)
 
     @covers("FT-6", "SET-5", levels=FAULTS)
-    def test_failing_sets_leave_nothing(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Sets that fail for want of room, again and again, leave no files and no descriptors behind."""
-        failing = {"disk": "full-halfway", "objects": "failing-writes", "network": "cut-requests", "services": "killed"}
+    def test_failing_sets_leave_nothing(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
+        """Sets that fail for want of room, again and again, leave no files and no descriptors
+        behind."""
+        failing = {
+            "disk": "full-halfway",
+            "objects": "failing-writes",
+            "network": "cut-requests",
+            "services": "killed",
+        }
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][failing[injector.name]])
         sut, _ = serving_storage(context, injector)
         set_deadline(sut, deadline_on(injector))
@@ -161,13 +207,16 @@ class FaultCases:
         # The first rounds may fill tables that are kept.
         for what, first, last in zip(("descriptors", "files"), seen[1], seen[3], strict=True):
             if last > first + 2:
-                raise Violation("FT-6", f"6 sets that failed ({plan}) left {last - first} {what} behind")
+                raise Violation(
+                    "FT-6", f"6 sets that failed ({plan}) left {last - first} {what} behind"
+                )
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
 
     @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One page of a batch cannot be moved: the others are stored and delivered, each answer at its own place."""
+        """One page of a batch cannot be moved: the others are stored and delivered, each answer at
+        its own place."""
         sut, keys = serving_storage(context, injector)
         number = context.chance("which page").randrange(len(keys))
         plan = FaultPlan(injector.name, _one_of(injector, "write", number, len(keys)))
@@ -177,7 +226,10 @@ class FaultCases:
         injector.heal()
         stored = [key for key, ok in zip(new, answers, strict=True) if ok]
         if injector.name == "objects" and len(stored) != len(new) - 1:
-            raise Violation("SET-6", f"one page of {len(new)} could not be written, and the set answered {answers}")
+            raise Violation(
+                "SET-6",
+                f"one page of {len(new)} could not be written, and the set answered {answers}",
+            )
         check_kept(context, sut, stored, plan)
         plan = FaultPlan(injector.name, _one_of(injector, "read", number, len(keys)))
         injector.inject(plan)
@@ -186,16 +238,27 @@ class FaultCases:
         check_hits(sut, keys, found, plan)
         if injector.name == "objects" and found.count(None) != 1:
             raise Violation(
-                "GET-3", f"one page of {len(keys)} could not be read, and the get delivered {len(keys) - found.count(None)}"
+                "GET-3",
+                f"one page of {len(keys)} could not be read, and the get delivered "
+                f"{len(keys) - found.count(None)}",
             )
 
     @covers("FT-4", "FT-1", levels=FAULTS)
-    def test_one_fault_beside_calls_that_succeed(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One request fails while eight calls in other threads are served: one fault, after which the storage serves on."""
+    def test_one_fault_beside_calls_that_succeed(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
+        """One request fails while eight calls in other threads are served: one fault, after which
+        the storage serves on."""
         sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
         slow = Fault(kind=FaultKind.DELAY, operations=_WRITES, seconds=0.05)
-        plan = FaultPlan(injector.name, (slow, *_FAILING_ONCE[injector.name]) if injector.name in _FAILING_ONCE else ())
-        clients = [sut.client(number, BESIDE + 1, context.chance(f"lane {number}")) for number in range(BESIDE + 1)]
+        plan = FaultPlan(
+            injector.name,
+            (slow, *_FAILING_ONCE[injector.name]) if injector.name in _FAILING_ONCE else (),
+        )
+        clients = [
+            sut.client(number, BESIDE + 1, context.chance(f"lane {number}"))
+            for number in range(BESIDE + 1)
+        ]
         answers = list[list[bool]]()
         injector.inject(plan)
         together("FT-3", [partial(_note, answers, client, context.keys(2)) for client in clients])
@@ -206,7 +269,8 @@ class FaultCases:
         if served >= BESIDE and (state == "open" or hit < len(keys)):
             raise Violation(
                 "FT-4",
-                f"{served} of {len(clients)} sets in as many threads were served, and one failed ({plan}); then the circuit breaker is "
+                f"{served} of {len(clients)} sets in as many threads were served, and one failed "
+                f"({plan}); then the circuit breaker is "
                 f"{state!r}, and exists finds {hit} of {len(keys)} pages",
             )
 
@@ -227,7 +291,8 @@ def _use(
     """Ask, read and write under a fault.
 
     Returns:
-        Keys that a set has acknowledged, whether a stored page was not delivered or a new one was refused, number of calls.
+        Keys that a set has acknowledged, whether a stored page was not delivered or a new one was
+        refused, number of calls.
     """
     stored, missed = list[str](), False
     for _ in range(rounds):
@@ -236,14 +301,18 @@ def _use(
         check_hits(sut, keys, found, plan)
         new = context.keys(8)
         answers = call_bounded(injector, plan, "batch_set_v2", partial(sut.set, new))
-        check_hits(sut, new, call_bounded(injector, plan, "batch_get_v2", partial(sut.get, new)), plan)
+        check_hits(
+            sut, new, call_bounded(injector, plan, "batch_get_v2", partial(sut.get, new)), plan
+        )
         missed |= None in found or not all(answers)
         stored += [key for key, ok in zip(new, answers, strict=True) if ok]
     return stored, missed, rounds * 4
 
 
 def _silent(plan: FaultPlan) -> bool:
-    corrupt = plan.injector == "network" and any(fault.kind is FaultKind.BIT_FLIP for fault in plan.faults)
+    corrupt = plan.injector == "network" and any(
+        fault.kind is FaultKind.BIT_FLIP for fault in plan.faults
+    )
     return corrupt or any(fault.kind in SILENT for fault in plan.faults)
 
 
@@ -251,24 +320,42 @@ def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPla
     lines = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
     if len(lines) > most:
         raise Violation(
-            "FT-1", f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; first {lines[0]!r:.200}"
+            "FT-1",
+            f"one episode ({plan}) was logged in {len(lines)} lines, of which {most} are enough; "
+            f"first {lines[0]!r:.200}",
         )
 
 
 def _one_of(injector: FaultInjector, operation: str, number: int, pages: int) -> tuple[Fault, ...]:
     match injector.name:
         case "objects":
-            return (Fault(kind=FaultKind.PARTIAL, operations=(operation,), place=(number + 0.5) / pages),)
+            return (
+                Fault(
+                    kind=FaultKind.PARTIAL, operations=(operation,), place=(number + 0.5) / pages
+                ),
+            )
         case "network":
             return (Fault(kind=FaultKind.CUT, operations=("request",), first=number % 2, count=1),)
         case "services":
             return ()
         case _:
-            return (Fault(kind=FaultKind.ERROR, error="EIO", operations=(operation,), first=number, count=1),)
+            return (
+                Fault(
+                    kind=FaultKind.ERROR,
+                    error="EIO",
+                    operations=(operation,),
+                    first=number,
+                    count=1,
+                ),
+            )
 
 
 def _files(injector: FaultInjector) -> int:
-    return sum(len(files) for _, _, files in os.walk(injector.backing)) if isinstance(injector, DiskInjector) else 0
+    return (
+        sum(len(files) for _, _, files in os.walk(injector.backing))
+        if isinstance(injector, DiskInjector)
+        else 0
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.harness.edge_case_pools import POOLS, FailingPool, ReadOnlyPool, StridedPool, WrongLengthPool
+from hicache_conformance.harness.edge_case_pools import (
+    POOLS,
+    FailingPool,
+    ReadOnlyPool,
+    StridedPool,
+    WrongLengthPool,
+)
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, LentMemory
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
@@ -49,13 +55,16 @@ class HostPoolCases:
 
     @covers("GET-8")
     @pytest.mark.parametrize("kind", [ReadOnlyPool, StridedPool, WrongLengthPool])
-    def test_pools_that_cannot_be_served(self, context: CaseContext, kind: Callable[[], PoolMemory]) -> None:
+    def test_pools_that_cannot_be_served(
+        self, context: CaseContext, kind: Callable[[], PoolMemory]
+    ) -> None:
         """Pools whose views are read-only, not contiguous, or not as long as the geometry says."""
         _serve_or_refuse(context, kind())
 
     @covers("GET-2", "FT-1")
     def test_a_pool_that_fails(self, context: CaseContext) -> None:
-        """An engine's pool that raises while pages are taken from it or put into it: misses, and served again when it works."""
+        """An engine's pool that raises while pages are taken from it or put into it: misses, and
+        served again when it works."""
         memory = FailingPool()
         if _is_admitted(context, memory):
             _check_failing(context, memory)
@@ -65,7 +74,8 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
     """Let a pool fail in a get and in a set.
 
     Raises:
-        Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page that is gone afterwards.
+        Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page
+        that is gone afterwards.
     """
     sut, keys, new = context.storage(pools={PoolName.KV: memory}), context.keys(3), context.keys(3)
     sut.store(keys)
@@ -80,12 +90,18 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
             answer = ask(transfers)[PoolName.KV]
         except Exception as error:
             raise Violation(
-                "FT-1", f"{name}: the host pool raised, and so did the call: {type(error).__name__}: {error}"
+                "FT-1",
+                f"{name}: the host pool raised, and so did the call: {type(error).__name__}: "
+                f"{error}",
             ) from error
         finally:
             memory.fails = False
         if any(answer):
-            raise Violation("GET-2", f"{name}: the host pool raised for each of {len(some)} pages, and the answer is {answer}")
+            raise Violation(
+                "GET-2",
+                f"{name}: the host pool raised for each of {len(some)} pages, and the answer is "
+                f"{answer}",
+            )
     sut.expect(keys)
     sut.expect_missing(new, rule="GET-1", why="could not be taken from its host pool")
 
@@ -113,7 +129,9 @@ def _is_admitted(context: CaseContext, memory: PoolMemory) -> bool:
     except HiCacheError:
         return False
     except Exception as error:
-        raise Violation("GET-8", f"registering {type(memory).__name__} raised {type(error).__name__}: {error}") from error
+        raise Violation(
+            "GET-8", f"registering {type(memory).__name__} raised {type(error).__name__}: {error}"
+        ) from error
     finally:
         storage.close()
     return True

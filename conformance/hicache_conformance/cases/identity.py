@@ -20,20 +20,53 @@ if TYPE_CHECKING:
 
 IDENTITY = [Level.IDENTITY]
 
-# Every range given and nothing replicated, so that each field decides by itself. TP rank 0, because it writes replicated pools too.
+# Every range given and nothing replicated, so that each field decides by itself. TP rank 0, because
+# it writes replicated pools too.
 BASE: Final[Mapping[str, object]] = {
-    "revision": "main", "layer_start": 4, "layer_end": 8, "head_start": 2, "head_end": 4, "tp_rank": 0, "tp_size": 4,
-    "pp_rank": 1, "pp_size": 4, "cp_rank": 1, "cp_size": 4, "dp_rank": 1, "dp_size": 4, "dp_replicated": False,
-    "tenant": "a", "adapter": "b",
-}  # fmt: skip
+    "revision": "main",
+    "layer_start": 4,
+    "layer_end": 8,
+    "head_start": 2,
+    "head_end": 4,
+    "tp_rank": 0,
+    "tp_size": 4,
+    "pp_rank": 1,
+    "pp_size": 4,
+    "cp_rank": 1,
+    "cp_size": 4,
+    "dp_rank": 1,
+    "dp_size": 4,
+    "dp_replicated": False,
+    "tenant": "a",
+    "adapter": "b",
+}
 OTHER: Final[Mapping[str, object]] = {
-    "model": "conformance-model", "kv_dtype": "float16", "page_size": 4, "layout": "layer_first", "revision": "main2",
-    "layer_start": 5, "layer_end": 9, "head_start": 1, "head_end": 5, "tp_rank": 2, "tp_size": 8, "pp_rank": 2, "pp_size": 8,
-    "cp_rank": 2, "cp_size": 8, "dp_rank": 2, "dp_size": 8, "kv_replicated": True, "dp_replicated": True, "tenant": "A",
-    "adapter": "", "salt": "another salt",
-}  # fmt: skip
+    "model": "conformance-model",
+    "kv_dtype": "float16",
+    "page_size": 4,
+    "layout": "layer_first",
+    "revision": "main2",
+    "layer_start": 5,
+    "layer_end": 9,
+    "head_start": 1,
+    "head_end": 5,
+    "tp_rank": 2,
+    "tp_size": 8,
+    "pp_rank": 2,
+    "pp_size": 8,
+    "cp_rank": 2,
+    "cp_size": 8,
+    "dp_rank": 2,
+    "dp_size": 8,
+    "kv_replicated": True,
+    "dp_replicated": True,
+    "tenant": "A",
+    "adapter": "",
+    "salt": "another salt",
+}
 DECIDING: Final = tuple(name for name in IDENTITY_FIELDS if name != "tp_sharded_pools")
-"""Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3 tests it."""
+"""Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3
+tests it."""
 
 ALIKE: Final[Mapping[str, tuple[Mapping[str, object], Mapping[str, object]]]] = {
     "fp8-kinds": ({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e5m2"}),
@@ -60,7 +93,8 @@ GEOMETRIES: Final[Mapping[str, Mapping[str, object]]] = {
     "half-page-bytes": {"components": (48, 80)},
     "page-size": {"page_size": 4},
 }
-"""What may differ between two pools of equal identity; the last engine to be reconfigured finds the pages of the one before."""
+"""What may differ between two pools of equal identity; the last engine to be reconfigured finds the
+pages of the one before."""
 
 
 class IdentityCases:
@@ -71,7 +105,12 @@ class IdentityCases:
     def test_one_field_differs(self, context: CaseContext, field: str) -> None:
         """Identities that differ in one field alone."""
         base = context.identity(**BASE)
-        _keep_apart(context.storage(base), context.storage(replace(base, **{field: OTHER[field]})), context.keys(4), "ID-1")  # type: ignore[arg-type]
+        _keep_apart(
+            context.storage(base),
+            context.storage(replace(base, **{field: OTHER[field]})),  # type: ignore[arg-type]
+            context.keys(4),
+            "ID-1",
+        )
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
@@ -85,7 +124,9 @@ class IdentityCases:
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("difference", GEOMETRIES.values(), ids=GEOMETRIES.keys())
-    def test_one_geometry_differs(self, context: CaseContext, difference: Mapping[str, object]) -> None:
+    def test_one_geometry_differs(
+        self, context: CaseContext, difference: Mapping[str, object]
+    ) -> None:
         """Equal identities whose pools have pages of another layout, element type or length."""
         base = context.identity()
         one = context.storage(base)
@@ -110,7 +151,8 @@ class IdentityCases:
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
     def test_equal_identities_share(self, context: CaseContext) -> None:
-        """Two storages of one process: what one sets, the other finds and reads; and the other way round."""
+        """Two storages of one process: what one sets, the other finds and reads; and the other way
+        round."""
         one = context.storage(context.identity(**BASE))
         two = context.storage(replace(one.identity))
         for writer, reader in ((one, two), (two, one)):
@@ -143,7 +185,8 @@ class IdentityCases:
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:
-    """Each writes and the other must not see it; then both have the same keys, each with its own bytes."""
+    """Each writes and the other must not see it; then both have the same keys, each with its own
+    bytes."""
     for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
         writer.store(half)
         # A driver that cannot read its own pages breaks another rule than this one.

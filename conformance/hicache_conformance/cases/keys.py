@@ -16,14 +16,95 @@ if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
 
 KEYS: Final = (
-    "", " ", ".", "..", "...", "/", "//", "a", "A", "a ", " a", "a.", "a/", "/a", "./a", "a/.", "a//b", "a/b", "a-b", "a_b", "a b",
-    "a\\b", "a:b", "a|b", "a?b", "a*b", "a%2Fb", "a%2fb", "a+b", "a\nb", "a\tb", "a\rb", "a\x01b", "a\x7fb", "a'b", 'a"b', "a;b",
-    "a$b", "$HOME", "~", "~root", "-rf", "--", "{tmp}", "%s", "%00", "\\0", "null", "None", "CON", "nul.txt", "kv", "kv/a", "mamba/a",
-    "../escape", "../../escape", "../../../../escape", "a/../../../../escape", "/tmp/hicache-conformance-escape", "..\\escape",
-    "key", "KEY", "Key", "\u00e9", "e\u0301", "\u00c9", "\u212b", "\u00c5", "\u03c3", "\u03c2", "\u0131", "i", "I", "\u0130",
-    "\u65e5\u672c", "\U0001f600", "\u200b", "\u202e", "\ufeff", "\ufffe", "\ud7ff", "\ue000", "\U0010ffff", "\u0661", "1", "\uff11",
-)  # fmt: skip
-"""Texts that file names, URLs, shells, file systems and other people's naming schemes treat in some way of their own."""
+    "",
+    " ",
+    ".",
+    "..",
+    "...",
+    "/",
+    "//",
+    "a",
+    "A",
+    "a ",
+    " a",
+    "a.",
+    "a/",
+    "/a",
+    "./a",
+    "a/.",
+    "a//b",
+    "a/b",
+    "a-b",
+    "a_b",
+    "a b",
+    "a\\b",
+    "a:b",
+    "a|b",
+    "a?b",
+    "a*b",
+    "a%2Fb",
+    "a%2fb",
+    "a+b",
+    "a\nb",
+    "a\tb",
+    "a\rb",
+    "a\x01b",
+    "a\x7fb",
+    "a'b",
+    'a"b',
+    "a;b",
+    "a$b",
+    "$HOME",
+    "~",
+    "~root",
+    "-rf",
+    "--",
+    "{tmp}",
+    "%s",
+    "%00",
+    "\\0",
+    "null",
+    "None",
+    "CON",
+    "nul.txt",
+    "kv",
+    "kv/a",
+    "mamba/a",
+    "../escape",
+    "../../escape",
+    "../../../../escape",
+    "a/../../../../escape",
+    "/tmp/hicache-conformance-escape",
+    "..\\escape",
+    "key",
+    "KEY",
+    "Key",
+    "\u00e9",
+    "e\u0301",
+    "\u00c9",
+    "\u212b",
+    "\u00c5",
+    "\u03c3",
+    "\u03c2",
+    "\u0131",
+    "i",
+    "I",
+    "\u0130",
+    "\u65e5\u672c",
+    "\U0001f600",
+    "\u200b",
+    "\u202e",
+    "\ufeff",
+    "\ufffe",
+    "\ud7ff",
+    "\ue000",
+    "\U0010ffff",
+    "\u0661",
+    "1",
+    "\uff11",
+)
+"""Texts that file names, URLs, shells, file systems and other people's naming schemes treat in some
+way of their own."""
 
 
 ESCAPED: Final = "hicache-conformance-escape*"
@@ -42,7 +123,11 @@ class KeyCases:
             if sut.set([key]) != [True]:
                 raise Violation("ID-5", f"key {key!r:.100} is legal, and its page was refused")
         for index, (key, content) in enumerate(zip(keys, sut.get(keys), strict=True)):
-            wrong = "was stored (True), and a get answers False" if content is None else sut.explain(key, content)
+            wrong = (
+                "was stored (True), and a get answers False"
+                if content is None
+                else sut.explain(key, content)
+            )
             if wrong:
                 raise Violation("ID-5", f"page {index} key {key!r:.100} {wrong}")
 
@@ -68,11 +153,14 @@ class KeyCases:
             # In nobody's way, the next run's included.
             path.unlink()
         if outside:
-            raise Violation("ID-5", f"keys that climb directories wrote outside the store: {sorted(outside)}")
+            raise Violation(
+                "ID-5", f"keys that climb directories wrote outside the store: {sorted(outside)}"
+            )
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_three_calls_one_name(self, context: CaseContext) -> None:
-        """For each odd key: absent for exists and get, stored by set, there for exists and get, and still a no-op to set."""
+        """For each odd key: absent for exists and get, stored by set, there for exists and get, and
+        still a no-op to set."""
         sut = context.storage()
         for key in [*KEYS, *_long_keys(context)]:
             shown = f"key {key!r:.100}"
@@ -96,7 +184,10 @@ class KeyCases:
         for index in context.random.sample(range(16), 6):
             sut.expect([keys[index]], rule="ID-6")
             if not sut.has(keys[index]) or sut.exists(keys[index:]).kv_hit_pages != 16 - index:
-                raise Violation("ID-6", f"key {short(keys[index])} was set in a batch, and is not found by itself")
+                raise Violation(
+                    "ID-6",
+                    f"key {short(keys[index])} was set in a batch, and is not found by itself",
+                )
 
 
 def _long_keys(context: CaseContext) -> list[str]:
@@ -120,7 +211,13 @@ def _outside(context: CaseContext) -> set[str]:
     """
     own = {context.tmp, *context.tmp.parents}
     around = {
-        entry for level in own if level != context.tmp and level.is_relative_to(context.sandbox) for entry in level.iterdir()
+        entry
+        for level in own
+        if level != context.tmp and level.is_relative_to(context.sandbox)
+        for entry in level.iterdir()
     }
     stray = (around - own).union(context.tmp.glob("escape*"), Path("/tmp").glob(ESCAPED))
-    return {str(path.relative_to(context.sandbox) if path.is_relative_to(context.sandbox) else path) for path in stray}
+    return {
+        str(path.relative_to(context.sandbox) if path.is_relative_to(context.sandbox) else path)
+        for path in stray
+    }

@@ -43,17 +43,21 @@ class LifecycleCases:
 
     @covers("LC-1")
     def test_import_and_construct(self, context: CaseContext) -> None:
-        """In a fresh process: no engine and no GPU, no connection, nothing written, no signal handler, no logging set up."""
+        """In a fresh process: no engine and no GPU, no connection, nothing written, no signal
+        handler, no logging set up."""
         before = sorted(context.tmp.rglob("*"))
         found = probe(context.driver, context.config)
         if found:
             raise Violation("LC-1", f"importing and constructing the driver {found}")
         if sorted(context.tmp.rglob("*")) != before:
-            raise Violation("LC-1", "constructing the driver wrote into its directory; open() is for that")
+            raise Violation(
+                "LC-1", "constructing the driver wrote into its directory; open() is for that"
+            )
 
     @covers("LC-1")
     def test_the_first_call_connects(self, context: CaseContext) -> None:
-        """Without open(), the first call finds its own way; open() after that, and twice, does no harm."""
+        """Without open(), the first call finds its own way; open() after that, and twice, does no
+        harm."""
         sut, keys = context.unopened(), context.keys(3)
         sut.store(keys)
         for _ in range(2):
@@ -70,7 +74,11 @@ class LifecycleCases:
         promised, sut = registry().get(context.driver).capabilities, context.storage()
         added = beyond(sut.storage.capabilities, promised)
         if added:
-            raise Violation("LC-6", f"the open storage declares {' and '.join(added)}; the driver is registered with less")
+            raise Violation(
+                "LC-6",
+                f"the open storage declares {' and '.join(added)}; the driver is registered with "
+                f"less",
+            )
 
     @covers("LC-2")
     def test_calls_after_close(self, context: CaseContext) -> None:
@@ -115,11 +123,14 @@ class LifecycleCases:
         """A closed storage that is dropped keeps none of its host pool's memory registered."""
         kept = _after_grace(context, partial(_still_alive, _live_and_forget(context)))
         if kept:
-            raise Violation("LC-2", "the storage is closed and gone, and something still holds its host pool")
+            raise Violation(
+                "LC-2", "the storage is closed and gone, and something still holds its host pool"
+            )
 
     @covers("LC-2")
     def test_close_during_calls(self, context: CaseContext) -> None:
-        """close() while eight threads call: it ends, and each thread gets answers and then StorageClosedError."""
+        """close() while eight threads call: it ends, and each thread gets answers and then
+        StorageClosedError."""
         sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=128)}), context.keys(8)
         sut.store(keys)
         busy = threading.Semaphore(0)
@@ -130,7 +141,10 @@ class LifecycleCases:
                 busy.acquire()
             sut.call("close", sut.storage.close)
 
-        together("LC-2", [*(partial(_call_until_closed, client, keys, busy) for client in clients), close])
+        together(
+            "LC-2",
+            [*(partial(_call_until_closed, client, keys, busy) for client in clients), close],
+        )
 
     @covers("LC-3")
     def test_another_thread_than_the_main_one(self, context: CaseContext) -> None:
@@ -139,15 +153,19 @@ class LifecycleCases:
 
     @covers("LC-3")
     def test_the_process_is_left_alone(self, context: CaseContext) -> None:
-        """Signal handlers, the root logger and the hooks for uncaught exceptions are what they were."""
+        """Signal handlers, the root logger and the hooks for uncaught exceptions are what they
+        were."""
         with unchanged_globals() as changed:
             _live_once(context)
         if changed:
-            raise Violation("LC-3", f"a storage was opened, used and closed, and changed {', '.join(changed)}")
+            raise Violation(
+                "LC-3", f"a storage was opened, used and closed, and changed {', '.join(changed)}"
+            )
 
     @covers("LC-5")
     def test_a_forked_child(self, context: CaseContext) -> None:
-        """A child that was forked from an opened storage gets an error that says why, or its pages; its parent goes on."""
+        """A child that was forked from an opened storage gets an error that says why, or its pages;
+        its parent goes on."""
         sut, keys = context.storage(), context.keys(4)
         sut.store(keys)
         sut.expect(keys)
@@ -161,10 +179,17 @@ class LifecycleCases:
 
     @covers("LC-5")
     def test_children_forked_during_calls(self, context: CaseContext) -> None:
-        """Children that are forked while threads call get an error that says why, or a storage that works, and never hang."""
-        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}), context.keys(4)
+        """Children that are forked while threads call get an error that says why, or a storage that
+        works, and never hang."""
+        sut, keys = (
+            context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}),
+            context.keys(4),
+        )
         sut.store(keys)
-        clients = [sut.client(number, CALLERS + 1, context.chance(f"lane {number}")) for number in range(CALLERS + 1)]
+        clients = [
+            sut.client(number, CALLERS + 1, context.chance(f"lane {number}"))
+            for number in range(CALLERS + 1)
+        ]
         ended = threading.Event()
 
         def call(client: StorageUnderTest, own: list[str]) -> None:
@@ -184,7 +209,9 @@ class LifecycleCases:
                 ended.set()
 
         with _threads_in_turns():
-            together("LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork])
+            together(
+                "LC-5", [*(partial(call, client, context.keys(3)) for client in clients[:-1]), fork]
+            )
         sut.expect(keys, rule="LC-5")
 
 
@@ -213,7 +240,9 @@ def _live_once(context: CaseContext, memory: GuardedPool | None = None) -> None:
     except SystemExit as error:
         raise Violation("LC-3", f"a driver tried to end the process: {error!r}") from error
     except Exception as error:
-        raise Violation("", f"opening and using a storage raised {type(error).__name__}: {error}") from error
+        raise Violation(
+            "", f"opening and using a storage raised {type(error).__name__}: {error}"
+        ) from error
     finally:
         storage.close()
 
@@ -244,7 +273,9 @@ def _check_closed(name: str, ask: Callable[[], object]) -> None:
         return
     except Exception as error:
         raise Violation(
-            "LC-2", f"{name} after close() raised {type(error).__name__} and not StorageClosedError: {error}"
+            "LC-2",
+            f"{name} after close() raised {type(error).__name__} and not StorageClosedError: "
+            f"{error}",
         ) from error
     raise Violation("LC-2", f"{name} after close() raised nothing and answered {answer!r:.100}")
 
@@ -263,6 +294,9 @@ def _call_until_closed(sut: StorageUnderTest, keys: list[str], busy: threading.S
     except StorageClosedError:
         return
     except Exception as error:
-        raise Violation("LC-2", f"a call that ran while the storage was closed raised {type(error).__name__}: {error}") from error
+        raise Violation(
+            "LC-2",
+            f"a call that ran while the storage was closed raised {type(error).__name__}: {error}",
+        ) from error
     finally:
         busy.release()

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 PAGE_BYTES: Final = 64 << 10
 METRICS_SHARE: Final = 0.02
 METRICS_FACTOR: Final = 1.25
-"""Whole calls are not compared more finely than this: what is behind the API varies by more than 2% by itself."""
+"""Whole calls are not compared more finely than this: what is behind the API varies by more than 2%
+by itself."""
 ATTEMPTS: Final = 4
 """How often what looks too dear is measured again before it is held against the driver."""
 
@@ -33,7 +34,9 @@ class MetricsCases:
     @covers("OB-2", levels=[Level.BUDGET])
     def test_metrics_cost_little(self, context: CaseContext) -> None:
         """Metrics add less than 2% of the time to get 128 pages of 64 KiB to a call."""
-        counting, silent = (_Loaded(context, StorageOptions(metrics=metrics)) for metrics in (True, False))
+        counting, silent = (
+            _Loaded(context, StorageOptions(metrics=metrics)) for metrics in (True, False)
+        )
         _check_short_call("exists", _Loaded.exists_few, counting, silent)
         _check_short_call("get", _Loaded.get_few, counting, silent)
         _check_short_call("set", _Loaded.set_few, counting, silent)
@@ -56,7 +59,10 @@ class MetricsCases:
             sut.get(keys)
             told = sut.call("get_stats", sut.storage.get_stats).faults
             if told <= faults:
-                raise Violation("OB-2", f"with metrics off, get_stats() tells {told} faults after {faults} and one more")
+                raise Violation(
+                    "OB-2",
+                    f"with metrics off, get_stats() tells {told} faults after {faults} and one more",
+                )
             _check_silence(sut)
 
 
@@ -64,7 +70,9 @@ class _Loaded:
     """A storage with 128 pages of 64 KiB, and calls of it that repeat exactly."""
 
     def __init__(self, context: CaseContext, options: StorageOptions) -> None:
-        self.sut, (self._transfers, *_) = large_batches(context, page_bytes=PAGE_BYTES, batches=1, options=options)
+        self.sut, (self._transfers, *_) = large_batches(
+            context, page_bytes=PAGE_BYTES, batches=1, options=options
+        )
         move(self.sut, "batch_set_v2", self._transfers)
         (whole,) = self._transfers
         assert whole.host_indices is not None
@@ -91,11 +99,16 @@ class _Loaded:
         move(self.sut, "batch_get_v2", self._transfers)
 
 
-def _check_short_call(name: str, short_call: Callable[[_Loaded], None], counting: _Loaded, silent: _Loaded) -> None:
-    """Compare in CPU time what metrics add to a call that does little else with the time of a whole batch."""
+def _check_short_call(
+    name: str, short_call: Callable[[_Loaded], None], counting: _Loaded, silent: _Loaded
+) -> None:
+    """Compare in CPU time what metrics add to a call that does little else with the time of a whole
+    batch."""
     told = ""
     for _ in range(ATTEMPTS):
-        dear, cheap = min_cpu_seconds(lambda: short_call(counting), lambda: short_call(silent), repeat=20)
+        dear, cheap = min_cpu_seconds(
+            lambda: short_call(counting), lambda: short_call(silent), repeat=20
+        )
         added, whole = dear - cheap, min(seconds(silent.get)[0])
         if added <= METRICS_SHARE * whole:
             return
@@ -111,7 +124,9 @@ def _check_whole_call(counting: _Loaded, silent: _Loaded) -> None:
         if factor <= METRICS_FACTOR:
             return
     raise Violation(
-        "OB-2", f"a get of {BATCH} pages of {PAGE_BYTES >> 10} KiB takes {factor:.2f} times as long with metrics as without"
+        "OB-2",
+        f"a get of {BATCH} pages of {PAGE_BYTES >> 10} KiB takes {factor:.2f} times as long with "
+        f"metrics as without",
     )
 
 
@@ -119,7 +134,9 @@ def _check_silence(sut: StorageUnderTest) -> None:
     counted_pools = sut.call("get_stats", sut.storage.get_stats).pools
     for pool, stats in counted_pools.items():
         if stats != PoolStats():
-            raise Violation("OB-2", f"metrics are off, and get_stats() counts for pool {pool!r}: {stats!r:.300}")
+            raise Violation(
+                "OB-2", f"metrics are off, and get_stats() counts for pool {pool!r}: {stats!r:.300}"
+            )
 
 
 def _fails(*_: object) -> list[list[bool]]:

@@ -14,7 +14,13 @@ from hicache_conformance.harness.storage_under_test import PageGroup, block_grou
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, PoolTransfer, UnsupportedOperationError
+from hicache_storage.spec import (
+    HiCacheError,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    UnsupportedOperationError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -78,7 +84,9 @@ class MisuseCases:
     def test_bad_indices(self, context: CaseContext, call: str, how: str) -> None:
         """Indices that do not fit the keys or the pool."""
         good = slots_of(PAGES, 2)
-        _check_refused(context, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how)
+        _check_refused(
+            context, call, lambda: {"host_indices": BAD_INDICES[how](good)}, "indices", how
+        )
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
@@ -91,7 +99,13 @@ class MisuseCases:
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
     def test_an_unregistered_pool(self, context: CaseContext, call: str) -> None:
         """A pool that nobody registered; the error names it."""
-        _check_refused(context, call, lambda: {"name": "nobody_s_pool"}, "nobody_s_pool", "an unregistered pool")
+        _check_refused(
+            context,
+            call,
+            lambda: {"name": "nobody_s_pool"},
+            "nobody_s_pool",
+            "an unregistered pool",
+        )
 
     @covers("FT-2")
     @pytest.mark.parametrize("call", ["batch_get_v2", "batch_set_v2"])
@@ -99,14 +113,20 @@ class MisuseCases:
         """A storage without any pool."""
         sut = context.storage(pools={})
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=context.keys(3))
-        _refused(lambda: getattr(sut.storage, call)([transfer]), f"{call} before any registration", PoolName.KV)
+        _refused(
+            lambda: getattr(sut.storage, call)([transfer]),
+            f"{call} before any registration",
+            PoolName.KV,
+        )
 
     @covers("FT-2")
     @pytest.mark.parametrize("how", BAD_KEYS)
     def test_bad_keys_of_exists(self, context: CaseContext, how: str) -> None:
         """exists refuses the same keys as get and set."""
         sut = context.storage()
-        _refused(lambda: sut.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key")
+        _refused(
+            lambda: sut.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key"
+        )
 
     @covers("FT-2", needs=["deletes"])
     @pytest.mark.parametrize("how", BAD_KEYS)
@@ -125,12 +145,17 @@ class MisuseCases:
         name, value = BAD_INFO[how]
         transfer = PoolTransfer(PoolName.KV, slots_of(PAGES, 2), keys=keys)
         for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
-            _refused(partial(_call_with, sut, call, keys, transfer, {name: value}), f"{call} with {how}", name)
+            _refused(
+                partial(_call_with, sut, call, keys, transfer, {name: value}),
+                f"{call} with {how}",
+                name,
+            )
         sut.expect_missing(keys, rule="FT-2", why=f"was set by a call that was refused ({how})")
 
     @covers("FT-2", "FT-4")
     def test_misuse_is_no_fault_of_the_store(self, context: CaseContext) -> None:
-        """Calls that are refused, as often as would open a circuit breaker: those of others are served, and no fault is counted."""
+        """Calls that are refused, as often as would open a circuit breaker: those of others are
+        served, and no fault is counted."""
         sut, keys = context.storage(options=StorageOptions()), context.keys(3)
         sut.store(keys)
         before = sut.call("get_stats", sut.storage.get_stats).faults
@@ -139,7 +164,14 @@ class MisuseCases:
             for _ in range(MISUSES):
                 asks: list[Callable[[], object]] = [
                     partial(sut.storage.batch_exists_v2, _bad_keys(how)),
-                    partial(_call_with, sut, "batch_set_v2", keys, transfer, {"prefix_keys": _bad_keys(how)}),
+                    partial(
+                        _call_with,
+                        sut,
+                        "batch_set_v2",
+                        keys,
+                        transfer,
+                        {"prefix_keys": _bad_keys(how)},
+                    ),
                 ]
                 if context.capabilities.deletes:
                     asks.append(partial(sut.storage.delete, _bad_keys(how)))
@@ -149,40 +181,67 @@ class MisuseCases:
         sut.expect(keys, rule="FT-2")
         faults = sut.call("get_stats", sut.storage.get_stats).faults
         if faults != before:
-            raise Violation("FT-2", f"calls that were refused as misuse count as {faults - before} faults of the store")
+            raise Violation(
+                "FT-2",
+                f"calls that were refused as misuse count as {faults - before} faults of the store",
+            )
 
     @covers("FT-2")
     @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
     def test_bad_block_groups(self, context: CaseContext, block: int, group: int) -> None:
         """Groups that do not fit their block."""
-        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}), context.keys(4)
+        sut, keys = (
+            context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()}),
+            context.keys(4),
+        )
         transfer = block_groups("indexer", block, group)
-        _refused(lambda: sut.storage.batch_exists_v2(keys, [transfer]), f"block_groups of {block}/{group}", "block")
+        _refused(
+            lambda: sut.storage.batch_exists_v2(keys, [transfer]),
+            f"block_groups of {block}/{group}",
+            "block",
+        )
 
     @covers("FT-2")
-    @pytest.mark.parametrize("pool", [None, 7, "kv", object()], ids=["None", "number", "text", "object"])
+    @pytest.mark.parametrize(
+        "pool", [None, 7, "kv", object()], ids=["None", "number", "text", "object"]
+    )
     def test_no_host_pool(self, context: CaseContext, pool: object) -> None:
         """Something that is no host pool at all is refused when it is registered."""
         sut = context.storage(pools={})
-        _refused(lambda: sut.storage.register_mem_host_pool_v2(pool, PoolName.KV), f"registering {pool!r}", "")
+        _refused(
+            lambda: sut.storage.register_mem_host_pool_v2(pool, PoolName.KV),
+            f"registering {pool!r}",
+            "",
+        )
 
     @covers("FT-2")
     @pytest.mark.parametrize("name", ["", "KV", "k v", "kv/1", "..", "x" * 65, "caf\u00e9"])
     def test_bad_pool_names(self, context: CaseContext, name: str) -> None:
         """Names of pools are of [a-z0-9_]{1,64}."""
         sut = context.storage(pools={})
-        _refused(lambda: sut.storage.register_mem_host_pool_v2(GuardedPool(), name), f"registering as {name!r}", "name")
+        _refused(
+            lambda: sut.storage.register_mem_host_pool_v2(GuardedPool(), name),
+            f"registering as {name!r}",
+            "name",
+        )
 
     @covers("FT-2")
     def test_a_borrower_without_a_lender(self, context: CaseContext) -> None:
         """indices_from_pool names a pool that has no transfer in the call."""
         sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
-        transfer = PoolTransfer(PoolName.INDEXER, keys=context.keys(2), indices_from_pool=PoolName.KV)
-        _refused(lambda: sut.storage.batch_get_v2([transfer]), "indices from a pool that is not in the call", "indices")
+        transfer = PoolTransfer(
+            PoolName.INDEXER, keys=context.keys(2), indices_from_pool=PoolName.KV
+        )
+        _refused(
+            lambda: sut.storage.batch_get_v2([transfer]),
+            "indices from a pool that is not in the call",
+            "indices",
+        )
 
     @covers("FT-2")
     def test_undeclared_operations(self, context: CaseContext) -> None:
-        """delete() and clear() raise UnsupportedOperationError where they are not declared, and work where they are."""
+        """delete() and clear() raise UnsupportedOperationError where they are not declared, and
+        work where they are."""
         sut, keys = context.storage(), context.keys(1)
         for name, declared, ask in (
             ("delete", context.capabilities.deletes, lambda: sut.storage.delete(keys)),
@@ -197,7 +256,11 @@ class MisuseCases:
     def test_deleting_from_an_unregistered_pool(self, context: CaseContext) -> None:
         """delete() names the pool that it does not know, or is not declared at all."""
         sut, keys = context.storage(), context.keys(1)
-        _refused(lambda: sut.storage.delete(keys, pool="nobody_s_pool"), "delete from an unregistered pool", "")
+        _refused(
+            lambda: sut.storage.delete(keys, pool="nobody_s_pool"),
+            "delete from an unregistered pool",
+            "",
+        )
 
 
 def _bad_keys(how: str) -> Any:
@@ -205,7 +268,13 @@ def _bad_keys(how: str) -> Any:
     return bad() if callable(bad) else bad
 
 
-def _call_with(sut: StorageUnderTest, call: str, keys: list[str], transfer: PoolTransfer, fields: dict[str, Any]) -> object:
+def _call_with(
+    sut: StorageUnderTest,
+    call: str,
+    keys: list[str],
+    transfer: PoolTransfer,
+    fields: dict[str, Any],
+) -> object:
     """Make a call that is told these fields beside its pages."""
     info = HiCacheStorageExtraInfo(**fields)
     if call == "batch_exists_v2":
@@ -213,7 +282,9 @@ def _call_with(sut: StorageUnderTest, call: str, keys: list[str], transfer: Pool
     return getattr(sut.storage, call)([transfer], info)
 
 
-def _check_refused(context: CaseContext, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str) -> None:
+def _check_refused(
+    context: CaseContext, call: str, change: Callable[[], dict[str, Any]], argument: str, how: str
+) -> None:
     """A call of one right and one wrong transfer is refused, and has moved nothing of either."""
     sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool()})
     keys, stored = context.keys(3), context.keys(3)
@@ -242,21 +313,35 @@ def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
 def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str) -> None:
     for key in keys:
         if sut.has(key, "indexer"):
-            raise Violation("FT-2", f"{call} was refused ({how}), and stored the page of the other transfer before it raised")
+            raise Violation(
+                "FT-2",
+                f"{call} was refused ({how}), and stored the page of the other transfer before it "
+                f"raised",
+            )
     for pool, memory in sut.memories.items():
         blank = canary(0, memory.page_bytes)
-        touched = [page for page in range(memory.pages) if page not in PAGES and memory.read(page) != blank]
+        touched = [
+            page for page in range(memory.pages) if page not in PAGES and memory.read(page) != blank
+        ]
         if touched:
-            raise Violation("FT-2", f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed")
+            raise Violation(
+                "FT-2", f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed"
+            )
 
 
-def _refused(ask: Callable[[], object], what: str, named: str, kind: type[HiCacheError] = HiCacheError) -> None:
+def _refused(
+    ask: Callable[[], object], what: str, named: str, kind: type[HiCacheError] = HiCacheError
+) -> None:
     try:
         answer = ask()
     except kind as error:
         if named.lower() not in str(error).lower():
-            raise Violation("FT-2", f"{what} was refused, but the error does not name {named!r}: {error}") from error
+            raise Violation(
+                "FT-2", f"{what} was refused, but the error does not name {named!r}: {error}"
+            ) from error
         return
     except Exception as error:
-        raise Violation("FT-2", f"{what} raised {type(error).__name__}, which is no {kind.__name__}: {error}") from error
+        raise Violation(
+            "FT-2", f"{what} raised {type(error).__name__}, which is no {kind.__name__}: {error}"
+        ) from error
     raise Violation("FT-2", f"{what} raised nothing and answered {answer!r:.100}")

@@ -42,17 +42,23 @@ class PoolCases:
             sut.store(keys, pool)
             for other in sut.memories:
                 if other != pool:
-                    sut.expect_missing(keys, other, rule="GET-1", why=f"was set in pool {pool!r} only")
+                    sut.expect_missing(
+                        keys, other, rule="GET-1", why=f"was set in pool {pool!r} only"
+                    )
 
     @covers("GET-3", levels=POOLS)
     def test_each_pool_has_its_own_holes(self, context: CaseContext) -> None:
-        """Random holes in each pool and each of several transfers; every answer stands in its place."""
+        """Random holes in each pool and each of several transfers; every answer stands in its
+        place."""
         sut = context.storage(pools=_four_pools())
         pools, keys = list(sut.memories), context.keys(12)
         stored = {pool: set(context.random.sample(keys, 6)) for pool in pools}
         sut.store_many([PageGroup(sorted(stored[pool]), pool) for pool in pools])
         for _ in range(10):
-            shares = [PageGroup(context.random.sample(keys, context.random.randint(0, 5)), pool) for pool in pools * 2]
+            shares = [
+                PageGroup(context.random.sample(keys, context.random.randint(0, 5)), pool)
+                for pool in pools * 2
+            ]
             context.random.shuffle(shares)
             _check_holes(sut, shares, stored)
 
@@ -60,7 +66,12 @@ class PoolCases:
     def test_names_of_pools_and_keys_do_not_run_together(self, context: CaseContext) -> None:
         """Pools and keys that would be one text if they were only written one after the other."""
         names = ["a", "a_b", "a_b_c", "b", "x" * 64]
-        sut = context.storage(pools={PoolName.KV: GuardedPool(pages=16), **{name: GuardedPool(pages=16) for name in names}})
+        sut = context.storage(
+            pools={
+                PoolName.KV: GuardedPool(pages=16),
+                **{name: GuardedPool(pages=16) for name in names},
+            }
+        )
         for pool in names:
             keys = ["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"]
             sut.store(keys, pool)
@@ -69,8 +80,11 @@ class PoolCases:
 
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:
-        """A transfer without indices of its own takes the keys and slots of the pool that it names."""
-        sut = context.storage(pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))})
+        """A transfer without indices of its own takes the keys and slots of the pool that it
+        names."""
+        sut = context.storage(
+            pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))}
+        )
         keys, pages = context.keys(4), [9, 2, 30, 5]
         for pool in ("kv", "indexer"):
             sut.fill(PageGroup(keys, pool), pages)
@@ -80,13 +94,17 @@ class PoolCases:
         ]
         answer = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
         if answer != {"kv": [True] * 4, "indexer": [True] * 4}:
-            raise Violation("SET-1", f"a set of kv and of indexer, which borrows kv's indices, answered {answer}")
+            raise Violation(
+                "SET-1",
+                f"a set of kv and of indexer, which borrows kv's indices, answered {answer}",
+            )
         for pool in ("kv", "indexer"):
             sut.expect(keys, pool)
 
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_pools_that_arrive_later(self, context: CaseContext) -> None:
-        """A pool may be registered after the first transfers, and registered again with other memory."""
+        """A pool may be registered after the first transfers, and registered again with other
+        memory."""
         sut, keys = context.storage(), context.keys(4)
         sut.store(keys)
         later = context.with_pool(sut, "draft", GuardedPool(components=(24, 24)))
@@ -105,7 +123,9 @@ def _four_pools() -> dict[str, PoolMemory]:
     }
 
 
-def _check_holes(sut: StorageUnderTest, shares: list[PageGroup], stored: dict[str, set[str]]) -> None:
+def _check_holes(
+    sut: StorageUnderTest, shares: list[PageGroup], stored: dict[str, set[str]]
+) -> None:
     found = sut.get_many(shares)
     for pool, pages in found.items():
         keys = [key for share in shares if share.pool == pool for key in share.keys]
@@ -113,7 +133,14 @@ def _check_holes(sut: StorageUnderTest, shares: list[PageGroup], stored: dict[st
             if content is not None and key not in stored[pool]:
                 held = sut.explain(key, content, pool)
                 raise Violation(
-                    "GET-3", f"page {index} key {short(key)} of pool {pool!r} was never set, and a get delivers it: {held}"
+                    "GET-3",
+                    f"page {index} key {short(key)} of pool {pool!r} was never set, and a get "
+                    f"delivers it: {held}",
                 )
         present = [index for index, key in enumerate(keys) if key in stored[pool]]
-        sut.compare([keys[index] for index in present], [pages[index] for index in present], pool, rule="GET-3")
+        sut.compare(
+            [keys[index] for index in present],
+            [pages[index] for index in present],
+            pool,
+            rule="GET-3",
+        )

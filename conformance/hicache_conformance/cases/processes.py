@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 SHARED: Final = [Level.SHARED]
 BETWEEN_PROCESSES: Final = ("sharing>=processes",)
-LONG: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=24, components=(10_000, 14_000))}
+LONG: Final[Mapping[str, PoolShape]] = {
+    PoolName.KV: PoolShape(pages=24, components=(10_000, 14_000))
+}
 """Long enough for a page to be seen half written."""
 SMALL: Final[Mapping[str, PoolShape]] = {
     PoolName.KV: PoolShape(pages=32, components=(300, 500)),
@@ -36,7 +38,8 @@ SMALL: Final[Mapping[str, PoolShape]] = {
 PROCESSES: Final = 3
 RACES: Final = 12
 ACT_CALLS: Final = 20
-"""Calls of each thread until all go on to fresh keys; a page soon exists, and then nothing happens to it any more."""
+"""Calls of each thread until all go on to fresh keys; a page soon exists, and then nothing happens
+to it any more."""
 
 
 class ProcessCases:
@@ -44,35 +47,46 @@ class ProcessCases:
 
     @covers("SET-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_are_killed(self, context: CaseContext) -> None:
-        """A writer is killed at a random instant, again and again, while others read what it writes and then set it anew."""
+        """A writer is killed at a random instant, again and again, while others read what it writes
+        and then set it anew."""
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         readers = [group.worker(f"reader{number}") for number in range(2)]
         for kill in range(context.profile.kills):
             writer, keys = group.worker(f"writer{kill}"), group.new_keys(24)
-            works = {reader: group.work(keys, {Call.GET: 3, Call.EXISTS: 1}, calls=30, max_keys=4) for reader in readers}
+            works = {
+                reader: group.work(keys, {Call.GET: 3, Call.EXISTS: 1}, calls=30, max_keys=4)
+                for reader in readers
+            }
             works[writer] = group.work(keys, {Call.SET: 1}, calls=24, max_keys=4)
-            # Among the first calls, most of whose pages are new: a writer leaves those alone that are there. Not in the very first
-            # one, at the beginning of which nothing is written.
+            # Among the first calls, most of whose pages are new: a writer leaves those alone that
+            # are there. Not in the very first one, at the beginning of which nothing is written.
             group.run(works, {writer: KillSchedule(random.randint(3, 5), random.random())})
             for reader in readers:
                 group.expect_agreement(reader, keys, "SET-2")
             group.store(readers[kill % 2], keys, "SET-2")
             for reader in readers:
                 _expect_delivered(reader, keys, "SET-2")
-        # Nobody removes pages here: one that was lost was spoilt by a writer that was killed or came second.
+        # Nobody removes pages here: one that was lost was spoilt by a writer that was killed or
+        # came second.
         group.judge("SET-2", rules={AnomalyKind.REWRITTEN: "SET-3"})
         group.expect_sound("SET-2")
 
     @covers("SET-4", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_race(self, context: CaseContext) -> None:
-        """Three processes set the same new keys at the same time, each its own bytes; where a store is a directory, it does not grow."""
+        """Three processes set the same new keys at the same time, each its own bytes; where a store
+        is a directory, it does not grow."""
         group = ProcessGroup(context, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
         workers = [group.worker(f"writer{number}") for number in range(PROCESSES)]
         usage = _Usage(context, workers[0])
         for race in range(RACES):
             keys = group.new_keys(4) if race == 0 or not usage.empties else group.keys
             at = group.soon()
-            group.run({worker: group.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, max_keys=4, at=at) for worker in workers})
+            group.run(
+                {
+                    worker: group.work(keys, {Call.SET: 2, Call.GET: 1}, calls=6, max_keys=4, at=at)
+                    for worker in workers
+                }
+            )
             for worker in workers:
                 group.expect_agreement(worker, keys, "SET-4")
             _expect_somebody_won(group, workers[0], keys, since=at)
@@ -103,7 +117,12 @@ def _run_steps(context: CaseContext, mix: Mapping[Call, int]) -> None:
     workers = [group.worker(f"p{number}") for number in range(PROCESSES)]
     for _ in range(max(1, context.profile.process_calls // ACT_CALLS)):
         keys, at = group.new_keys(6), group.soon()
-        group.run({worker: group.work(keys, mix, calls=ACT_CALLS, clients=3, max_keys=4, at=at) for worker in workers})
+        group.run(
+            {
+                worker: group.work(keys, mix, calls=ACT_CALLS, clients=3, max_keys=4, at=at)
+                for worker in workers
+            }
+        )
     group.judge("CC-2")
     group.expect_sound("CC-2")
 
@@ -113,11 +132,14 @@ def _expect_delivered(worker: WorkerProcess, keys: list[str], rule: str) -> None
         if found is None:
             raise Violation(
                 rule,
-                f"page {index} key {short(key)} was set anew after a kill (True), and a get of process {worker.name} answers False",
+                f"page {index} key {short(key)} was set anew after a kill (True), and a get of "
+                f"process {worker.name} answers False",
             )
 
 
-def _expect_somebody_won(group: ProcessGroup, worker: WorkerProcess, keys: list[str], since: int) -> None:
+def _expect_somebody_won(
+    group: ProcessGroup, worker: WorkerProcess, keys: list[str], since: int
+) -> None:
     """Every page that somebody has tried to set since then is there."""
     sets = [event for event in group.events if event.call is Call.SET and event.began_at >= since]
     tried = {key for event in sets for key in event.keys}
@@ -125,7 +147,8 @@ def _expect_somebody_won(group: ProcessGroup, worker: WorkerProcess, keys: list[
         if key in tried and found is None:
             raise Violation(
                 "SET-4",
-                f"page {index} key {short(key)} was set by several processes at the same time, and none of their pages is there",
+                f"page {index} key {short(key)} was set by several processes at the same time, and "
+                f"none of their pages is there",
             )
 
 
@@ -161,6 +184,8 @@ class _Usage:
         grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
         if grown > 2 * self._payload + max_at_a_time:
             raise Violation(
-                rule, f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the store grow by {grown} bytes; "
-                f"its pages take {self._payload}"
-            )  # fmt: skip
+                rule,
+                f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the "
+                f"store grow by {grown} bytes; "
+                f"its pages take {self._payload}",
+            )

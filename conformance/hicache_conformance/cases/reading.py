@@ -42,7 +42,8 @@ class ReadingCases:
 
     @covers("GET-1", "GET-3")
     def test_holes(self, context: CaseContext) -> None:
-        """Every pattern of stored and missing pages in a batch of 5, and one long batch with every third page missing."""
+        """Every pattern of stored and missing pages in a batch of 5, and one long batch with every
+        third page missing."""
         sut = context.storage()
         stored, missing = context.keys(64), context.keys(64)
         sut.store(stored)
@@ -59,9 +60,14 @@ class ReadingCases:
         found = sut.get(chain)
         for index in (1, 5):
             if found[index] is not None:
-                raise Violation("GET-1", f"page {index} key {short(missing)} was never set, and a get delivers it")
+                raise Violation(
+                    "GET-1",
+                    f"page {index} key {short(missing)} was never set, and a get delivers it",
+                )
         present = [index for index in range(len(chain)) if index not in (1, 5)]
-        sut.compare([chain[index] for index in present], [found[index] for index in present], rule="GET-3")
+        sut.compare(
+            [chain[index] for index in present], [found[index] for index in present], rule="GET-3"
+        )
 
     @covers("GET-3")
     def test_transfers_of_one_pool(self, context: CaseContext) -> None:
@@ -69,11 +75,21 @@ class ReadingCases:
         sut, missing = context.storage(), context.keys(1)
         parts = [context.keys(3), context.keys(1), context.keys(4)]
         sut.store_many([PageGroup(part) for part in parts])
-        found = sut.get_many([PageGroup(parts[0]), PageGroup(missing), PageGroup([]), PageGroup(parts[1]), PageGroup(parts[2])])[
-            PoolName.KV
-        ]
+        found = sut.get_many(
+            [
+                PageGroup(parts[0]),
+                PageGroup(missing),
+                PageGroup([]),
+                PageGroup(parts[1]),
+                PageGroup(parts[2]),
+            ]
+        )[PoolName.KV]
         if found[3] is not None:
-            raise Violation("GET-3", f"the second transfer's key {short(missing[0])} was never set, and its place says True")
+            raise Violation(
+                "GET-3",
+                f"the second transfer's key {short(missing[0])} was never set, and its place says "
+                f"True",
+            )
         sut.compare([*parts[0], *parts[1], *parts[2]], found[:3] + found[4:], rule="GET-3")
 
     @covers("GET-3")
@@ -86,7 +102,8 @@ class ReadingCases:
 
     @covers("GET-2")
     def test_neighbours_of_a_destination(self, context: CaseContext) -> None:
-        """Single pages, runs and scattered pages: nothing else in the pool changes, nor do the bytes around it."""
+        """Single pages, runs and scattered pages: nothing else in the pool changes, nor do the
+        bytes around it."""
         sut, missing = context.storage(), context.keys(8)
         stored = context.keys(32)
         sut.store(stored)
@@ -97,7 +114,8 @@ class ReadingCases:
 
     @covers("GET-1", "GET-2")
     def test_one_destination_for_two_keys(self, context: CaseContext) -> None:
-        """Two keys that are to be read into one page: refused, or at most one of them is said to be there."""
+        """Two keys that are to be read into one page: refused, or at most one of them is said to be
+        there."""
         sut, keys = context.storage(), context.keys(2)
         sut.store(keys)
         transfer = PoolTransfer(PoolName.KV, slots_of([3, 3], 2), keys=keys)
@@ -106,13 +124,22 @@ class ReadingCases:
         except HiCacheError:
             answer = [False, False]
         if sum(answer) > 1:
-            raise Violation("GET-1", "two keys were read into one host page, and both were answered with True")
+            raise Violation(
+                "GET-1", "two keys were read into one host page, and both were answered with True"
+            )
 
     @covers("GET-4")
-    @pytest.mark.parametrize("components", [(1,), (7, 1), (64, 64), (33, 5, 128, 1, 17, 96, 2)], ids=lambda c: f"{len(c)}")
+    @pytest.mark.parametrize(
+        "components",
+        [(1,), (7, 1), (64, 64), (33, 5, 128, 1, 17, 96, 2)],
+        ids=lambda c: f"{len(c)}",
+    )
     def test_components(self, context: CaseContext, components: tuple[int, ...]) -> None:
         """Pages of one to seven components of odd lengths arrive with all of them."""
-        sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=16, components=components)}), context.keys(5)
+        sut, keys = (
+            context.storage(pools={PoolName.KV: GuardedPool(pages=16, components=components)}),
+            context.keys(5),
+        )
         sut.store(keys)
         sut.expect_own(keys, rule="GET-4")
 
@@ -135,20 +162,31 @@ class ReadingCases:
             sut.expect_missing(context.keys(16), rule="GET-1", why="was never set")
         if records:
             raise Violation(
-                "GET-6", f"reading missing pages logged {logging.getLevelName(records[0].levelno)}: {records[0].getMessage()}"
+                "GET-6",
+                f"reading missing pages logged {logging.getLevelName(records[0].levelno)}: "
+                f"{records[0].getMessage()}",
             )
         if sut.storage.get_stats().faults != faults:
             raise Violation("GET-6", "reading missing pages counted as faults")
 
 
 def _read_with_holes(
-    sut: StorageUnderTest, stored: list[str], missing: list[str], pattern: tuple[bool, ...] | list[bool]
+    sut: StorageUnderTest,
+    stored: list[str],
+    missing: list[str],
+    pattern: tuple[bool, ...] | list[bool],
 ) -> None:
     chain = [stored[index] if there else missing[index] for index, there in enumerate(pattern)]
     found = sut.get(chain)
     for index, (there, content) in enumerate(zip(pattern, found, strict=True)):
         if not there and content is not None:
             held = sut.explain(chain[index], content)
-            raise Violation("GET-1", f"page {index} key {short(chain[index])} was never set, and a get delivers it: {held}")
+            raise Violation(
+                "GET-1",
+                f"page {index} key {short(chain[index])} was never set, and a get delivers it: "
+                f"{held}",
+            )
     present = [index for index, there in enumerate(pattern) if there]
-    sut.compare([chain[index] for index in present], [found[index] for index in present], rule="GET-3")
+    sut.compare(
+        [chain[index] for index in present], [found[index] for index in present], rule="GET-3"
+    )

@@ -1,4 +1,5 @@
-"""Pools replicated over TP have one object and one writer; pools sharded over TP have one object for each rank."""
+"""Pools replicated over TP have one object and one writer; pools sharded over TP have one object
+for each rank."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class ReplicationCases:
         for index, ok in enumerate(other.set(keys)):
             if ok:
                 raise Violation(
-                    "ID-3", f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set answers True"
+                    "ID-3",
+                    f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set "
+                    f"answers True",
                 )
         other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
@@ -51,7 +54,9 @@ class ReplicationCases:
             answer = rank.set(keys)
             if answer != [True, True, True, False]:
                 raise Violation(
-                    "ID-3", f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it answers {answer}"
+                    "ID-3",
+                    f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it "
+                    f"answers {answer}",
                 )
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
@@ -82,13 +87,21 @@ class ReplicationCases:
 
     @covers("ID-3", levels=LEVELS)
     def test_sharded_state_of_another_rank(self, context: CaseContext) -> None:
-        """A rank whose own state was never set does not find another's, nor under another TP size."""
+        """A rank whose own state was never set does not find another's, nor under another TP
+        size."""
         one, two = _ranks(context, 2)
         keys = context.keys(3)
         one.store(keys, PoolName.MAMBA)
-        two.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set by TP rank 0 in a pool that is sharded")
+        two.expect_missing(
+            keys, PoolName.MAMBA, rule="ID-3", why="was set by TP rank 0 in a pool that is sharded"
+        )
         wider = context.storage(replace(one.identity, tp_size=4), pools=_pools())
-        wider.expect_missing(keys, PoolName.MAMBA, rule="ID-3", why="was set under TP size 2 in a pool that is sharded")
+        wider.expect_missing(
+            keys,
+            PoolName.MAMBA,
+            rule="ID-3",
+            why="was set under TP size 2 in a pool that is sharded",
+        )
 
     @covers("ID-3", levels=LEVELS)
     def test_one_call_for_both_kinds(self, context: CaseContext) -> None:
@@ -97,7 +110,11 @@ class ReplicationCases:
         keys = context.keys(3)
         answer = other.set_many([PageGroup(keys), PageGroup(keys, PoolName.MAMBA)])
         if answer != {"kv": [False] * 3, "mamba": [True] * 3}:
-            raise Violation("ID-3", f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it answers {answer}")
+            raise Violation(
+                "ID-3",
+                f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it "
+                f"answers {answer}",
+            )
 
     @covers("ID-3", levels=LEVELS)
     def test_every_rank_writes_sharded_kv(self, context: CaseContext) -> None:
@@ -113,7 +130,10 @@ class ReplicationCases:
 
 
 def _pools() -> dict[str, PoolMemory]:
-    return {PoolName.KV: GuardedPool(), PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24))}
+    return {
+        PoolName.KV: GuardedPool(),
+        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
+    }
 
 
 def _ranks(context: CaseContext, size: int) -> list[StorageUnderTest]:

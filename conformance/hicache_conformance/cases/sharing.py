@@ -53,7 +53,13 @@ class SharingCases:
         value = group.store(early, later, "SET-1")
         for reader in (early, writer, late):
             group.expect(reader, later, value, "ID-2")
-        own = context.storage(group.identity, pools={pool: GuardedPool(**_arguments(shape)) for pool, shape in SHAPES.items()})  # type: ignore[arg-type]
+        own = context.storage(
+            group.identity,
+            pools={
+                pool: GuardedPool(**_arguments(shape))  # type: ignore[arg-type]
+                for pool, shape in SHAPES.items()
+            },
+        )
         for pool, value in values.items():
             own.expect(keys, pool, generation=value, rule="ID-2")
 
@@ -70,7 +76,8 @@ class SharingCases:
 
     @covers("SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES)
     def test_what_another_process_set_is_not_rewritten(self, context: CaseContext) -> None:
-        """A set of what another process has stored answers True, and the first bytes stay for both."""
+        """A set of what another process has stored answers True, and the first bytes stay for
+        both."""
         group = ProcessGroup(context)
         one, two, keys = group.worker("one"), group.worker("two"), group.new_keys(8)
         two.exists(keys)
@@ -82,26 +89,39 @@ class SharingCases:
 
     @covers("SET-1", levels=ALSO_SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
     def test_what_another_process_deleted(self, context: CaseContext) -> None:
-        """Pages that another process deletes are gone at once, and can be set anew by whoever had known them."""
+        """Pages that another process deletes are gone at once, and can be set anew by whoever had
+        known them."""
         _remove_and_set_anew(context, lambda worker, keys: worker.delete(keys), "SET-1")
 
-    @covers("LC-4", "SET-1", levels=[Level.CORE, Level.IDENTITY, Level.SHARED], needs=(*BETWEEN_PROCESSES, "clears"))
+    @covers(
+        "LC-4",
+        "SET-1",
+        levels=[Level.CORE, Level.IDENTITY, Level.SHARED],
+        needs=(*BETWEEN_PROCESSES, "clears"),
+    )
     def test_what_another_process_cleared(self, context: CaseContext) -> None:
-        """Pages that another process clears are gone at once, and can be set anew by whoever had known them."""
+        """Pages that another process clears are gone at once, and can be set anew by whoever had
+        known them."""
         _remove_and_set_anew(context, lambda worker, keys: worker.clear(), "LC-4")
 
     @covers("GET-7", "EX-9", "SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES, corrupts=True)
     def test_damage_found_by_one_and_repaired_by_another(self, context: CaseContext) -> None:
-        """Whichever process has found a page damaged, and whichever has set it anew: both read it then."""
+        """Whichever process has found a page damaged, and whichever has set it anew: both read it
+        then."""
         group = ProcessGroup(context)
         one, two, own = group.worker("one"), group.worker("two"), context.storage(group.identity)
         if not own.call("get_stats", own.storage.get_stats).verifies_checksums:
-            raise Inconclusive("the options leave checksums unverified, as get_stats() says; nothing can notice damaged bytes")
+            raise Inconclusive(
+                "the options leave checksums unverified, as get_stats() says; nothing can notice "
+                "damaged bytes"
+            )
         for finders, mender in (((one,), one), ((one,), two), ((one, two), two)):
             keys = group.new_keys(3)
             for key in keys:
                 if not context.corrupt_page(own, key, ObjectCorruption.FLIPPED_BIT):
-                    raise Inconclusive("the driver could not be made to hold a damaged page; override corrupt()")
+                    raise Inconclusive(
+                        "the driver could not be made to hold a damaged page; override corrupt()"
+                    )
             for finder in finders:
                 _expect_missing(group, finder, keys)
             value = group.store(mender, keys, "SET-3")
@@ -110,7 +130,9 @@ class SharingCases:
                 group.expect_existing(reader, keys, "EX-9")
 
 
-def _remove_and_set_anew(context: CaseContext, remove: Callable[[WorkerProcess, list[str]], object], rule: str) -> None:
+def _remove_and_set_anew(
+    context: CaseContext, remove: Callable[[WorkerProcess, list[str]], object], rule: str
+) -> None:
     group = ProcessGroup(context)
     one, two, keys = group.worker("one"), group.worker("two"), group.new_keys(6)
     # Both have set, read and looked for the pages, so that whatever can be remembered of them is.
@@ -135,9 +157,16 @@ def _remove_and_set_anew(context: CaseContext, remove: Callable[[WorkerProcess, 
 def _expect_missing(group: ProcessGroup, worker: WorkerProcess, keys: list[str]) -> None:
     for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
         if found is not None:
-            raise Violation("GET-5", f"page {index} key {short(key)} is damaged, and is delivered to process {worker.name}")
+            raise Violation(
+                "GET-5",
+                f"page {index} key {short(key)} is damaged, and is delivered to process "
+                f"{worker.name}",
+            )
     if worker.exists(keys):
-        raise Violation("EX-9", f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist")
+        raise Violation(
+            "EX-9",
+            f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist",
+        )
 
 
 def _arguments(shape: PoolShape) -> dict[str, object]:

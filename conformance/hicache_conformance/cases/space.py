@@ -1,4 +1,5 @@
-"""Out of space: what does not fit is refused or pushes out other pages, and room that becomes free is used again."""
+"""Out of space: what does not fit is refused or pushes out other pages, and room that becomes free
+is used again."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from hicache_conformance.fixtures.small_store import BATCH, capacity_of, fill_store, open_small_store, readable
+from hicache_conformance.fixtures.small_store import (
+    BATCH,
+    capacity_of,
+    fill_store,
+    open_small_store,
+    readable,
+)
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
@@ -36,7 +43,8 @@ class SpaceCases:
 
     @covers("SET-5", "GET-1", levels=FAULTS, needs=["capacity_option"])
     def test_batches_larger_than_the_store(self, context: CaseContext) -> None:
-        """A batch of three times the capacity, many times over: its first pages are stored, and smaller batches go on to be."""
+        """A batch of three times the capacity, many times over: its first pages are stored, and
+        smaller batches go on to be."""
         sut = open_small_store(context, PAGES)
         for turn in range(5 * context.profile.store_fills):
             keys = context.keys(3 * PAGES)
@@ -44,13 +52,21 @@ class SpaceCases:
             there = readable(sut, keys, rule="GET-1")
             _check_refused(keys, answered, there, lasting=not sut.storage.capabilities.evicts)
             if not turn and not any(there):
-                raise Violation("SET-5", f"{len(keys)} pages were set in an empty store of {PAGES}, and none was stored")
+                raise Violation(
+                    "SET-5",
+                    f"{len(keys)} pages were set in an empty store of {PAGES}, and none was stored",
+                )
             if _free(sut, keys):
-                _check_usable(context, sut, f"after {turn + 1} batches of {len(keys)} pages, more than it holds")
+                _check_usable(
+                    context,
+                    sut,
+                    f"after {turn + 1} batches of {len(keys)} pages, more than it holds",
+                )
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option"])
     def test_pages_longer_than_the_store(self, context: CaseContext) -> None:
-        """A page that is longer than the whole capacity is refused, or evicted at once; others are stored as before."""
+        """A page that is longer than the whole capacity is refused, or evicted at once; others are
+        stored as before."""
         sut = open_small_store(context, PAGES)
         length = 2 * capacity_of(PAGES)
         small = list[str]()
@@ -59,13 +75,22 @@ class SpaceCases:
             keys = context.keys(2, "long")
             answered = _set_counted(wide, keys, "draft")
             if not sut.storage.capabilities.evicts and any(answered):
-                raise Violation("SET-5", f"a page of {length} bytes was accepted; the capacity is {capacity_of(PAGES)}")
+                raise Violation(
+                    "SET-5",
+                    f"a page of {length} bytes was accepted; the capacity is {capacity_of(PAGES)}",
+                )
             for key, content in zip(keys, wide.get(keys, "draft"), strict=True):
                 wrong = wide.explain(key, content, "draft") if content is not None else ""
                 if wrong:
-                    raise Violation("GET-1", f"page key {short(key)}, longer than the store, {wrong}")
+                    raise Violation(
+                        "GET-1", f"page key {short(key)}, longer than the store, {wrong}"
+                    )
             if _free(sut, small):
-                small = _check_usable(context, sut, f"after {turn + 1} calls with pages of {length} bytes, more than it holds")
+                small = _check_usable(
+                    context,
+                    sut,
+                    f"after {turn + 1} calls with pages of {length} bytes, more than it holds",
+                )
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option"])
     def test_nothing_leaks_while_the_store_is_full(self, context: CaseContext) -> None:
@@ -79,16 +104,24 @@ class SpaceCases:
             keys = context.keys(PAGES - 2)
             sut.set_many([PageGroup(keys), PageGroup(keys[: PAGES // 2])])
             stored += fill_store(context, sut, PAGES, batch=BATCH)
-            later = readable(sut, stored[-3 * PAGES :] if evicts else stored, rule="GET-1").count(True)
+            later = readable(sut, stored[-3 * PAGES :] if evicts else stored, rule="GET-1").count(
+                True
+            )
             if later < first - BATCH if evicts else later < first:
                 raise Violation(
-                    "SET-5", f"a full store held {first} pages at first, and {later} after {turn + 1} rounds of writing"
+                    "SET-5",
+                    f"a full store held {first} pages at first, and {later} after {turn + 1} "
+                    f"rounds of writing",
                 )
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option", "deletes"])
     def test_deleted_room_is_used_again(self, context: CaseContext) -> None:
         """Deleted pages make room for as many."""
-        _check_reuse(context, lambda sut, keys: sut.call("delete", lambda: sut.storage.delete(keys)), "deleted")
+        _check_reuse(
+            context,
+            lambda sut, keys: sut.call("delete", lambda: sut.storage.delete(keys)),
+            "deleted",
+        )
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option", "clears"])
     def test_cleared_room_is_used_again(self, context: CaseContext) -> None:
@@ -102,18 +135,24 @@ class SpaceCases:
         assert limit is not None
         if limit > MAX_BYTES:
             raise Inconclusive(f"max_page_bytes is {limit}, more than this suite has memory for")
-        pools = {PoolName.KV: GuardedPool(pages=2, components=(limit,)), "draft": GuardedPool(pages=2, components=(limit + 1,))}
+        pools = {
+            PoolName.KV: GuardedPool(pages=2, components=(limit,)),
+            "draft": GuardedPool(pages=2, components=(limit + 1,)),
+        }
         sut, max_keys, keys = context.storage(pools=pools), context.keys(1), context.keys(2)
         sut.store(max_keys)
         if any(_set_counted(sut, keys, "draft")):
-            raise Violation("SET-5", f"a page of {limit + 1} bytes was accepted, and max_page_bytes is {limit}")
+            raise Violation(
+                "SET-5", f"a page of {limit + 1} bytes was accepted, and max_page_bytes is {limit}"
+            )
         sut.expect_missing(keys, "draft", rule="SET-5", why="was refused because it is too long")
         sut.expect(max_keys)
 
     @covers("SET-5", "SET-6", "OB-1", levels=FAULTS, needs=["steps"])
     @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
     def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
-        """A store below that takes no more pages: False for these, True for the rest, and everything again when there is room."""
+        """A store below that takes no more pages: False for these, True for the rest, and
+        everything again when there is room."""
         sut, before, keys = context.storage(), context.keys(3), context.keys(6)
         sut.store(before)
         with _full(sut, room):
@@ -122,7 +161,9 @@ class SpaceCases:
         _check_refused(keys, answered, there, lasting=True)
         if answered.count(True) != room:
             raise Violation(
-                "SET-5", f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were answered with True"
+                "SET-5",
+                f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were "
+                f"answered with True",
             )
         sut.expect(before)
         sut.store(keys)
@@ -134,11 +175,13 @@ MAX_BYTES: Final = 256 << 20
 
 @contextmanager
 def _full(sut: StorageUnderTest, room: int) -> Generator[None]:
-    """Let the store below take so many more pages and no more; without room it fails with ENOSPC."""
+    """Let the store below take so many more pages and no more; without room it fails with
+    ENOSPC."""
     driver = innermost(sut.storage)
     if not isinstance(driver, ObjectStorage):
         raise Inconclusive(
-            "the driver is no ObjectStorage, so that its store cannot be made to say that it is full; a capacity_option would tell as much"
+            "the driver is no ObjectStorage, so that its store cannot be made to say that it is "
+            "full; a capacity_option would tell as much"
         )
     write = driver.write_objects
 
@@ -165,16 +208,24 @@ def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolNam
     answered = sut.set(keys, pool)
     counted = sut.stats(pool).pages_refused - before
     if counted != answered.count(False):
-        raise Violation("OB-1", f"{answered.count(False)} of {len(keys)} pages were refused, and pages_refused grew by {counted}")
+        raise Violation(
+            "OB-1",
+            f"{answered.count(False)} of {len(keys)} pages were refused, and pages_refused grew by "
+            f"{counted}",
+        )
     return answered
 
 
-def _check_refused(keys: Sequence[str], answered: Sequence[bool], there: Sequence[bool], *, lasting: bool) -> None:
+def _check_refused(
+    keys: Sequence[str], answered: Sequence[bool], there: Sequence[bool], *, lasting: bool
+) -> None:
     """Check that acknowledged pages are there, unless they may have been evicted,
     and refused ones are not.
     """
     for index, (key, said, found) in enumerate(zip(keys, answered, there, strict=True)):
-        page = f"page {index} key {short(key)} of a batch that does not fit was answered with {said}"
+        page = (
+            f"page {index} key {short(key)} of a batch that does not fit was answered with {said}"
+        )
         if found and not said:
             raise Violation("SET-5", f"{page}, and a get delivers it")
         if lasting and said and not found:
@@ -182,7 +233,8 @@ def _check_refused(keys: Sequence[str], answered: Sequence[bool], there: Sequenc
 
 
 def _free(sut: StorageUnderTest, stored: Sequence[str]) -> bool:
-    """Make room where the driver does not do that by itself; whether it does, or could be made to."""
+    """Make room where the driver does not do that by itself; whether it does, or could be made
+    to."""
     declared = sut.storage.capabilities
     if not declared.evicts and declared.clears:
         sut.call("clear", sut.storage.clear)
@@ -195,13 +247,20 @@ def _check_usable(context: CaseContext, sut: StorageUnderTest, when: str) -> lis
     """Store a small batch; its keys."""
     keys = context.keys(BATCH)
     if not any(sut.set(keys)):
-        raise Violation("SET-5", f"{when}, the store takes no page of a batch of {len(keys)} any more")
+        raise Violation(
+            "SET-5", f"{when}, the store takes no page of a batch of {len(keys)} any more"
+        )
     if not any(readable(sut, keys, rule="GET-1")):
-        raise Violation("SET-5", f"{when}, a batch of {len(keys)} pages was answered with True, and none of it is there")
+        raise Violation(
+            "SET-5",
+            f"{when}, a batch of {len(keys)} pages was answered with True, and none of it is there",
+        )
     return keys
 
 
-def _check_reuse(context: CaseContext, free: Callable[[StorageUnderTest, list[str]], object], what: str) -> None:
+def _check_reuse(
+    context: CaseContext, free: Callable[[StorageUnderTest, list[str]], object], what: str
+) -> None:
     """Fill a store, free all of it, and fill half of it again, many times over."""
     sut = open_small_store(context, PAGES)
     stored = fill_store(context, sut, 2 * PAGES)
@@ -212,7 +271,8 @@ def _check_reuse(context: CaseContext, free: Callable[[StorageUnderTest, list[st
         missing = readable(sut, half, rule="GET-1").count(False)
         if refused or missing:
             raise Violation(
-                "SET-5", f"everything was {what} in a store of {PAGES} pages, for time {turn + 1}; "
+                "SET-5",
+                f"everything was {what} in a store of {PAGES} pages, for time {turn + 1}; "
                 f"of {len(half)} pages set then {refused} were refused and {missing} cannot be read",
-            )  # fmt: skip
+            )
         stored = half + fill_store(context, sut, PAGES)

@@ -28,7 +28,8 @@ class StagingCases:
 
     @covers("BU-2", levels=[Level.BUDGET])
     def test_reads_are_not_staged(self, context: CaseContext) -> None:
-        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most, once it has warmed up."""
+        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most, once it has
+        warmed up."""
         _check_that_pages_stay_here(context)
         sut, (transfers, *_) = large_batches(context, page_bytes=PAGE_BYTES, batches=1)
         move(sut, "batch_set_v2", transfers)
@@ -36,10 +37,13 @@ class StagingCases:
 
     @covers("BU-2", levels=[Level.BUDGET])
     def test_writes_are_not_staged(self, context: CaseContext) -> None:
-        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most, beside what the store keeps."""
+        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most, beside what the
+        store keeps."""
         _check_that_pages_stay_here(context)
         sut, batches = large_batches(context, page_bytes=PAGE_BYTES, batches=CALLS)
-        _check_memory("set", sut, [partial(move, sut, "batch_set_v2", transfers) for transfers in batches])
+        _check_memory(
+            "set", sut, [partial(move, sut, "batch_set_v2", transfers) for transfers in batches]
+        )
 
 
 def _check_that_pages_stay_here(context: CaseContext) -> None:
@@ -47,9 +51,13 @@ def _check_that_pages_stay_here(context: CaseContext) -> None:
         raise NotPromised("the driver is networked: its messages take memory of their own")
 
 
-def _check_memory(operation: str, sut: StorageUnderTest, calls: Sequence[Callable[[], None]]) -> None:
+def _check_memory(
+    operation: str, sut: StorageUnderTest, calls: Sequence[Callable[[], None]]
+) -> None:
     page_bytes = sut.memories[PoolName.KV].page_bytes
     needed = transient_bytes(calls) / page_bytes
     if needed > MAX_PAGES:
         told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
-        raise Violation("BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MAX_PAGES} at most")
+        raise Violation(
+            "BU-2", f"a {operation} of {BATCH} pages took {told}, must be {MAX_PAGES} at most"
+        )

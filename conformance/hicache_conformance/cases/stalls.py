@@ -28,19 +28,24 @@ if TYPE_CHECKING:
 
 FAULTS: Final = (Level.FAULTS,)
 STALLS: Final[Mapping[str, Sequence[tuple[tuple[str, ...], int]]]] = {
-    # A kernel lets one program at a time write into a file, so that a hung write may hold up the other writer, too.
+    # A kernel lets one program at a time write into a file, so that a hung write may hold up the
+    # other writer, too.
     "disk": ((("open",), 0), (("write",), 0)),
     "network": tuple((("request", "reply"), number) for number in range(6)),
     "objects": ((("write",), 0),),
 }
-"""Point at which a set is delayed, by injector: a sort of requests, and how many of them pass; another one in each round."""
+"""Point at which a set is delayed, by injector: a sort of requests, and how many of them pass;
+another one in each round."""
 STORE_PAGES: Final = BATCH
-"""What the small store holds: the pages of the writer that is held up, whose places another one needs."""
+"""What the small store holds: the pages of the writer that is held up, whose places another one
+needs."""
 CLEARING_SECONDS: Final = 0.6
-"""How long a set is held up at most in the middle of which another storage clears; shorter than the lease of a trial store."""
+"""How long a set is held up at most in the middle of which another storage clears; shorter than the
+lease of a trial store."""
 LEASE_SECONDS: Final = {"network": 1.3}
-"""How long a writer is held up so that a lease of it runs out: that of a trial store takes a second. On a disk nothing could keep
-it from writing in the end, so that it is held up for less; drivers that lease places for a shorter time are found out there."""
+"""How long a writer is held up so that a lease of it runs out: that of a trial store takes a
+second. On a disk nothing could keep it from writing in the end, so that it is held up for less;
+drivers that lease places for a shorter time are found out there."""
 LEASE_ROUNDS: Final = 2
 BRIEF_SECONDS: Final = 0.3
 HURRIED: Final = StorageOptions(deadline_seconds=CLEARING_SECONDS, breaker_threshold=0)
@@ -50,32 +55,45 @@ class StallCases:
     """SET-1, GET-1 and EV-2 of pages that others have set while a writer was held up."""
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS, needs=["clears"])
-    def test_a_clear_in_the_middle_of_a_set(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One storage is held up in a set, another one clears and sets: the late writer spoils no page of the other one."""
+    def test_a_clear_in_the_middle_of_a_set(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
+        """One storage is held up in a set, another one clears and sets: the late writer spoils no
+        page of the other one."""
         for config in _configs(context):
             for plan in _plans(injector):
                 _meet(context, injector, config, plan, lambda other, _: other.clear())
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
     def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A storage is held up in a set for longer than a lease, while another one deletes and sets: its pages stay right."""
+        """A storage is held up in a set for longer than a lease, while another one deletes and
+        sets: its pages stay right."""
         after = LEASE_SECONDS.get(injector.name, BRIEF_SECONDS)
         plans, config = _plans(injector), _configs(context)[-1]
-        # Leases take their time, so that only some requests are tried, other ones with another seed.
+        # Leases take their time, so that only some requests are tried, other ones with another
+        # seed.
         for plan in context.chance("where").sample(plans, min(len(plans), LEASE_ROUNDS)):
             _meet(context, injector, config, plan, partial(_delete, context), after=after)
 
 
 def _configs(context: CaseContext) -> list[Mapping[str, object]]:
-    """Options of a store with much room, and of one that has to give the places of a set to the next, where there is one."""
-    small = [context.capped(capacity_of(STORE_PAGES))] if registry().get(context.driver).capacity_option else []
+    """Options of a store with much room, and of one that has to give the places of a set to the
+    next, where there is one."""
+    small = (
+        [context.capped(capacity_of(STORE_PAGES))]
+        if registry().get(context.driver).capacity_option
+        else []
+    )
     return [context.config, *small]
 
 
 def _plans(injector: FaultInjector) -> list[FaultPlan]:
     """One for each request of a set that is held up; none where no single request can be."""
     return [
-        FaultPlan(injector.name, (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),))
+        FaultPlan(
+            injector.name,
+            (Fault(kind=FaultKind.HANG, operations=operations, first=number, count=1),),
+        )
         for operations, number in STALLS.get(injector.name, ())
     ]
 
@@ -89,7 +107,8 @@ def _meet(
     *,
     after: float = 0.0,
 ) -> None:
-    """Hold up a set, let another storage remove and set pages meanwhile, and look at those afterwards.
+    """Hold up a set, let another storage remove and set pages meanwhile, and look at those
+    afterwards.
 
     Args:
         context: the case's.
@@ -125,15 +144,23 @@ def _meet(
     injector.heal()
     if not setting.comes_back(PATIENCE_SECONDS):
         raise Violation(
-            "FT-4", f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it could go on"
+            "FT-4",
+            f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it "
+            f"could go on",
         )
     setting.answer()
     strict = config is context.config
-    for reader in (writer, _joined(context, config, writer.identity)) if shares_in_process(context) else (other,):
+    for reader in (
+        (writer, _joined(context, config, writer.identity))
+        if shares_in_process(context)
+        else (other,)
+    ):
         _check_right(reader, stored, plan, keeps=strict)
 
 
-def _check_right(reader: StorageUnderTest, stored: Sequence[str], plan: FaultPlan, *, keeps: bool) -> None:
+def _check_right(
+    reader: StorageUnderTest, stored: Sequence[str], plan: FaultPlan, *, keeps: bool
+) -> None:
     """Pages that were acknowledged while another set was held up are right.
 
     Args:
@@ -150,10 +177,17 @@ def _check_right(reader: StorageUnderTest, stored: Sequence[str], plan: FaultPla
     story = f"was stored (True) while another set was held up ({plan})"
     for key, content in zip(stored, found, strict=True):
         if keeps and content is None:
-            raise Violation("SET-1", f"page key {short(key)} {story}, and a get answers False when that has gone on")
+            raise Violation(
+                "SET-1",
+                f"page key {short(key)} {story}, and a get answers False when that has gone on",
+            )
     damaged = reader.stats().pages_damaged
     if damaged:
-        raise Violation("SET-1", f"a page of {len(stored)} {story}, and when that has gone on {damaged} of them are damaged")
+        raise Violation(
+            "SET-1",
+            f"a page of {len(stored)} {story}, and when that has gone on {damaged} of them are "
+            f"damaged",
+        )
 
 
 def _joined(

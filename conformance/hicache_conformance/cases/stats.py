@@ -27,7 +27,14 @@ class StatsCases:
         sut.exists(keys[:3])
         _check(sut, pages_hit=3, pages_read=0)
         sut.get([*keys[:4], *missing])
-        _check(sut, pages_read=4, bytes_read=4 * page_bytes, pages_missed=2, pages_damaged=0, pages_written=5)
+        _check(
+            sut,
+            pages_read=4,
+            bytes_read=4 * page_bytes,
+            pages_missed=2,
+            pages_damaged=0,
+            pages_written=5,
+        )
 
     @covers("OB-1")
     def test_latencies(self, context: CaseContext) -> None:
@@ -60,4 +67,6 @@ def _check(sut: StorageUnderTest, **wanted: int) -> None:
     stats = sut.stats()
     for name, count in wanted.items():
         if getattr(stats, name) != count:
-            raise Violation("OB-1", f"{name} of pool 'kv' is {getattr(stats, name)}, must be {count}")
+            raise Violation(
+                "OB-1", f"{name} of pool 'kv' is {getattr(stats, name)}, must be {count}"
+            )

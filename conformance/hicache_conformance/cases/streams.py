@@ -1,4 +1,5 @@
-"""Copies between device and host on streams, with the driver behind them: ordered by events, layer by layer."""
+"""Copies between device and host on streams, with the driver behind them: ordered by events, layer
+by layer."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.simulator import Access, Hold
 
 HOLD_SECONDS: Final = 30.0
-"""How long a layer is kept back at most. A right engine lets what does not need it finish within some milliseconds."""
+"""How long a layer is kept back at most. A right engine lets what does not need it finish within
+some milliseconds."""
 GLIMPSE_SECONDS: Final = 2.0
 """How long a copy is kept in flight at most, where nothing is concluded from its end."""
 STREAM: Final = [Level.STREAM]
@@ -29,7 +31,8 @@ class StreamCases:
 
     @covers("ST-1", levels=STREAM)
     def test_pages_are_copied_out_behind_their_kernels(self, context: CaseContext) -> None:
-        """Kernel, write-back, the next kernel on the same page, set as soon as the copy is acknowledged, host page reused."""
+        """Kernel, write-back, the next kernel on the same page, set as soon as the copy is
+        acknowledged, host page reused."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator, host_pages=4)
             stored = list[str]()
@@ -50,7 +53,8 @@ class StreamCases:
 
     @covers("ST-1", levels=STREAM)
     def test_pages_are_loaded_behind_their_copies_out(self, context: CaseContext) -> None:
-        """Pages are loaded into a device page whose write-back has just begun, and into one that kernels are still reading."""
+        """Pages are loaded into a device page whose write-back has just begun, and into one that
+        kernels are still reading."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -76,7 +80,8 @@ class StreamCases:
 
     @covers("ST-2", levels=STREAM)
     def test_layers_start_as_they_arrive(self, context: CaseContext) -> None:
-        """No layer's kernels are ordered behind a later layer's copy; and they finish while the last layer is held back."""
+        """No layer's kernels are ordered behind a later layer's copy; and they finish while the
+        last layer is held back."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -95,7 +100,8 @@ class StreamCases:
 
     @covers("ST-2", levels=STREAM)
     def test_no_layer_starts_before_it_arrives(self, context: CaseContext) -> None:
-        """Pages come from the store, are loaded layer by layer, and each layer is read behind its own event."""
+        """Pages come from the store, are loaded layer by layer, and each layer is read behind its
+        own event."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -108,19 +114,30 @@ class StreamCases:
                 pipeline.finish()
                 pipeline.compare(keys, seen, "ST-2")
                 if counter.arrived() != LAYERS:
-                    raise Violation("ST-2", f"all kernels have run, and the counter has {counter.arrived()} of {LAYERS} layers")
+                    raise Violation(
+                        "ST-2",
+                        f"all kernels have run, and the counter has {counter.arrived()} of "
+                        f"{LAYERS} layers",
+                    )
 
     @covers("ST-3", levels=STREAM)
     def test_host_pages_in_a_load_are_not_handed_out(self, context: CaseContext) -> None:
-        """Host pages are freed while a load reads them: gets that come meanwhile land elsewhere, and later they come back."""
+        """Host pages are freed while a load reads them: gets that come meanwhile land elsewhere,
+        and later they come back."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
-                pages, keys, others = context.random.sample(range(4), 2), context.keys(2), context.keys(4)
+                pages, keys, others = (
+                    context.random.sample(range(4), 2),
+                    context.keys(2),
+                    context.keys(4),
+                )
                 for key in others:
                     pipeline.free(_fill_host(pipeline, key))
                 host = _fill_host(pipeline, *keys)
-                hold = simulator.hold(pipeline.layer_tensors(pages, context.random.randrange(LAYERS)), GLIMPSE_SECONDS)
+                hold = simulator.hold(
+                    pipeline.layer_tensors(pages, context.random.randrange(LAYERS)), GLIMPSE_SECONDS
+                )
                 counter = pipeline.load(host, pages)
                 seen = pipeline.read_pages(counter, pages)
                 pipeline.free(host)
@@ -138,7 +155,8 @@ class StreamCases:
 
     @covers("ST-3", levels=STREAM)
     def test_host_pages_in_a_write_back_are_not_handed_out(self, context: CaseContext) -> None:
-        """A backup is given up while its copy is in flight: what is read into host memory meanwhile stays whole."""
+        """A backup is given up while its copy is in flight: what is read into host memory meanwhile
+        stays whole."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             others = context.keys(4)
@@ -161,9 +179,12 @@ class StreamCases:
 
     @covers("ST-1", "ST-2", "ST-3", levels=STREAM)
     def test_random_traffic(self, context: CaseContext) -> None:
-        """Kernels, write-backs, sets, gets, loads and frees in random order, few pages, nothing waited for but what must be."""
+        """Kernels, write-backs, sets, gets, loads and frees in random order, few pages, nothing
+        waited for but what must be."""
         with _simulator(context) as simulator:
-            _Traffic(context, Pipeline(context, simulator, device_pages=3, host_pages=5)).run(4 * _rounds(context))
+            _Traffic(context, Pipeline(context, simulator, device_pages=3, host_pages=5)).run(
+                4 * _rounds(context)
+            )
 
 
 class _Traffic:
@@ -221,7 +242,11 @@ def _await(acknowledgement: Acknowledgement, context: CaseContext, pipeline: Pip
     if context.random.random() < 0.5:
         pipeline.call("wait", acknowledgement.wait)
     else:
-        wait_for(lambda: pipeline.call("done", acknowledgement.done) or None, "ST-1", "a write-back is never acknowledged")
+        wait_for(
+            lambda: pipeline.call("done", acknowledgement.done) or None,
+            "ST-1",
+            "a write-back is never acknowledged",
+        )
 
 
 def _fill_host(pipeline: Pipeline, *keys: str) -> torch.Tensor:
@@ -242,11 +267,15 @@ def _take_others(pipeline: Pipeline, busy: torch.Tensor, hold: Hold, use: str) -
         handed |= {int(slot) for slot in extra}
         pipeline.free(extra)
     if handed & {int(slot) for slot in busy} and not hold.expired:
-        raise Violation("ST-3", f"a host page that {use} was freed, and is handed out before the copy is done")
+        raise Violation(
+            "ST-3", f"a host page that {use} was freed, and is handed out before the copy is done"
+        )
     return taken
 
 
-def _check_start(pipeline: Pipeline, pages: list[int], layer: int, seen: torch.Tensor, earlier: list[Access]) -> None:
+def _check_start(
+    pipeline: Pipeline, pages: list[int], layer: int, seen: torch.Tensor, earlier: list[Access]
+) -> None:
     """No copy of a later layer is ordered before the kernel that reads this one."""
     kernel = pipeline.simulator.writers(seen[0, 0, layer])[0]
     for later in range(layer + 1, LAYERS):
@@ -266,7 +295,9 @@ def _check_held_load(pipeline: Pipeline, context: CaseContext) -> None:
     pipeline.finish()
     if hold.expired:
         raise Violation(
-            "ST-2", f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer {LAYERS - 1} was held back"
+            "ST-2",
+            f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer "
+            f"{LAYERS - 1} was held back",
         )
     hold.release()
     pipeline.read_layer(counter, LAYERS - 1, pages, seen)

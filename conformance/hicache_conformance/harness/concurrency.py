@@ -18,7 +18,8 @@ HANG_SECONDS: Final = 120.0
 
 
 class Pending(Generic[AnswerT_co]):
-    """Begins at once. A call that never comes back leaves its thread behind, which keeps no process alive."""
+    """Begins at once. A call that never comes back leaves its thread behind, which keeps no process
+    alive."""
 
     def __init__(self, ask: Callable[[], AnswerT_co]) -> None:
         self._ask = ask
@@ -70,7 +71,9 @@ def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in functions]
+    threads = [
+        threading.Thread(target=run, args=(function,), daemon=True) for function in functions
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

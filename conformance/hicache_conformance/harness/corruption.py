@@ -1,4 +1,5 @@
-"""Corruption below the API: objects written through a driver's `write_objects`, and files of a store changed at rest."""
+"""Corruption below the API: objects written through a driver's `write_objects`, and files of a
+store changed at rest."""
 
 from __future__ import annotations
 
@@ -56,27 +57,37 @@ def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectC
     """Put a damaged object in the place of a page, whether there is one or not.
 
     Returns:
-        Whether the object is there now. A driver that refuses to store an object of the wrong length cannot hold one.
+        Whether the object is there now. A driver that refuses to store an object of the wrong
+        length cannot hold one.
     """
     driver = innermost(storage)
     assert isinstance(driver, ObjectStorage)
     namespace = driver.pools[PoolName(pool)].namespace
     try:
-        written = driver.write_objects([WriteBatch(namespace, [_damaged(namespace, key, damage)])], Call())
+        written = driver.write_objects(
+            [WriteBatch(namespace, [_damaged(namespace, key, damage)])], Call()
+        )
     except Exception:  # noqa: BLE001 - whatever a driver says to an impossible object, it does not hold it
         return False
     return written == [[True]]
 
 
 def _damaged(namespace: Namespace, key: str, damage: ObjectCorruption) -> ObjectWrite:
-    buffers = [memoryview(bytearray(b"\x5a" * length)) for length in namespace.geometry.component_bytes]
+    buffers = [
+        memoryview(bytearray(b"\x5a" * length)) for length in namespace.geometry.component_bytes
+    ]
     honest = ObjectWrite(namespace, key, buffers)
     match damage:
         case ObjectCorruption.SHORT:
-            return _Forgery(honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope)
+            return _Forgery(
+                honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope
+            )
         case ObjectCorruption.LONG:
-            # At the front, so that a store that cuts objects to length is not left with the honest page.
-            return _Forgery(honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope)
+            # At the front, so that a store that cuts objects to length is not left with the honest
+            # page.
+            return _Forgery(
+                honest, [*buffers[:-1], memoryview(b"more" + bytes(buffers[-1]))], honest.envelope
+            )
         case ObjectCorruption.FLIPPED_BIT:
             sealed, flipped = honest.envelope, bytearray(buffers[-1])
             flipped[len(flipped) // 2] ^= 1
@@ -100,15 +111,25 @@ class _Forgery(ObjectWrite):
 
     __slots__ = ()
 
-    def __init__(self, honest: ObjectWrite, buffers: list[memoryview], envelope: bytes, *, replaces: bool = True) -> None:
+    def __init__(
+        self,
+        honest: ObjectWrite,
+        buffers: list[memoryview],
+        envelope: bytes,
+        *,
+        replaces: bool = True,
+    ) -> None:
         super().__init__(honest.namespace, honest.key, buffers, replaces=replaces)
         self._envelope = envelope
 
     def seal(self, computed: int) -> None:
-        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong bytes."""
+        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong
+        bytes."""
 
 
-def corrupt_files(directory: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
+def corrupt_files(
+    directory: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random
+) -> int:
     """ObjectCorruption the files that hold pages.
 
     Args:
@@ -131,7 +152,9 @@ def _rot(path: Path, pages: Sequence[bytes], decay: FileCorruption, random: Rand
     return len(places)
 
 
-def _corrupt_file(path: Path, places: Sequence[int], length: int, decay: FileCorruption, random: Random) -> None:
+def _corrupt_file(
+    path: Path, places: Sequence[int], length: int, decay: FileCorruption, random: Random
+) -> None:
     if decay is FileCorruption.GONE:
         path.unlink()
         return

@@ -20,8 +20,13 @@ class DiskUsage:
 
     @classmethod
     def of(cls, config: Mapping[str, object], home: Path) -> Self | None:
-        """Look now; None where no option names a directory under `home`, so that the store is somewhere else."""
-        named = {Path(value) for value in config.values() if isinstance(value, str) and value.startswith(str(home))}
+        """Look now; None where no option names a directory under `home`, so that the store is
+        somewhere else."""
+        named = {
+            Path(value)
+            for value in config.values()
+            if isinstance(value, str) and value.startswith(str(home))
+        }
         if not named:
             return None
         sizes = [size for directory in named for size in _sizes(directory)]

@@ -24,7 +24,8 @@ def has_steps(storage: HiCacheStorage) -> bool:
 
 @contextmanager
 def counted(storage: HiCacheStorage) -> Generator[Counter[str]]:
-    """Count the calls of an `ObjectStorage` driver's own methods, by name; of no other driver any."""
+    """Count the calls of an `ObjectStorage` driver's own methods, by name; of no other driver
+    any."""
     driver, calls = innermost(storage), Counter[str]()
     if not isinstance(driver, ObjectStorage):
         yield calls

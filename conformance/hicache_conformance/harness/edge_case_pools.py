@@ -50,7 +50,8 @@ class WrongLengthPool(GuardedPool):
 
 
 class FailingPool(EngineHostPool):
-    """An engine's pool that raises while `fails` is set, as one on a device does when a kernel before has failed."""
+    """An engine's pool that raises while `fails` is set, as one on a device does when a kernel
+    before has failed."""
 
     fails = False
 
@@ -71,40 +72,65 @@ def _mha(layout: str) -> HostPool:
     import torch
 
     return MHAHostPool(
-        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, dtype=torch.bfloat16, layout=layout,
+        size=PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        layer_num=3,
+        head_num=2,
+        head_dim=8,
+        dtype=torch.bfloat16,
+        layout=layout,
         pin_memory=False,
-    )  # fmt: skip
+    )
 
 
 def _uneven_mha() -> HostPool:
     import torch
 
     return MHAHostPool(
-        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, head_num=2, head_dim=8, v_head_dim=5, dtype=torch.uint8,
+        size=PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        layer_num=3,
+        head_num=2,
+        head_dim=8,
+        v_head_dim=5,
+        dtype=torch.uint8,
         pin_memory=False,
-    )  # fmt: skip
+    )
 
 
 def _mla(layout: str) -> HostPool:
     import torch
 
     return MLAHostPool(
-        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=3, kv_cache_dim=36, dtype=torch.bfloat16, layout=layout,
+        size=PAGES * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        layer_num=3,
+        kv_cache_dim=36,
+        dtype=torch.bfloat16,
+        layout=layout,
         pin_memory=False,
-    )  # fmt: skip
+    )
 
 
 def _mamba(layout: str) -> HostPool:
     import torch
 
     return MambaHostPool(
-        size=PAGES, layer_num=2, temporal_shape=(3, 4), conv_shapes=((5, 3), (7,)), temporal_dtype=torch.float32,
-        conv_dtype=torch.bfloat16, layout=layout, pin_memory=False,
-    )  # fmt: skip
+        size=PAGES,
+        layer_num=2,
+        temporal_shape=(3, 4),
+        conv_shapes=((5, 3), (7,)),
+        temporal_dtype=torch.float32,
+        conv_dtype=torch.bfloat16,
+        layout=layout,
+        pin_memory=False,
+    )
 
 
 def _indexer(layout: str) -> HostPool:
-    return IndexerHostPool(size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=2, layout=layout, pin_memory=False)
+    return IndexerHostPool(
+        size=PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=2, layout=layout, pin_memory=False
+    )
 
 
 POOLS: dict[str, Callable[[], HostPool]] = {

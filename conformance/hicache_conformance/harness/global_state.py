@@ -14,15 +14,23 @@ if TYPE_CHECKING:
     from types import FrameType
 
 SIGNALS: Final = (
-    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE,
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
     signal.SIGALRM,
-)  # fmt: skip
+)
 LEVEL: Final = 33
 
 
 @contextmanager
 def unchanged_globals() -> Generator[list[str]]:
-    """Give each bystander a state of the suite's own; the list names, at the end, those that were changed.
+    """Give each bystander a state of the suite's own; the list names, at the end, those that were
+    changed.
 
     For the main thread only, because signal handlers are.
     """
@@ -35,11 +43,17 @@ def unchanged_globals() -> Generator[list[str]]:
     root.handlers.clear()
     try:
         yield changed
-        changed += [f"the handler of {number.name}" for number in SIGNALS if signal.getsignal(number) is not _ignore]
+        changed += [
+            f"the handler of {number.name}"
+            for number in SIGNALS
+            if signal.getsignal(number) is not _ignore
+        ]
         changed += ["the root logger's level"] * (root.level != LEVEL)
         changed += ["the root logger's handlers"] * bool(root.handlers)
         changed += ["logging.disable"] * bool(root.manager.disable)
-        changed += ["the hooks for uncaught exceptions"] * ((sys.excepthook, threading.excepthook) != hooks)
+        changed += ["the hooks for uncaught exceptions"] * (
+            (sys.excepthook, threading.excepthook) != hooks
+        )
     finally:
         root.setLevel(level)
         root.handlers[:] = handlers

@@ -26,11 +26,15 @@ LAZY: Final = ("torch", *ENGINES)
 
 
 def probe(driver: str, config: Mapping[str, object]) -> str:
-    """Import and construct a driver in a process of its own; what it did that it must not, or nothing."""
+    """Import and construct a driver in a process of its own; what it did that it must not, or
+    nothing."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run(
         [sys.executable, "-m", "hicache_conformance.harness.import_probe"],
-        input=json.dumps({"driver": driver, "owner": registry().owners[driver], "config": dict(config)}, default=str),
+        input=json.dumps(
+            {"driver": driver, "owner": registry().owners[driver], "config": dict(config)},
+            default=str,
+        ),
         env=environment,
         capture_output=True,
         text=True,
@@ -54,19 +58,30 @@ def _main() -> None:
 def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     # Its own plugin alone: what another one imports is not this driver's doing.
     points = [
-        point for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist and f"{point.dist.name}:{point.name}" == owner
+        point
+        for point in entry_points(group=ENTRY_POINT_GROUP)
+        if point.dist and f"{point.dist.name}:{point.name}" == owner
     ]
     if driver not in discover(points).drivers:
         return {"unknown": f"no entry point {owner} registers it there"}
     heavy = [name for name in LAZY if name in sys.modules]
     if heavy:
-        return {"found": f"imports {', '.join(heavy)} when drivers are only listed; do that in the module of the target"}
+        return {
+            "found": f"imports {', '.join(heavy)} when drivers are only listed; do that in the "
+            f"module of the target"
+        }
     connections = list[str]()
-    sys.addaudithook(lambda event, arguments: connections.append(event) if event in _CONNECTING else None)
+    sys.addaudithook(
+        lambda event, arguments: connections.append(event) if event in _CONNECTING else None
+    )
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     root = logging.getLogger()
     logging_before = (root.level, list(root.handlers))
-    create_storage(driver, StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first"), config)
+    create_storage(
+        driver,
+        StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first"),
+        config,
+    )
     found = list[str]()
     if connections:
         found.append(f"connects ({', '.join(dict.fromkeys(connections))})")
@@ -82,7 +97,13 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     return {"found": " and ".join(found)}
 
 
-_CONNECTING: Final = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto")
+_CONNECTING: Final = (
+    "socket.connect",
+    "socket.bind",
+    "socket.getaddrinfo",
+    "socket.gethostbyname",
+    "socket.sendto",
+)
 
 
 def _uses_gpu() -> bool:

@@ -23,7 +23,11 @@ class OpenResources:
     def now(cls) -> Self:
         """Look now, after what is garbage has been collected."""
         gc.collect()
-        threads = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
+        threads = {
+            thread.ident: thread.name
+            for thread in threading.enumerate()
+            if thread.ident is not None
+        }
         descriptors = dict[int, str]()
         for entry in Path("/proc/self/fd").iterdir():
             try:
@@ -35,7 +39,11 @@ class OpenResources:
 
     def beyond(self, before: OpenResources) -> str:
         """Describe resources that were not open before; empty if there are none."""
-        words = [f"thread {name!r}" for ident, name in self.threads.items() if ident not in before.threads]
+        words = [
+            f"thread {name!r}"
+            for ident, name in self.threads.items()
+            if ident not in before.threads
+        ]
         words += [
             f"descriptor {number} ({target.replace(os.getcwd(), '.')})"
             for number, target in self.descriptors.items()

@@ -16,10 +16,11 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
-    """The least that any of the calls needed beyond what was held before it and what it left behind.
+    """The least that any of the calls needed beyond what was held before it and what it left
+    behind.
 
-    Python's own memory is traced to the byte. Memory from elsewhere, such as tensors and mappings, shows in the pages
-    that the process touches.
+    Python's own memory is traced to the byte. Memory from elsewhere, such as tensors and mappings,
+    shows in the pages that the process touches.
     """
     needs = list[int]()
     gc.collect()
@@ -33,14 +34,17 @@ def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
             call()
             resident_peak, resident_after = _status("VmHWM:"), _status("VmRSS:")
             after, peak = tracemalloc.get_traced_memory()
-            needs.append(max(peak - max(before, after), resident_peak - max(resident, resident_after)))
+            needs.append(
+                max(peak - max(before, after), resident_peak - max(resident, resident_after))
+            )
     finally:
         tracemalloc.stop()
     return max(0, min(needs))
 
 
 def _forget_peak() -> None:
-    # Where the kernel does not let us, the peak since the process began hides this part; the traced part remains.
+    # Where the kernel does not let us, the peak since the process began hides this part; the traced
+    # part remains.
     with contextlib.suppress(OSError):
         _CLEAR.write_text("5")
 

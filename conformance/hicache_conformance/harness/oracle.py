@@ -28,7 +28,9 @@ class PoolQuery:
                 return all(self.present[page] for page in range(endpoint))
             case PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(self.transfer.keys or ()))
-                return all(self.present[page] for page in range(max(0, endpoint - window), endpoint))
+                return all(
+                    self.present[page] for page in range(max(0, endpoint - window), endpoint)
+                )
             case PoolHitPolicy.BLOCK_GROUPS:
                 return True
 
@@ -36,14 +38,19 @@ class PoolQuery:
         """The pool's own answer."""
         pages = len(self.present)
         if self.transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-            block, group = self.transfer.block_pages, self.transfer.group_pages or self.transfer.block_pages
+            block, group = (
+                self.transfer.block_pages,
+                self.transfer.group_pages or self.transfer.block_pages,
+            )
             complete = 0
             for end in range(block, pages + 1, block):
                 if not all(self.present[page] for page in range(end - group, end)):
                     break
                 complete = end
             return complete
-        return max((endpoint for endpoint in range(1, pages + 1) if self.is_legal(endpoint)), default=0)
+        return max(
+            (endpoint for endpoint in range(1, pages + 1) if self.is_legal(endpoint)), default=0
+        )
 
     def __str__(self) -> str:
         policy = self.transfer.hit_policy
@@ -55,7 +62,13 @@ class PoolQuery:
         return f"{self.transfer.name} {drawn(self.present)} ({policy}{detail})"
 
 
-def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[PoolQuery] = (), *, verdicts: bool = True) -> None:
+def check(
+    answer: PoolTransferResult,
+    kv: Sequence[bool],
+    asked: Sequence[PoolQuery] = (),
+    *,
+    verdicts: bool = True,
+) -> None:
     """Compare an answer with the truth.
 
     Args:
@@ -68,20 +81,29 @@ def check(answer: PoolTransferResult, kv: Sequence[bool], asked: Sequence[PoolQu
         Violation: the rule, the presence of every page, and what the answer must be.
     """
     legal = [
-        endpoint for endpoint in range(1, len(kv) + 1) if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
+        endpoint
+        for endpoint in range(1, len(kv) + 1)
+        if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
     ]
     hit = legal[-1] if legal else 0
     scene = ", ".join([f"kv {drawn(kv)}", *map(str, asked)])
     if answer.kv_hit_pages != hit:
-        raise Violation(_hit_rule(asked), f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}")
+        raise Violation(
+            _hit_rule(asked), f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}"
+        )
     if list(answer.restorable_prefix_pages) != legal:
-        raise Violation("EX-5", f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}")
+        raise Violation(
+            "EX-5",
+            f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}",
+        )
     if not verdicts:
         return
     kv_verdict = next((page for page, there in enumerate(kv) if not there), len(kv))
     _check_verdict(answer, PoolName.KV, kv_verdict, "EX-2", scene)
     for pool in asked:
-        _check_verdict(answer, pool.transfer.name, pool.verdict(), _RULES[pool.transfer.hit_policy], scene)
+        _check_verdict(
+            answer, pool.transfer.name, pool.verdict(), _RULES[pool.transfer.hit_policy], scene
+        )
 
 
 def drawn(present: Sequence[bool]) -> str:
@@ -89,15 +111,20 @@ def drawn(present: Sequence[bool]) -> str:
     return "".join("x" if there else "." for there in present)
 
 
-def _check_verdict(answer: PoolTransferResult, pool: PoolName, verdict: int, rule: str, scene: str) -> None:
+def _check_verdict(
+    answer: PoolTransferResult, pool: PoolName, verdict: int, rule: str, scene: str
+) -> None:
     told = answer.extra_pool_hit_pages.get(pool)
     if told != verdict:
         rule = "EX-6" if told is None else rule
-        raise Violation(rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}")
+        raise Violation(
+            rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}"
+        )
 
 
 def _hit_rule(asked: Sequence[PoolQuery]) -> str:
-    """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where several do."""
+    """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where
+    several do."""
     policies = {pool.transfer.hit_policy for pool in asked}
     if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:
         return "EX-1"

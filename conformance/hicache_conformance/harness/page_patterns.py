@@ -48,7 +48,8 @@ class Passage:
 
 
 class PagePatterns:
-    """Writes pages, and reads from any bytes whose they are. Knows the pages that were written with it."""
+    """Writes pages, and reads from any bytes whose they are. Knows the pages that were written with
+    it."""
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[StorageIdentity, str]] = {}
@@ -58,7 +59,10 @@ class PagePatterns:
     def render(self, page: Page, length: int) -> bytes:
         """The bytes of a page."""
         head = self._owner_tag(page.identity, page.pool) + self._key_tag(page.key)
-        cells = (_CELL.pack(head[:4], head[4:], page.generation, offset) for offset in range(0, length, CELL_BYTES))
+        cells = (
+            _CELL.pack(head[:4], head[4:], page.generation, offset)
+            for offset in range(0, length, CELL_BYTES)
+        )
         return b"".join(cells)[:length]
 
     def explain(self, found: bytes, expected: Page) -> str:
@@ -66,7 +70,9 @@ class PagePatterns:
         wanted = self.render(expected, len(found))
         if found == wanted:
             return ""
-        offset = next(index for index, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        offset = next(
+            index for index, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b
+        )
         start = offset // CELL_BYTES * CELL_BYTES
         wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
@@ -76,7 +82,11 @@ class PagePatterns:
         if len(found) < CELL_BYTES:
             return None
         generation = int(_CELL.unpack_from(found)[2])
-        return generation if self.render(replace(page, generation=generation), len(found)) == found else None
+        return (
+            generation
+            if self.render(replace(page, generation=generation), len(found)) == found
+            else None
+        )
 
     def passages(self, found: bytes, page: Page) -> list[Passage]:
         """List the passages of `found`, which should be a generation of `page`, from its first byte
@@ -86,9 +96,15 @@ class PagePatterns:
         for start in range(0, len(found), CELL_BYTES):
             cell = found[start : start + CELL_BYTES]
             generation = int(_CELL.unpack(cell)[2]) if len(cell) == CELL_BYTES else page.generation
-            own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack("<I", start)
+            own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack(
+                "<I", start
+            )
             whose = generation if cell == own[: len(cell)] and len(cell) == CELL_BYTES else None
-            words = "" if whose is not None else self._describe(cell, start, page).replace(f" at byte {start}", "")
+            words = (
+                ""
+                if whose is not None
+                else self._describe(cell, start, page).replace(f" at byte {start}", "")
+            )
             if parts and (parts[-1].generation, parts[-1].words) == (whose, words):
                 parts[-1] = replace(parts[-1], end=start + len(cell))
             else:
@@ -109,14 +125,19 @@ class PagePatterns:
         if owner_tag not in self._owners or key_tag not in self._keys:
             return f"holds bytes of no page of this run {at}: {cell.hex()}"
         found = Page(*self._owners[owner_tag], self._keys[key_tag], generation)
-        return f"{_difference(found, expected)} {at}" + ("" if place == offset else f", taken from byte {place} of that page")
+        return f"{_difference(found, expected)} {at}" + (
+            "" if place == offset else f", taken from byte {place} of that page"
+        )
 
     def _owner_tag(self, identity: StorageIdentity, pool: str) -> bytes:
         tag = self._tags.get((identity, pool))
         if tag is None:
-            # Every field, deciding or not: two identities that share pages still wrote their own bytes.
+            # Every field, deciding or not: two identities that share pages still wrote their own
+            # bytes.
             text = repr((identity, pool)).encode()
-            tag = self._tags[identity, pool] = hashlib.blake2b(text, digest_size=4, person=b"owner").digest()
+            tag = self._tags[identity, pool] = hashlib.blake2b(
+                text, digest_size=4, person=b"owner"
+            ).digest()
             self._owners[tag] = (identity, pool)
         return tag
 
@@ -157,12 +178,19 @@ def _difference(found: Page, expected: Page) -> str:
         words.append(f"holds bytes of pool {found.pool!r}")
     if found.identity != expected.identity:
         differing = [
-            f.name for f in fields(found.identity) if getattr(found.identity, f.name) != getattr(expected.identity, f.name)
+            f.name
+            for f in fields(found.identity)
+            if getattr(found.identity, f.name) != getattr(expected.identity, f.name)
         ]
         told = ", ".join(
-            f"{name} {getattr(found.identity, name)!r} (expected {getattr(expected.identity, name)!r})" for name in differing
+            f"{name} {getattr(found.identity, name)!r} (expected "
+            f"{getattr(expected.identity, name)!r})"
+            for name in differing
         )
         words.append(f"holds bytes written under {told}")
     if not words and found.generation != expected.generation:
-        words.append(f"holds the bytes of set number {found.generation} of this key, not of number {expected.generation}")
+        words.append(
+            f"holds the bytes of set number {found.generation} of this key, not of number "
+            f"{expected.generation}"
+        )
     return " and ".join(words) or "holds its own bytes in the wrong place"

@@ -16,7 +16,8 @@ GUARD = b"\xa7" * GUARD_BYTES
 
 
 class PoolMemory(Protocol):
-    """A registered pool, seen by the suite: not through the driver, and not through the SDK's adapters."""
+    """A registered pool, seen by the suite: not through the driver, and not through the SDK's
+    adapters."""
 
     @property
     def host_pool(self) -> object:
@@ -71,7 +72,10 @@ class GuardedPool:
         self.page_size = page_size
         self.page_bytes = self.geometry.page_bytes
         self._start = GUARD_BYTES + skew
-        self._memory = [memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD)) for length in components]
+        self._memory = [
+            memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD))
+            for length in components
+        ]
 
     @property
     def host_pool(self) -> object:
@@ -91,7 +95,9 @@ class GuardedPool:
 
     def guards_intact(self) -> bool:
         return all(
-            bytes(memory[self._start - GUARD_BYTES : self._start]) == bytes(memory[-GUARD_BYTES:]) == GUARD
+            bytes(memory[self._start - GUARD_BYTES : self._start])
+            == bytes(memory[-GUARD_BYTES:])
+            == GUARD
             for memory in self._memory
         )
 
@@ -131,18 +137,22 @@ class LentMemory:
 
 
 class EngineHostPool:
-    """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies (SGLang's `layer_first`)."""
+    """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies
+    (SGLang's `layer_first`)."""
 
     layout = "layer_first"
 
-    def __init__(self, *, pages: int = 16, page_size: int = 2, layers: int = 3, row: int = 32) -> None:
+    def __init__(
+        self, *, pages: int = 16, page_size: int = 2, layers: int = 3, row: int = 32
+    ) -> None:
         import torch
 
         self.dtype = torch.uint8
         self.page_size = page_size
         self.pages = pages
         self.size = pages * page_size
-        # Every second row belongs to somebody else, so that not even one layer of a page is contiguous.
+        # Every second row belongs to somebody else, so that not even one layer of a page is
+        # contiguous.
         self.kv_buffer = torch.full((layers, self.size, 2, row), GUARD[0], dtype=self.dtype)
         self.page_bytes = layers * page_size * row
         self.host_pool: object = self
@@ -162,12 +172,16 @@ class EngineHostPool:
         page.copy_(data_page.view(page.shape))
 
     def read(self, page: int) -> bytes:
-        return b"".join(bytes([int(element)]) for element in self.get_data_page(page * self.page_size))
+        return b"".join(
+            bytes([int(element)]) for element in self.get_data_page(page * self.page_size)
+        )
 
     def write(self, page: int, content: bytes) -> None:
         import torch
 
-        self.set_from_flat_data_page(page * self.page_size, torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        self.set_from_flat_data_page(
+            page * self.page_size, torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        )
 
     def guards_intact(self) -> bool:
         return bool((self.kv_buffer[:, :, 1] == GUARD[0]).all())
@@ -177,4 +191,6 @@ def slots_of(pages: Sequence[int], page_size: int) -> torch.Tensor:
     """The slots of whole pages, as `PoolTransfer.host_indices` wants them."""
     import torch
 
-    return torch.tensor([page * page_size + slot for page in pages for slot in range(page_size)], dtype=torch.int64)
+    return torch.tensor(
+        [page * page_size + slot for page in pages for slot in range(page_size)], dtype=torch.int64
+    )

@@ -16,7 +16,8 @@ PIECE_BYTES: Final = 4 << 20
 
 
 def extents(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each part of a file that is no hole; the whole file where the file system does not tell."""
+    """Begin and end of each part of a file that is no hole; the whole file where the file system
+    does not tell."""
     end = 0
     while True:
         try:

@@ -42,7 +42,8 @@ class PageGroup:
 
 
 class StorageUnderTest:
-    """A storage with its registered pools. Not for several threads at once: give each a `client`."""
+    """A storage with its registered pools. Not for several threads at once: give each a
+    `client`."""
 
     def __init__(
         self,
@@ -70,15 +71,21 @@ class StorageUnderTest:
         return self.storage.identity
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
-        """The same storage, restricted to a share of every pool's pages, for a thread of its own."""
-        return StorageUnderTest(self.storage, self.memories, self._patterns, random, client=number, clients=of)
+        """The same storage, restricted to a share of every pool's pages, for a thread of its
+        own."""
+        return StorageUnderTest(
+            self.storage, self.memories, self._patterns, random, client=number, clients=of
+        )
 
-    def set(self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0) -> list[bool]:
+    def set(
+        self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0
+    ) -> list[bool]:
         """Store self-describing pages; the answer, one for each key."""
         return self.set_many([PageGroup(keys, pool, generation)])[pool]
 
     def set_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
-        """Store pages of several transfers in one call. Their sources are overwritten as soon as it returns (SET-7)."""
+        """Store pages of several transfers in one call. Their sources are overwritten as soon as it
+        returns (SET-7)."""
         placed = self._place(groups)
         for group, pages in zip(groups, placed, strict=True):
             self.fill(group, pages)
@@ -113,10 +120,18 @@ class StorageUnderTest:
         verdicts = _checked(answer, groups)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
-            pages = [page for group, pages in zip(groups, placed, strict=True) if group.pool == pool for page in pages]
+            pages = [
+                page
+                for group, pages in zip(groups, placed, strict=True)
+                if group.pool == pool
+                for page in pages
+            ]
             self._check_neighbours(pool, frozenset(pages))
             memory = self.memories[pool]
-            delivered[pool] = [memory.read(page) if ok else None for page, ok in zip(pages, verdicts[pool], strict=True)]
+            delivered[pool] = [
+                memory.read(page) if ok else None
+                for page, ok in zip(pages, verdicts[pool], strict=True)
+            ]
         return delivered
 
     def fill(self, group: PageGroup, pages: Sequence[int]) -> None:
@@ -126,23 +141,38 @@ class StorageUnderTest:
             owner = Page(self.identity, group.pool, key, group.generation)
             memory.write(page, self._patterns.render(owner, memory.page_bytes))
 
-    def transfers(self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]) -> list[PoolTransfer]:
+    def transfers(
+        self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]
+    ) -> list[PoolTransfer]:
         """The transfers of a call that moves `groups` from or to the given pages."""
         return [
-            PoolTransfer(PoolName(group.pool), slots_of(pages, self.memories[group.pool].page_size), keys=list(group.keys))
+            PoolTransfer(
+                PoolName(group.pool),
+                slots_of(pages, self.memories[group.pool].page_size),
+                keys=list(group.keys),
+            )
             for group, pages in zip(groups, placed, strict=True)
         ]
 
     def exists(self, keys: Sequence[str], *transfers: PoolTransfer) -> PoolTransferResult:
         """Ask for a prefix, and check that the answer agrees with itself."""
-        answer = self.call("batch_exists_v2", lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info))
+        answer = self.call(
+            "batch_exists_v2",
+            lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info),
+        )
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
             raise Violation("EX-1", f"kv_hit_pages is {hit} for {len(keys)} keys")
-        if listed != sorted(set(listed)) or any(not 1 <= endpoint <= len(keys) for endpoint in listed):
-            raise Violation("EX-5", f"restorable_prefix_pages is not ascending within 1..{len(keys)}: {listed}")
+        if listed != sorted(set(listed)) or any(
+            not 1 <= endpoint <= len(keys) for endpoint in listed
+        ):
+            raise Violation(
+                "EX-5", f"restorable_prefix_pages is not ascending within 1..{len(keys)}: {listed}"
+            )
         if hit != (listed[-1] if listed else 0):
-            raise Violation("EX-5", f"kv_hit_pages is {hit}, but restorable_prefix_pages ends so: {listed[-3:]}")
+            raise Violation(
+                "EX-5", f"kv_hit_pages is {hit}, but restorable_prefix_pages ends so: {listed[-3:]}"
+            )
         return answer
 
     def has(self, key: str, pool: str = PoolName.KV) -> bool:
@@ -151,7 +181,8 @@ class StorageUnderTest:
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
 
     def clear(self) -> str:
-        """Clear the storage's namespaces; the error of a clear that did not happen or may have happened, empty if it returned."""
+        """Clear the storage's namespaces; the error of a clear that did not happen or may have
+        happened, empty if it returned."""
 
         def clear() -> str:
             try:
@@ -178,7 +209,9 @@ class StorageUnderTest:
             for index, (key, ok) in enumerate(zip(keys, answer[pool], strict=True)):
                 if not ok:
                     raise Violation(
-                        "SET-1", f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, nearly empty store"
+                        "SET-1",
+                        f"page {index} key {short(key)} of pool {pool!r} was refused by an idle, "
+                        f"nearly empty store",
                     )
 
     def expect(
@@ -195,7 +228,9 @@ class StorageUnderTest:
         Raises:
             Violation: GET-1 for wrong bytes; `rule`, or else SET-1, for a page that is gone.
         """
-        self.compare(keys, self.get(keys, pool), pool, generation=generation, writer=writer, rule=rule)
+        self.compare(
+            keys, self.get(keys, pool), pool, generation=generation, writer=writer, rule=rule
+        )
 
     def compare(
         self,
@@ -211,13 +246,19 @@ class StorageUnderTest:
         for index, (key, content) in enumerate(zip(keys, found, strict=True)):
             if content is None:
                 raise Violation(
-                    rule or "SET-1", f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get answers False"
+                    rule or "SET-1",
+                    f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get "
+                    f"answers False",
                 )
-            wrong = self._patterns.explain(content, Page(writer or self.identity, pool, key, generation))
+            wrong = self._patterns.explain(
+                content, Page(writer or self.identity, pool, key, generation)
+            )
             if wrong:
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
-    def expect_missing(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str, why: str) -> None:
+    def expect_missing(
+        self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str, why: str
+    ) -> None:
         """Make sure that pages are neither delivered nor said to exist.
 
         Raises:
@@ -228,20 +269,28 @@ class StorageUnderTest:
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
-                whose = self._patterns.explain(content, Page(self.identity, pool, key)) or "holds its own bytes"
+                whose = (
+                    self._patterns.explain(content, Page(self.identity, pool, key))
+                    or "holds its own bytes"
+                )
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
                 raise Violation(rule, f"{page}, and exists says that it is there")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
-        """Read pages that this identity and others have stored under the same keys, each with its own bytes.
+        """Read pages that this identity and others have stored under the same keys, each with its
+        own bytes.
 
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             lost = "was stored (True), and a get answers False"
-            wrong = lost if content is None else self._patterns.explain(content, Page(self.identity, pool, key))
+            wrong = (
+                lost
+                if content is None
+                else self._patterns.explain(content, Page(self.identity, pool, key))
+            )
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -254,21 +303,36 @@ class StorageUnderTest:
         hit = self.exists(keys).kv_hit_pages
         if hit != len(keys):
             raise Violation(
-                rule, f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key {short(keys[hit])} is missing"
+                rule,
+                f"{len(keys)} pages can be read, and kv_hit_pages is {hit}; page {hit} key "
+                f"{short(keys[hit])} is missing",
             )
 
-    def generation_of(self, key: str, content: bytes, pool: str, generations: Sequence[int]) -> int | None:
+    def generation_of(
+        self, key: str, content: bytes, pool: str, generations: Sequence[int]
+    ) -> int | None:
         """Return the one of several generations that a page holds; None if it is none of them."""
         owner = (Page(self.identity, pool, key, generation) for generation in generations)
-        return next((page.generation for page in owner if self._patterns.render(page, len(content)) == content), None)
+        return next(
+            (
+                page.generation
+                for page in owner
+                if self._patterns.render(page, len(content)) == content
+            ),
+            None,
+        )
 
-    def explain(self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0) -> str:
+    def explain(
+        self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0
+    ) -> str:
         """Describe the content of a page that should hold something else."""
         return self._patterns.explain(content, Page(self.identity, pool, key, generation))
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters; zeros for a pool that has none yet."""
-        return self.call("get_stats", self.storage.get_stats).pools.get(PoolName(pool)) or PoolStats()
+        return (
+            self.call("get_stats", self.storage.get_stats).pools.get(PoolName(pool)) or PoolStats()
+        )
 
     def call(self, name: str, question: Callable[[], AnswerT]) -> AnswerT:
         """Call the storage.
@@ -294,16 +358,23 @@ class StorageUnderTest:
         return range(self._client * group, (self._client + 1) * group)
 
     def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
-        """Pages for every transfer, in no order that a driver could guess, and no two the same in a pool."""
+        """Pages for every transfer, in no order that a driver could guess, and no two the same in a
+        pool."""
         free = dict[str, list[int]]()
         placed = list[list[int]]()
         for group in groups:
             if group.pool not in free:
                 free[group.pool] = list(self._own_pages(self.memories[group.pool]))
                 self._random.shuffle(free[group.pool])
-            taken, free[group.pool] = free[group.pool][: len(group.keys)], free[group.pool][len(group.keys) :]
+            taken, free[group.pool] = (
+                free[group.pool][: len(group.keys)],
+                free[group.pool][len(group.keys) :],
+            )
             if len(taken) < len(group.keys):
-                raise ValueError(f"a case moves {len(group.keys)} pages of {group.pool!r} at once; the pool is smaller")
+                raise ValueError(
+                    f"a case moves {len(group.keys)} pages of {group.pool!r} at once; the pool is "
+                    f"smaller"
+                )
             placed.append(taken)
         return placed
 
@@ -312,10 +383,20 @@ class StorageUnderTest:
         blank = canary(self._calls, memory.page_bytes)
         for page in self._own_pages(memory):
             if page not in destinations and memory.read(page) != blank:
-                near = min(destinations, key=lambda destination: abs(destination - page), default=None)
-                raise Violation("GET-2", f"a get into host pages {sorted(destinations)} touched page {page} (nearest: {near})")
+                near = min(
+                    destinations, key=lambda destination: abs(destination - page), default=None
+                )
+                raise Violation(
+                    "GET-2",
+                    f"a get into host pages {sorted(destinations)} touched page {page} (nearest: "
+                    f"{near})",
+                )
         if not memory.guards_intact():
-            raise Violation("GET-2", f"a get into host pages {sorted(destinations)} wrote outside the memory of pool {pool!r}")
+            raise Violation(
+                "GET-2",
+                f"a get into host pages {sorted(destinations)} wrote outside the memory of pool "
+                f"{pool!r}",
+            )
 
 
 def all_pages(pool: str) -> PoolTransfer:
@@ -324,23 +405,38 @@ def all_pages(pool: str) -> PoolTransfer:
 
 
 def trailing(pool: str, window: int) -> PoolTransfer:
-    """A side pool of which the last `window` pages are needed; its keys are placeholders, as engines send them."""
-    return PoolTransfer(PoolName(pool), keys=["__placeholder__"] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    """A side pool of which the last `window` pages are needed; its keys are placeholders, as
+    engines send them."""
+    return PoolTransfer(
+        PoolName(pool), keys=["__placeholder__"] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES
+    )
 
 
 def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     """A side pool of which each block keeps a group."""
-    return PoolTransfer(PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group)
+    return PoolTransfer(
+        PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group
+    )
 
 
-def _checked(answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
+def _checked(
+    answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]
+) -> dict[str, list[bool]]:
     expected = dict[str, int]()
     for group in groups:
         expected[group.pool] = expected.get(group.pool, 0) + len(group.keys)
     if not isinstance(answer, dict) or set(answer) != set(expected):
-        raise Violation("GET-3", f"a call for the pools {sorted(expected)} answered {answer!r:.200}")
+        raise Violation(
+            "GET-3", f"a call for the pools {sorted(expected)} answered {answer!r:.200}"
+        )
     for pool, pages in expected.items():
         verdicts = answer[PoolName(pool)]
-        if not isinstance(verdicts, list) or len(verdicts) != pages or not all(isinstance(ok, bool) for ok in verdicts):
-            raise Violation("GET-3", f"pool {pool!r}: {pages} keys were answered with {verdicts!r:.200}")
+        if (
+            not isinstance(verdicts, list)
+            or len(verdicts) != pages
+            or not all(isinstance(ok, bool) for ok in verdicts)
+        ):
+            raise Violation(
+                "GET-3", f"pool {pool!r}: {pages} keys were answered with {verdicts!r:.200}"
+            )
     return {pool: list(answer[PoolName(pool)]) for pool in expected}

@@ -14,7 +14,8 @@ class AnomalyKind(StrEnum):
     """Kinds of impossible answers."""
 
     FOREIGN = "foreign"
-    """A get delivered bytes that are no value of this page: half of one, two mixed, another page's, or nobody's."""
+    """A get delivered bytes that are no value of this page: half of one, two mixed, another page's,
+    or nobody's."""
     UNBEGUN = "unbegun"
     """A get delivered a value that no set had begun to write when it ended."""
     REMOVED = "removed"
@@ -22,7 +23,8 @@ class AnomalyKind(StrEnum):
     LOST = "lost"
     """A get missed a page that had been acknowledged, and that nobody had removed."""
     REWRITTEN = "rewritten"
-    """A get delivered the value of a set that began when the page was there already. What was lost is set anew: the loss is worse."""
+    """A get delivered the value of a set that began when the page was there already. What was lost
+    is set anew: the loss is worse."""
     DENIED = "denied"
     """Exists did not find such a page."""
     CLAIMED = "claimed"
@@ -40,4 +42,5 @@ class Anomaly:
     answer: Event
     """The call that was answered so."""
     witnesses: tuple[Event, ...] = ()
-    """What was done to the page and rules the answer out, in the order of time. No other event is needed."""
+    """What was done to the page and rules the answer out, in the order of time. No other event is
+    needed."""

@@ -1,28 +1,34 @@
 """Checker of histories: finds answers that cannot be, in time linear in the events.
 
-**Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its own. A set looks whether
-the page is there and, if it is not, publishes its value whole, at some moment between its call and its return; two sets that
-overlap may both publish. A set that answers `False`, or whose process was killed, may or may not have published. A delete
-and a clear remove what they find at some moment of theirs; a clear that raised (rule LC-7) did so never, or at any moment from
-its call on, so that it excuses what is missing and rules nothing out. A get answers from one moment of its own. Every answer
-is judged against all sets and removals, and not against the values that other gets saw: caches of several values are not
-forbidden.
+**Model.** A page, told by pool and key, is absent or holds one value; every set has a value of its
+own. A set looks whether the page is there and, if it is not, publishes its value whole, at some
+moment between its call and its return; two sets that overlap may both publish. A set that answers
+`False`, or whose process was killed, may or may not have published. A delete and a clear remove
+what they find at some moment of theirs; a clear that raised (rule LC-7) did so never, or at any
+moment from its call on, so that it excuses what is missing and rules nothing out. A get answers
+from one moment of its own. Every answer is judged against all sets and removals, and not against
+the values that other gets saw: caches of several values are not forbidden.
 
 **What is found**, with `a < b` for "a had ended before b began":
 
-- a get whose bytes are no value (`FOREIGN`), or a value whose set began after the get had ended (`UNBEGUN`);
+- a get whose bytes are no value (`FOREIGN`), or a value whose set began after the get had ended
+  (`UNBEGUN`);
 - a get of value v, with a removal so that v's set, answered `True`, < removal < get (`REMOVED`);
-- a get of value v, with a set e, answered `True`, < v's set, and no removal that can have come after e (`REWRITTEN`, rule
-  SET-3). Until a set of it has answered, a page is promised to nobody, though some may find it;
-- a get that misses, or an exists that denies, with a set, answered `True`, < get, and no removal that can have come after
-  that set (`LOST`, `DENIED`, rule SET-1). Where pages may be evicted, neither this nor the one before is concluded;
+- a get of value v, with a set e, answered `True`, < v's set, and no removal that can have come
+  after e (`REWRITTEN`, rule SET-3). Until a set of it has answered, a page is promised to nobody,
+  though some may find it;
+- a get that misses, or an exists that denies, with a set, answered `True`, < get, and no removal
+  that can have come after that set (`LOST`, `DENIED`, rule SET-1). Where pages may be evicted,
+  neither this nor the one before is concluded;
 - an exists that finds a page whose every set began later or was removed (`CLAIMED`).
 
-**Why linear.** The two ends of all calls are visited once, in the order of time. Each client's are in order already, and
-Python's sort merges such runs, so that an end costs as many comparisons as the few clients have binary digits. At each end, for each key of the call, a fixed number of fields of
-the page's state is read and written: the latest beginning among the acknowledged sets and among the removals that have ended,
-and the latest end of a removal. "There is a set with ..." is then one comparison
-with the latest. A clear is one state that all pages of its pool share, so it costs the same however many there are.
+**Why linear.** The two ends of all calls are visited once, in the order of time. Each client's are
+in order already, and Python's sort merges such runs, so that an end costs as many comparisons as
+the few clients have binary digits. At each end, for each key of the call, a fixed number of fields
+of the page's state is read and written: the latest beginning among the acknowledged sets and among
+the removals that have ended, and the latest end of a removal. "There is a set with ..." is then one
+comparison with the latest. A clear is one state that all pages of its pool share, so it costs the
+same however many there are.
 """
 
 from __future__ import annotations
@@ -151,7 +157,11 @@ class HistoryChecker:
                     page.deletes.begin()
             case _:
                 self._before[id(event)] = [
-                    _Before(page.acknowledged.copy(), (page.deletes.over.copy(), self._clears.over.copy())) for page in pages
+                    _Before(
+                        page.acknowledged.copy(),
+                        (page.deletes.over.copy(), self._clears.over.copy()),
+                    )
+                    for page in pages
                 ]
 
     def _end(self, event: Event) -> None:
@@ -167,7 +177,9 @@ class HistoryChecker:
                 for page in pages:
                     page.deletes.end(event)
             case Call.GET:
-                for index, (page, before) in enumerate(zip(pages, self._before.pop(id(event)), strict=True)):
+                for index, (page, before) in enumerate(
+                    zip(pages, self._before.pop(id(event)), strict=True)
+                ):
                     self._judge_get(event, index, page, before, ended.found[index])
             case _:
                 judged = zip(pages, self._before.pop(id(event)), strict=True)
@@ -177,7 +189,9 @@ class HistoryChecker:
                     elif index == ended.hit:
                         self._judge_miss(event, index, page, before, AnomalyKind.DENIED)
 
-    def _judge_get(self, event: Event, index: int, page: _Page, before: _Before, found: int | bytes | None) -> None:
+    def _judge_get(
+        self, event: Event, index: int, page: _Page, before: _Before, found: int | bytes | None
+    ) -> None:
         if found is None:
             self._judge_miss(event, index, page, before, AnomalyKind.LOST)
         elif isinstance(found, bytes):
@@ -185,35 +199,60 @@ class HistoryChecker:
         else:
             self._judge_value(event, index, page, before, found)
 
-    def _judge_value(self, event: Event, index: int, page: _Page, before: _Before, value: int) -> None:
+    def _judge_value(
+        self, event: Event, index: int, page: _Page, before: _Before, value: int
+    ) -> None:
         written = page.sets.get(value)
         if written is None:
             later = self._begun_later(event, index, value)
             self._find(AnomalyKind.UNBEGUN, event, index, *([later] if later else []))
             return
         removal = max(before.removals, key=lambda latest: latest.at)
-        if written.acknowledged_at is not None and removal.event and removal.at > written.acknowledged_at:
+        if (
+            written.acknowledged_at is not None
+            and removal.event
+            and removal.at > written.acknowledged_at
+        ):
             self._find(AnomalyKind.REMOVED, event, index, written.event, removal.event)
-        elif (earlier := written.acknowledged.event) and self._keeps and not self._may_be_removed_since(page, earlier.began_at):
+        elif (
+            (earlier := written.acknowledged.event)
+            and self._keeps
+            and not self._may_be_removed_since(page, earlier.began_at)
+        ):
             self._find(AnomalyKind.REWRITTEN, event, index, earlier, written.event)
 
-    def _judge_miss(self, event: Event, index: int, page: _Page, before: _Before, kind: AnomalyKind) -> None:
+    def _judge_miss(
+        self, event: Event, index: int, page: _Page, before: _Before, kind: AnomalyKind
+    ) -> None:
         acknowledged = before.acknowledged
-        if self._keeps and acknowledged.event and not self._may_be_removed_since(page, acknowledged.at):
+        if (
+            self._keeps
+            and acknowledged.event
+            and not self._may_be_removed_since(page, acknowledged.at)
+        ):
             self._find(kind, event, index, acknowledged.event)
 
     def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
         removal = max(before.removals, key=lambda latest: latest.at)
         if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
-            self._find(AnomalyKind.CLAIMED, event, index, *([last, removal.event] if last and removal.event else []))
+            self._find(
+                AnomalyKind.CLAIMED,
+                event,
+                index,
+                *([last, removal.event] if last and removal.event else []),
+            )
 
     def _may_be_removed_since(self, page: _Page, moment: int) -> bool:
         """Return whether a removal that has begun by now did not end before `moment`."""
-        return any(removals.running or removals.last_end >= moment for removals in (page.deletes, self._clears))
+        return any(
+            removals.running or removals.last_end >= moment
+            for removals in (page.deletes, self._clears)
+        )
 
     def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
-        """The set that wrote a value after it was read, if there is one: for the report alone, so found once for all."""
+        """The set that wrote a value after it was read, if there is one: for the report alone, so
+        found once for all."""
         if self._later is None:
             self._later = {
                 (event.begun.pool, key, event.begun.value): event
@@ -244,7 +283,8 @@ def _acknowledge(page: _Page, event: Event) -> None:
 
 
 def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
-    """Both ends of every call, in the order of time; of those at one time, beginnings first, so that they overlap."""
+    """Both ends of every call, in the order of time; of those at one time, beginnings first, so
+    that they overlap."""
     clients = dict[str, list[tuple[int, bool, Event]]]()
     for event in events:
         client = clients.setdefault(event.begun.client, [])

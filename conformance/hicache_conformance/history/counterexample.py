@@ -25,7 +25,8 @@ RULES: Final[Mapping[AnomalyKind, str]] = {
     AnomalyKind.LOST: "SET-1",
     AnomalyKind.DENIED: "EX-2",
 }
-"""Rules that a kind of anomaly breaks, whatever the case; any other breaks the rule that the case is about."""
+"""Rules that a kind of anomaly breaks, whatever the case; any other breaks the rule that the case
+is about."""
 
 # As `AnomalyKind` lists them: wrong bytes tell more than missing ones.
 _WORST_FIRST: Final = tuple(AnomalyKind)
@@ -43,13 +44,18 @@ _REASONS: Final = {
 class Counterexample:
     """Tells the anomalies of one history."""
 
-    def __init__(self, identity: StorageIdentity, patterns: PagePatterns, events: Sequence[Event]) -> None:
+    def __init__(
+        self, identity: StorageIdentity, patterns: PagePatterns, events: Sequence[Event]
+    ) -> None:
         self._identity = identity
         self._patterns = patterns
         self._events = events
 
-    def violation(self, anomalies: Sequence[Anomaly], rule: str, rules: Mapping[AnomalyKind, str] = RULES) -> Violation:
-        """The worst anomaly as the violation of a rule, with its counterexample as a note; of equal ones the first."""
+    def violation(
+        self, anomalies: Sequence[Anomaly], rule: str, rules: Mapping[AnomalyKind, str] = RULES
+    ) -> Violation:
+        """The worst anomaly as the violation of a rule, with its counterexample as a note; of equal
+        ones the first."""
         first = self._complete(min(anomalies, key=lambda anomaly: _WORST_FIRST.index(anomaly.kind)))
         violation = Violation(rules.get(first.kind, rule), self.headline(first))
         violation.add_note("\n".join(self.counterexample(first)))
@@ -70,16 +76,27 @@ class Counterexample:
         return f"{where} {value}{_REASONS[anomaly.kind]}"
 
     def counterexample(self, anomaly: Anomaly) -> list[str]:
-        """The calls that matter, in the order of time: milliseconds from the first to begin, who, what, and the answer."""
-        calls = sorted({id(event): event for event in (*anomaly.witnesses, anomaly.answer)}.values(), key=_began_at)
+        """The calls that matter, in the order of time: milliseconds from the first to begin, who,
+        what, and the answer."""
+        calls = sorted(
+            {id(event): event for event in (*anomaly.witnesses, anomaly.answer)}.values(),
+            key=_began_at,
+        )
         zero = calls[0].began_at
         rows = [self._row(event, anomaly.key, zero) for event in calls]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
-            f"  {began:>{widths[0]}} .. {ended:>{widths[1]}} ms  {client:<{widths[2]}}  {what:<{widths[3]}}  {answer}".rstrip()
+            f"  {began:>{widths[0]}} .. {ended:>{widths[1]}} ms  {client:<{widths[2]}}  "
+            f"{what:<{widths[3]}}  {answer}".rstrip()
             for began, ended, client, what, answer in rows
         ]
-        return [f"The calls that matter for key {short(anomaly.key)} of pool {anomaly.answer.begun.pool!r}:", *lines]
+        return [
+            (
+                f"The calls that matter for key {short(anomaly.key)} of pool "
+                f"{anomaly.answer.begun.pool!r}:"
+            ),
+            *lines,
+        ]
 
     def _complete(self, anomaly: Anomaly) -> Anomaly:
         """Add the sets whose bytes make up a page that is none."""
@@ -99,12 +116,15 @@ class Counterexample:
     def _passages(self, anomaly: Anomaly) -> list[Passage]:
         found = anomaly.answer.ended.found[anomaly.index] if anomaly.answer.ended else None
         assert isinstance(found, bytes)
-        return self._patterns.passages(found, Page(self._identity, anomaly.answer.begun.pool, anomaly.key))
+        return self._patterns.passages(
+            found, Page(self._identity, anomaly.answer.begun.pool, anomaly.key)
+        )
 
     def _pieces(self, anomaly: Anomaly, found: bytes) -> str:
         pieces = self._passages(anomaly)
         told = [
-            f"{f'is value {piece.generation}' if piece.generation is not None else piece.words} in bytes {piece.start}..{piece.end - 1}"
+            f"{f'is value {piece.generation}' if piece.generation is not None else piece.words} in "
+            f"bytes {piece.start}..{piece.end - 1}"
             for piece in pieces[:PASSAGES]
         ]
         more = f" and {len(pieces) - PASSAGES} more pieces" if len(pieces) > PASSAGES else ""
@@ -112,7 +132,13 @@ class Counterexample:
 
     def _row(self, event: Event, key: str, zero: int) -> tuple[str, str, str, str, str]:
         ended = "never" if event.ended is None else f"{(event.ended.at - zero) / 1e6:.3f}"
-        return f"{(event.began_at - zero) / 1e6:.3f}", ended, event.begun.client, _what(event, key), _answer(event, key)
+        return (
+            f"{(event.began_at - zero) / 1e6:.3f}",
+            ended,
+            event.begun.client,
+            _what(event, key),
+            _answer(event, key),
+        )
 
 
 def _began_at(event: Event) -> int:
@@ -123,7 +149,11 @@ def _what(event: Event, key: str) -> str:
     if event.call is Call.CLEAR:
         return "clear"
     place = f"page {event.keys.index(key)} of {len(event.keys)}"
-    return f"set value {event.begun.value}, {place}" if event.call is Call.SET else f"{event.call}, {place}"
+    return (
+        f"set value {event.begun.value}, {place}"
+        if event.call is Call.SET
+        else f"{event.call}, {place}"
+    )
 
 
 def _answer(event: Event, key: str) -> str:
@@ -136,7 +166,13 @@ def _answer(event: Event, key: str) -> str:
     match event.call:
         case Call.GET:
             found = ended.found[index]
-            return "False" if found is None else "no value" if isinstance(found, bytes) else f"value {found}"
+            return (
+                "False"
+                if found is None
+                else "no value"
+                if isinstance(found, bytes)
+                else f"value {found}"
+            )
         case Call.EXISTS:
             return f"{ended.hit} of {len(event.keys)} pages"
         case _:

@@ -1,7 +1,7 @@
 """Events of a history: the caller, the times and the answer of each call.
 
-Times are nanoseconds of `time.monotonic_ns()`, which all processes of a machine share. Two calls whose intervals overlap
-are concurrent, and nothing is concluded from which of them ended first.
+Times are nanoseconds of `time.monotonic_ns()`, which all processes of a machine share. Two calls
+whose intervals overlap are concurrent, and nothing is concluded from which of them ended first.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     done: tuple[bool, ...] = ()
     """Sets and deletes: the answer, one for each key."""
     found: tuple[int | bytes | None, ...] = ()
-    """Gets, for each key: the value of a whole page; the bytes of what is none; None where nothing was delivered."""
+    """Gets, for each key: the value of a whole page; the bytes of what is none; None where nothing
+    was delivered."""
     hit: int = 0
     """Exists: how many of the keys, from the first, are there."""
     raised: str = ""
-    """Clears: the error that says that it did not happen, or may have happened; empty for one that returned."""
+    """Clears: the error that says that it did not happen, or may have happened; empty for one that
+    returned."""
 
 
 class Event(msgspec.Struct, frozen=True, eq=False):
@@ -78,7 +80,8 @@ class Event(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def ended_at(self) -> int | None:
-        """None for a call that may take effect at any later time: its process was killed in it, or it is a clear that raised."""
+        """None for a call that may take effect at any later time: its process was killed in it, or
+        it is a clear that raised."""
         return None if self.ended is None or self.ended.raised else self.ended.at
 
 

@@ -36,7 +36,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     mix: dict[Call, int]
     """How often each call is made, in proportion to the others."""
     first_value: int
-    """The sets of all threads write the values from here on, each its own; there are as many as calls."""
+    """The sets of all threads write the values from here on, each its own; there are as many as
+    calls."""
     start_at: int = 0
     """Time to begin at, by `time.monotonic_ns()`, for processes that shall meet."""
 
@@ -76,7 +77,8 @@ class Client:
         for step in range(work.calls):
             call = random.choices(calls, weights)[0]
             chain = random.sample(work.keys, random.randint(1, min(work.max_keys, len(work.keys))))
-            # What an exists says of other pools is the business of the rules EX; here it is asked about the KV pool alone.
+            # What an exists says of other pools is the business of the rules EX; here it is asked
+            # about the KV pool alone.
             pool = str(PoolName.KV) if call is Call.EXISTS else random.choice(work.pools)
             self.call(call, chain, pool, work.first_value + number * work.calls + step)
 
@@ -85,7 +87,17 @@ class Client:
         number = next(self._numbers)
         shown = tuple(keys) if call is not Call.CLEAR else ()
         at = time.monotonic_ns()
-        self._note(Begun(number=number, client=self._name, call=call, at=at, pool=pool, keys=shown, value=value))
+        self._note(
+            Begun(
+                number=number,
+                client=self._name,
+                call=call,
+                at=at,
+                pool=pool,
+                keys=shown,
+                value=value,
+            )
+        )
         ended = self._made(number, call, keys, pool, value)
         self._note(ended)
         return ended
@@ -110,7 +122,9 @@ class Client:
             case Call.DELETE:
                 removed = sut.call("delete", lambda: sut.storage.delete(keys, pool=pool))
                 if len(removed) != len(keys):
-                    raise Violation("GET-3", f"a delete of {len(keys)} keys answered {removed!r:.80}")
+                    raise Violation(
+                        "GET-3", f"a delete of {len(keys)} keys answered {removed!r:.80}"
+                    )
                 return Ended(number=number, at=now(), done=tuple(map(bool, removed)))
             case Call.CLEAR:
                 raised = sut.clear()

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from hicache_conformance.model.fault_plan import Fault
 
 MAX_HANG_SECONDS: Final = 60.0
-"""A hang ends after this long even without `heal`, so that no process is stuck for good where the suite was killed."""
+"""A hang ends after this long even without `heal`, so that no process is stuck for good where the
+suite was killed."""
 
 
 class ActiveFaults:
@@ -39,7 +40,9 @@ class ActiveFaults:
                 if fault.operations and operation not in fault.operations:
                     continue
                 number, self._passed[index] = self._passed[index], self._passed[index] + 1
-                if number >= fault.first and (not fault.count or number < fault.first + fault.count):
+                if number >= fault.first and (
+                    not fault.count or number < fault.first + fault.count
+                ):
                     found.append(fault)
             self.injected_count += bool(found)
         return found

@@ -58,12 +58,16 @@ class DiskInjector(FaultInjector):
         # Not below pytest's directories: whoever removes those must not meet a mount that hangs.
         self._home = Path(tempfile.mkdtemp(prefix="hicache-injector-"))
         self._lock = threading.Lock()
-        # A session of its own, so that it survives a suite that is killed for long enough to unmount.
+        # A session of its own, so that it survives a suite that is killed for long enough to
+        # unmount.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hicache_conformance.injectors.fuse_fs", str(self._home)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )  # fmt: skip
+        )
         try:
             self._wait_until_mounted()
         except BaseException:
@@ -116,7 +120,8 @@ class DiskInjector(FaultInjector):
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _drop_page_cache(self) -> None:
-        """Drop the kernel's cache of the files that are open now, by opening them anew, so that reads of them reach FUSE."""
+        """Drop the kernel's cache of the files that are open now, by opening them anew, so that
+        reads of them reach FUSE."""
         for path in msgspec.convert(self._ask("open"), list[str]):
             with contextlib.suppress(OSError):
                 os.close(os.open(f"{self._home}/disk{path}", os.O_RDONLY))
@@ -131,7 +136,10 @@ class DiskInjector(FaultInjector):
             ready, _, _ = select.select([process.stdout], [], [], PATIENCE_SECONDS)
             line = process.stdout.readline() if ready else b""
         if not line:
-            raise RuntimeError(f"the file system's process does not answer {command!r}; it ended with {process.poll()}")
+            raise RuntimeError(
+                f"the file system's process does not answer {command!r}; it ended with "
+                f"{process.poll()}"
+            )
         return msgspec.json.decode(line)
 
     def _wait_until_mounted(self) -> None:
@@ -143,6 +151,7 @@ class DiskInjector(FaultInjector):
                 assert self._process.stderr is not None
                 said = self._process.stderr.read().decode("utf-8", "replace").strip()
                 raise Inconclusive(
-                    f"the injector 'disk' cannot mount a FUSE file system here: {said[-200:] or 'no reason given'}"
+                    f"the injector 'disk' cannot mount a FUSE file system here: "
+                    f"{said[-200:] or 'no reason given'}"
                 )
             time.sleep(0.005)

@@ -26,7 +26,8 @@ AnswerT = TypeVar("AnswerT")
 class DriverMethodInjector(FaultInjector):
     """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
 
-    The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is `delete_objects` and `clear_namespaces`.
+    The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is
+    `delete_objects` and `clear_namespaces`.
     """
 
     name: ClassVar[str] = "objects"
@@ -45,7 +46,8 @@ class DriverMethodInjector(FaultInjector):
         delete, clear = driver.delete_objects, driver.clear_namespaces
         # On the instance, so that the class and its other instances stay as they are.
         replaced: dict[str, Callable[[Any, Call], object]] = {
-            # An answer from memory would bypass the faults; declined, the call goes through the method below.
+            # An answer from memory would bypass the faults; declined, the call goes through the
+            # method below.
             "objects_exist_cached": lambda _, __: None,
             "objects_exist": lambda batches, call: self._exists(exists, batches, call),
             "read_objects_cached": lambda _, __: False,
@@ -76,36 +78,64 @@ class DriverMethodInjector(FaultInjector):
         active.apply(faults)
         return faults
 
-    def _exists(self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+    def _exists(
+        self, ask: Ask[LookupBatch], batches: Sequence[LookupBatch], call: Call
+    ) -> list[list[bool]]:
         faults = self._begin("exists")
         answer = ask(batches, call)
         return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
-    def _read(self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+    def _read(
+        self, ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call
+    ) -> list[list[bool]]:
         faults = self._begin("read")
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
-            return _without_one(batches, partial.place, lambda rest: ask(rest, call), ReadBatch, lambda batch: list(batch.reads))
+            return _without_one(
+                batches,
+                partial.place,
+                lambda rest: ask(rest, call),
+                ReadBatch,
+                lambda batch: list(batch.reads),
+            )
         if find_fault(faults, FaultKind.DUPLICATE):
             ask(batches, call)
-        if any(find_fault(faults, kind) for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)):
+        if any(
+            find_fault(faults, kind)
+            for kind in (FaultKind.WRONG_KEY, FaultKind.BIT_FLIP, FaultKind.SHORT_READ)
+        ):
             return _misread(ask, batches, call, faults)
         answer = ask(batches, call)
         if find_fault(faults, FaultKind.REORDERED):
             return [page[::-1] for page in answer]
         return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
-    def _write(self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+    def _write(
+        self, ask: Ask[WriteBatch], batches: Sequence[WriteBatch], call: Call
+    ) -> list[list[bool]]:
         faults = self._begin("write")
         partial = find_fault(faults, FaultKind.PARTIAL)
         if partial is not None:
             return _without_one(
-                batches, partial.place, lambda rest: ask(rest, call), WriteBatch, lambda batch: list(batch.writes)
+                batches,
+                partial.place,
+                lambda rest: ask(rest, call),
+                WriteBatch,
+                lambda batch: list(batch.writes),
             )
-        torn, flip = find_fault(faults, FaultKind.TORN_WRITE), find_fault(faults, FaultKind.BIT_FLIP)
+        torn, flip = (
+            find_fault(faults, FaultKind.TORN_WRITE),
+            find_fault(faults, FaultKind.BIT_FLIP),
+        )
         if torn is not None or flip is not None:
             batches = [
-                WriteBatch(batch.namespace, [_spoilt(write, None if flip is None else flip.place) for write in batch.writes])
+                WriteBatch(
+                    batch.namespace,
+                    [
+                        _spoilt(write, None if flip is None else flip.place)
+                        for write in batch.writes
+                    ],
+                )
                 for batch in batches
             ]
         if find_fault(faults, FaultKind.DUPLICATE):
@@ -128,10 +158,15 @@ def _fail_afterwards(faults: Sequence[Fault]) -> None:
         raise failure(applied.error or "EIO")
 
 
-def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]) -> list[list[bool]]:
-    """Read, and damage what arrives; the SDK is handed it unverified, as if the store had sent it so."""
+def _misread(
+    ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]
+) -> list[list[bool]]:
+    """Read, and damage what arrives; the SDK is handed it unverified, as if the store had sent it
+    so."""
     swaps = find_fault(faults, FaultKind.WRONG_KEY) is not None
-    stand_ins = [ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches]
+    stand_ins = [
+        ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches
+    ]
     answer = ask(stand_ins, call)
     flip, short = find_fault(faults, FaultKind.BIT_FLIP), find_fault(faults, FaultKind.SHORT_READ)
     for batch, other in zip(batches, stand_ins, strict=True):
@@ -142,7 +177,11 @@ def _misread(ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faul
             read.damaged = stand_in.damaged and not swaps
             with call.shield() as active:
                 if active:
-                    _damage(read.buffers[-1], None if flip is None else flip.place, cuts=short is not None)
+                    _damage(
+                        read.buffers[-1],
+                        None if flip is None else flip.place,
+                        cuts=short is not None,
+                    )
     return answer
 
 
@@ -158,7 +197,10 @@ def _stand_ins(batch: ReadBatch, call: Call, *, swaps: bool) -> list[ObjectRead]
     keys = [read.key for read in batch.reads]
     if swaps:
         keys = keys[1:] + keys[:1] if len(keys) > 1 else [f"{key}'" for key in keys]
-    return [ObjectRead(batch.namespace, key, read.buffers, call=call) for key, read in zip(keys, batch.reads, strict=True)]
+    return [
+        ObjectRead(batch.namespace, key, read.buffers, call=call)
+        for key, read in zip(keys, batch.reads, strict=True)
+    ]
 
 
 def _spoilt(write: ObjectWrite, flip: float | None) -> ObjectWrite:
@@ -182,7 +224,10 @@ def _without_one(
     places = iter(range(total))
     kept = [[(item, next(places) != left_out) for item in items(batch)] for batch in batches]
     answers = ask(
-        [make(batch.namespace, [item for item, stays in some if stays]) for batch, some in zip(batches, kept, strict=True)]
+        [
+            make(batch.namespace, [item for item, stays in some if stays])
+            for batch, some in zip(batches, kept, strict=True)
+        ]
     )
     woven = list[list[bool]]()
     for some, answer in zip(kept, answers, strict=True):

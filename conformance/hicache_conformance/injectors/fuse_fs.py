@@ -1,8 +1,9 @@
 """The process of the injector `disk`: a FUSE pass-through file system with fault injection.
 
-`python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on `HOME/disk`, and answers commands: one
-line of JSON on its standard input for each, one on its standard output. It ends with its standard input, and takes the mount
-and HOME away then; so nothing stays behind of a suite that was killed.
+`python -m hicache_conformance.injectors.fuse_fs HOME` makes `HOME/backing`, mounts it on
+`HOME/disk`, and answers commands: one line of JSON on its standard input for each, one on its
+standard output. It ends with its standard input, and takes the mount and HOME away then; so nothing
+stays behind of a suite that was killed.
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ if TYPE_CHECKING:
 LAST_FILES_SECONDS: Final = 2.0
 STAT_FIELDS: Final = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
 STATVFS_FIELDS: Final = (
-    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_namemax",
-)  # fmt: skip
+    "f_bsize",
+    "f_frsize",
+    "f_blocks",
+    "f_bfree",
+    "f_bavail",
+    "f_files",
+    "f_ffree",
+    "f_favail",
+    "f_namemax",
+)
 
 
 class Control:
@@ -71,7 +80,8 @@ class Control:
         return None
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
-        """Count a request, apply delays and errors; return the faults, for those that the operation itself has to apply."""
+        """Count a request, apply delays and errors; return the faults, for those that the operation
+        itself has to apply."""
         self.requests = next(self._requests) + 1
         active = self.active
         faults = active.at(operation)
@@ -83,13 +93,17 @@ class Control:
         return faults
 
     @contextlib.contextmanager
-    def change(self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO") -> Generator[list[Fault]]:
-        """Around a request that changes something: as `begin`, and afterwards the error of one that took effect.
+    def change(
+        self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO"
+    ) -> Generator[list[Fault]]:
+        """Around a request that changes something: as `begin`, and afterwards the error of one that
+        took effect.
 
         Args:
             operation: its sort.
             handle: of the open file that it is about.
-            retransmitted: error of a second request like it, after the first one took effect and its reply was lost.
+            retransmitted: error of a second request like it, after the first one took effect and
+                its reply was lost.
         """
         faults = self.begin(operation, handle)
         yield faults
@@ -144,7 +158,9 @@ class Passthrough:
 
     def open(self, path: str, flags: int) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
-        return self._opened(os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path)
+        return self._opened(
+            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path
+        )
 
     def create(self, path: str, mode: int, flags: int) -> int:
         with self._control.change("create") as faults:
@@ -284,7 +300,9 @@ def _listen(control: Control, home: Path, unmounted: threading.Event) -> None:
 
 def unmount(point: Path) -> None:
     """Take a mount away, also while files in it are open; harmless where there is none."""
-    subprocess.run(["fusermount3", "-u", "-z", "-q", str(point)], capture_output=True, check=False, timeout=30)
+    subprocess.run(
+        ["fusermount3", "-u", "-z", "-q", str(point)], capture_output=True, check=False, timeout=30
+    )
 
 
 def _serve(arguments: Sequence[str]) -> None:
@@ -297,13 +315,22 @@ def _serve(arguments: Sequence[str]) -> None:
     # As little slack as possible, because delays of a millisecond have to be that.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     control = Control()
-    operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(str(backing), control)
+    operations: Any = type("Operations", (Passthrough, mfusepy.Operations), {})(
+        str(backing), control
+    )
     unmounted = threading.Event()
     listener = threading.Thread(target=_listen, args=(control, home, unmounted), daemon=True)
     listener.start()
-    # Nothing is remembered by the kernel but file contents while a file is open: faults must be seen by who asks next.
+    # Nothing is remembered by the kernel but file contents while a file is open: faults must be
+    # seen by who asks next.
     mfusepy.FUSE(
-        operations, str(point), foreground=True, attr_timeout=0, entry_timeout=0, negative_timeout=0, fsname="hicache-injector"
+        operations,
+        str(point),
+        foreground=True,
+        attr_timeout=0,
+        entry_timeout=0,
+        negative_timeout=0,
+        fsname="hicache-injector",
     )
     # The listener takes the directory away, and ends the process.
     unmounted.set()

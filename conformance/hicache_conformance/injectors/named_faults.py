@@ -13,10 +13,16 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
         "unreadable": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),
         "full": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=_WRITING),),
-        "full-halfway": (Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",), first=1),),
+        "full-halfway": (
+            Fault(kind=FaultKind.ERROR, error="ENOSPC", operations=("write",), first=1),
+        ),
         "read-only": (Fault(kind=FaultKind.ERROR, error="EROFS", operations=_WRITING),),
-        "no-descriptors": (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create")),),
-        "lost-descriptors": (Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),),
+        "no-descriptors": (
+            Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create")),
+        ),
+        "lost-descriptors": (
+            Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),
+        ),
         "stale": (Fault(kind=FaultKind.ERROR, error="ESTALE"),),
         "short-read": (Fault(kind=FaultKind.SHORT_READ, operations=("read",)),),
         "short-write": (Fault(kind=FaultKind.SHORT_WRITE, operations=("write",)),),
@@ -31,7 +37,10 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         "corrupt-requests": (Fault(kind=FaultKind.BIT_FLIP, operations=("request",), place=0.7),),
         "corrupt-replies": (Fault(kind=FaultKind.BIT_FLIP, operations=("reply",), place=0.7),),
     },
-    "services": {"killed": (Fault(kind=FaultKind.KILL),), "restored": (Fault(kind=FaultKind.STALE),)},
+    "services": {
+        "killed": (Fault(kind=FaultKind.KILL),),
+        "restored": (Fault(kind=FaultKind.STALE),),
+    },
     "objects": {
         "io-error": (Fault(kind=FaultKind.ERROR, error="EIO"),),
         "failing-reads": (Fault(kind=FaultKind.ERROR, error="EIO", operations=("read",)),),

@@ -16,14 +16,26 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.DELAY),
         Fault(kind=FaultKind.HANG),
         *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ESTALE")),
-        *(Fault(kind=FaultKind.ERROR, error=name, operations=("read",)) for name in ("EIO", "ESTALE")),
-        *(Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create")) for name in ("EMFILE", "ENFILE", "EACCES")),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("read",))
+            for name in ("EIO", "ESTALE")
+        ),
+        *(
+            Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create"))
+            for name in ("EMFILE", "ENFILE", "EACCES")
+        ),
         *(
             Fault(kind=FaultKind.ERROR, error=name, operations=("create", "write", "name"))
             for name in ("ENOSPC", "EROFS", "EDQUOT")
         ),
-        *(Fault(kind=FaultKind.ERROR, error="EIO", operations=(sort,)) for sort in ("write", "name", "look", "sync")),
-        *(Fault(kind=FaultKind.APPLIED, operations=(sort,)) for sort in ("create", "write", "name", "remove", "sync")),
+        *(
+            Fault(kind=FaultKind.ERROR, error="EIO", operations=(sort,))
+            for sort in ("write", "name", "look", "sync")
+        ),
+        *(
+            Fault(kind=FaultKind.APPLIED, operations=(sort,))
+            for sort in ("create", "write", "name", "remove", "sync")
+        ),
         Fault(kind=FaultKind.APPLIED, operations=("name",), error="EIO"),
         Fault(kind=FaultKind.SHORT_READ, operations=("read",)),
         Fault(kind=FaultKind.BIT_FLIP, operations=("read",)),
@@ -47,13 +59,20 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.BIT_FLIP, operations=("reply",)),
         Fault(kind=FaultKind.REFUSE),
     ),
-    "services": (Fault(kind=FaultKind.KILL), Fault(kind=FaultKind.STALE), Fault(kind=FaultKind.HANG)),
+    "services": (
+        Fault(kind=FaultKind.KILL),
+        Fault(kind=FaultKind.STALE),
+        Fault(kind=FaultKind.HANG),
+    ),
     "objects": (
         Fault(kind=FaultKind.DELAY),
         Fault(kind=FaultKind.HANG),
         *(Fault(kind=FaultKind.ERROR, error=name) for name in ("EIO", "ECONNRESET", "ETIMEDOUT")),
         Fault(kind=FaultKind.APPLIED, operations=("write",)),
-        *(Fault(kind=FaultKind.MALFORMED, operations=(sort,)) for sort in ("exists", "read", "write")),
+        *(
+            Fault(kind=FaultKind.MALFORMED, operations=(sort,))
+            for sort in ("exists", "read", "write")
+        ),
         *(Fault(kind=FaultKind.PARTIAL, operations=(sort,)) for sort in ("read", "write")),
         *(Fault(kind=FaultKind.DUPLICATE, operations=(sort,)) for sort in ("read", "write")),
         Fault(kind=FaultKind.REORDERED, operations=("read",)),
@@ -64,13 +83,16 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
         Fault(kind=FaultKind.BIT_FLIP, operations=("write",)),
     ),
 }
-"""What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and nothing it said would hold."""
+"""What can go wrong on each injector. A lookup that lies is not there: no driver could tell, and
+nothing it said would hold."""
 
 KILLED_ENGINE: Final = Fault(kind=FaultKind.ENGINE)
 """On every injector, where another process may use the store."""
 
 
-def generate_plan(injector: str, random: Random, *, hangs: bool = True, engines: bool = False, most: int = 4) -> FaultPlan:
+def generate_plan(
+    injector: str, random: Random, *, hangs: bool = True, engines: bool = False, most: int = 4
+) -> FaultPlan:
     """A plan of one to `most` faults.
 
     Args:
@@ -84,7 +106,10 @@ def generate_plan(injector: str, random: Random, *, hangs: bool = True, engines:
     menu += [KILLED_ENGINE] if engines else []
     chosen = [_drawn(injector, random.choice(menu), random) for _ in range(random.randint(1, most))]
     once = {fault.kind: fault for fault in chosen if fault.kind in UNTIMED}
-    return FaultPlan(injector, tuple([fault for fault in chosen if fault.kind not in UNTIMED] + list(once.values())))
+    return FaultPlan(
+        injector,
+        tuple([fault for fault in chosen if fault.kind not in UNTIMED] + list(once.values())),
+    )
 
 
 def _drawn(injector: str, fault: Fault, random: Random) -> Fault:

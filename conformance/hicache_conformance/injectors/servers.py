@@ -30,8 +30,14 @@ if TYPE_CHECKING:
 
 START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
-LEASH: Final = ("/bin/sh", "-c", 'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null', "sh")
-"""Runs a command whose group is killed when its standard input ends, so that no server outlives a suite that was killed."""
+LEASH: Final = (
+    "/bin/sh",
+    "-c",
+    'exec 3<&0; (read _ <&3; kill -s KILL -- -$$) & exec "$@" 3<&- </dev/null',
+    "sh",
+)
+"""Runs a command whose group is killed when its standard input ends, so that no server outlives a
+suite that was killed."""
 _STILL: Final = frozenset("TtZX")
 """Stopped, traced, or ended."""
 STOP_SECONDS: Final = 5.0
@@ -43,7 +49,8 @@ class Servers:
 
     Args:
         commands: in the order of their start; `{port:NAME}` and `{tmp}` are filled in.
-        tmp: what `{tmp}` stands for; a restarted server finds it as it left it. A new directory if not given.
+        tmp: what `{tmp}` stands for; a restarted server finds it as it left it. A new directory if
+            not given.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], tmp: Path | None = None) -> None:
@@ -72,9 +79,17 @@ class Servers:
             with self._log(number).open("ab") as log:
                 try:
                     # A group of its own, so that what a server has started is killed with it.
-                    process = subprocess.Popen([*LEASH, *words], stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0)
+                    process = subprocess.Popen(
+                        [*LEASH, *words],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=log,
+                        process_group=0,
+                    )
                 except OSError as error:
-                    raise Inconclusive(f"the server {words[0]!r} cannot be started: {error}") from error
+                    raise Inconclusive(
+                        f"the server {words[0]!r} cannot be started: {error}"
+                    ) from error
             self._processes[number] = process
             for name in port_names(command):
                 self._wait_for(number, words, name)
@@ -91,7 +106,8 @@ class Servers:
         self._processes.clear()
 
     def suspend(self) -> None:
-        """Stop all servers where they are; they keep their ports and their connections, and answer nothing."""
+        """Stop all servers where they are; they keep their ports and their connections, and answer
+        nothing."""
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
         for process in self._processes.values():
@@ -106,7 +122,9 @@ class Servers:
         """Copy the servers' directory as it is now."""
         shutil.rmtree(place, ignore_errors=True)
         # A server may be at work in it.
-        shutil.copytree(self.tmp, place, symlinks=True, ignore_dangling_symlinks=True, copy_function=copy_file)
+        shutil.copytree(
+            self.tmp, place, symlinks=True, ignore_dangling_symlinks=True, copy_function=copy_file
+        )
 
     def restore(self, place: Path) -> None:
         """Put a snapshot in the place of the servers' directory; for servers that do not run."""
@@ -138,7 +156,9 @@ class Servers:
                     else f"ended with {ended}"
                 )
                 said = " ".join(self._log(number).read_text("utf-8", "replace").split())
-                raise Inconclusive(f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}")
+                raise Inconclusive(
+                    f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}"
+                )
             time.sleep(0.01)
 
     def _log(self, number: int) -> Path:
@@ -146,7 +166,8 @@ class Servers:
 
 
 class ServerInjector(FaultInjector):
-    """The servers themselves: killed and started again, set back to an older state, or suspended."""
+    """The servers themselves: killed and started again, set back to an older state, or
+    suspended."""
 
     name: ClassVar[str] = "services"
 
@@ -196,7 +217,8 @@ class ServerInjector(FaultInjector):
 
 
 def stand_still(group: int) -> None:
-    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads; some go on for a moment."""
+    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads;
+    some go on for a moment."""
     while not _STILL.issuperset(_states(group)):
         time.sleep(0.001)
 

@@ -10,7 +10,12 @@ import struct
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hicache_conformance.injectors.active_faults import MAX_HANG_SECONDS, ActiveFaults, find_fault, flipped
+from hicache_conformance.injectors.active_faults import (
+    MAX_HANG_SECONDS,
+    ActiveFaults,
+    find_fault,
+    flipped,
+)
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 
@@ -27,8 +32,9 @@ _RESET: Final = struct.pack("ii", 1, 0)
 class TcpProxyInjector(FaultInjector):
     """Proxies that pass bytes on, or delay, hold back, corrupt, cut or refuse them.
 
-    The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends before the other one answers.
-    A reply that is lost whole, and its connection with it, is a request that took effect and failed (`FaultKind.APPLIED`).
+    The sorts of operations are `request` and `reply`. Each is a turn: all that one side sends
+    before the other one answers. A reply that is lost whole, and its connection with it, is a
+    request that took effect and failed (`FaultKind.APPLIED`).
     """
 
     name: ClassVar[str] = "network"
@@ -40,7 +46,9 @@ class TcpProxyInjector(FaultInjector):
         self._turns = itertools.count()
         self._seen = 0
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="suite-network", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="suite-network", daemon=True
+        )
         self._thread.start()
         self._proxies = {name: _Proxy(self, port) for name, port in servers.items()}
         for proxy in self._proxies.values():
@@ -94,7 +102,9 @@ class TcpProxyInjector(FaultInjector):
         active, healed = self._active, self._healed
         faults = active.at(operation) if begins else []
         for fault in faults:
-            seconds = {FaultKind.DELAY: fault.seconds, FaultKind.HANG: MAX_HANG_SECONDS}.get(fault.kind)
+            seconds = {FaultKind.DELAY: fault.seconds, FaultKind.HANG: MAX_HANG_SECONDS}.get(
+                fault.kind
+            )
             if seconds is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(healed.wait(), seconds)
@@ -122,7 +132,9 @@ class _Proxy:
     async def listen(self) -> None:
         """Accept connections; at once if it does already."""
         if self._listener is None:
-            self._listener = await asyncio.start_server(self._accept, "127.0.0.1", self.port, reuse_address=True)
+            self._listener = await asyncio.start_server(
+                self._accept, "127.0.0.1", self.port, reuse_address=True
+            )
             self.port = self._listener.sockets[0].getsockname()[1]
 
     async def refuse(self) -> None:
@@ -142,7 +154,9 @@ class _Proxy:
         self._writers |= {writer, back}
         turn = _Turn()
         try:
-            await asyncio.gather(self._pump("request", reader, back, turn), self._pump("reply", there, writer, turn))
+            await asyncio.gather(
+                self._pump("request", reader, back, turn), self._pump("reply", there, writer, turn)
+            )
         except OSError:
             pass
         finally:
@@ -150,7 +164,13 @@ class _Proxy:
             for end in (writer, back):
                 _reset(end) if turn.cut else end.close()
 
-    async def _pump(self, operation: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, turn: _Turn) -> None:
+    async def _pump(
+        self,
+        operation: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        turn: _Turn,
+    ) -> None:
         while content := await reader.read(CHUNK_BYTES):
             begins = turn.of != operation
             turn.of = operation

@@ -1,6 +1,7 @@
 """The injector `network` in a subprocess.
 
-A driver whose library holds the interpreter's lock while it waits for its server would wait for ever for proxies in the same process.
+A driver whose library holds the interpreter's lock while it waits for its server would wait for
+ever for proxies in the same process.
 """
 
 from __future__ import annotations
@@ -41,12 +42,18 @@ class TcpProxyProcess(FaultInjector):
     def __init__(self, servers: Mapping[str, int]) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        # It ends when its standard input does, and so with this process; a Ctrl-C at the terminal is not for it.
+        # It ends when its standard input does, and so with this process; a Ctrl-C at the terminal
+        # is not for it.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            [sys.executable, "-c", _SERVE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
         )
         try:
-            self._ports = msgspec.convert(self._tell(_Command("listen", servers=dict(servers))), dict[str, int])
+            self._ports = msgspec.convert(
+                self._tell(_Command("listen", servers=dict(servers))), dict[str, int]
+            )
         except BaseException:
             self._process.kill()
             self._process.communicate()
@@ -90,7 +97,9 @@ class TcpProxyProcess(FaultInjector):
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the process of the injector 'network' ended with {self._process.wait()}")
+            raise RuntimeError(
+                f"the process of the injector 'network' ended with {self._process.wait()}"
+            )
         return msgspec.json.decode(answer)
 
 

@@ -42,10 +42,13 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """With the version that was read."""
     entry: tuple[PromiseEntry, ...]
 
-    def undeclared(self, driver: str, case: str, rules: Collection[str], levels: Collection[str]) -> str:
+    def undeclared(
+        self, driver: str, case: str, rules: Collection[str], levels: Collection[str]
+    ) -> str:
         """Return the reason why a case is not declared; empty where it is.
 
-        What is said about the case comes first, then about all of its levels, then about all of its rules.
+        What is said about the case comes first, then about all of its levels, then about all of its
+        rules.
 
         Raises:
             LookupError: nothing is said about one of its rules.
@@ -79,7 +82,9 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _level_reason(entries: list[PromiseEntry], level: str) -> str:
-    return next((entry.reason for entry in entries if level in entry.levels and not entry.declared), "")
+    return next(
+        (entry.reason for entry in entries if level in entry.levels and not entry.declared), ""
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,8 @@ class InterfaceProfile:
     repeated_keys: bool = True
     """Whether a call may name a key twice."""
     patience_seconds: float | None = None
-    """How long a call may take on a store that hangs; None for the storage's own deadline and a second."""
+    """How long a call may take on a store that hangs; None for the storage's own deadline and a
+    second."""
     visible_fields: frozenset[str] | None = None
     """Fields of the identity that the driver is told, whatever the pool; None for all."""
 
@@ -109,8 +115,11 @@ class InterfaceProfile:
 
 PATIENCE_SECONDS: Final = 11.0
 """SGLang gives a call 10 s when it detaches its driver; and a second."""
-SGLANG_FIELDS: Final = frozenset({"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"})
-"""What `HiCacheStorageConfig` tells a driver. Element type and layout it has from each pool, and Mamba states have their own."""
+SGLANG_FIELDS: Final = frozenset(
+    {"model", "tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"}
+)
+"""What `HiCacheStorageConfig` tells a driver. Element type and layout it has from each pool, and
+Mamba states have their own."""
 
 
 @cache
@@ -135,7 +144,9 @@ def describe_interface(header: Header, interface: str, given: Collection[str]) -
     header.again = f"hicache conformance run {header.driver} --interface {interface}{options}"
     package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
     owners = packages_distributions().get(package, [])[:1]
-    header.distribution = ", ".join(f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients)))
+    header.distribution = ", ".join(
+        f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients))
+    )
     for rule in rules():
         with suppress(LookupError):
             reason = promises.rule(header.driver, rule)

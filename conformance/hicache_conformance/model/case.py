@@ -32,10 +32,15 @@ class Case:
 
 
 def covers(
-    *rules: str, levels: Sequence[Level] = (Level.CORE,), needs: Sequence[str] = (), probes: bool = False, corrupts: bool = False
+    *rules: str,
+    levels: Sequence[Level] = (Level.CORE,),
+    needs: Sequence[str] = (),
+    probes: bool = False,
+    corrupts: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say which rules a case tests, in which levels, and what it needs."""
-    # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its own.
+    # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its
+    # own.
     mark = getattr(pytest.mark, CASE_MARK)
     decorate: Callable[[Callable[..., None]], Callable[..., None]] = mark(
         rules=rules, levels=tuple(levels), needs=tuple(needs), probes=probes, corrupts=corrupts
@@ -50,7 +55,8 @@ def described(function: Callable[..., object], arguments: dict[str, Any]) -> Cas
 
 
 def cases_of(suite: type) -> dict[str, Case]:
-    """The cases that a class and its bases hold, by the name of their function, in the order of their definition."""
+    """The cases that a class and its bases hold, by the name of their function, in the order of
+    their definition."""
     found = dict[str, Case]()
     for home in reversed(suite.__mro__):
         for function in vars(home).values():

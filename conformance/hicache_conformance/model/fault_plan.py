@@ -21,7 +21,8 @@ class FaultKind(StrEnum):
     ERROR = "error"
     """It fails with the error named by `error`."""
     APPLIED = "error after it took effect"
-    """It takes effect, and then fails: with the error named by `error`, or as a retransmitted request fails on NFS."""
+    """It takes effect, and then fails: with the error named by `error`, or as a retransmitted
+    request fails on NFS."""
     SHORT_READ = "short read"
     """Half of the bytes arrive."""
     SHORT_WRITE = "short write"
@@ -41,8 +42,8 @@ class FaultKind(StrEnum):
     MALFORMED = "malformed answer"
     """The answer is for another number of pages."""
     LOST_DESCRIPTOR = "lost descriptors"
-    """Files that are open when the plan begins, and those whose operation is hit, answer ESTALE for good. Opened again,
-    they are as they were."""
+    """Files that are open when the plan begins, and those whose operation is hit, answer ESTALE for
+    good. Opened again, they are as they were."""
     CUT = "cut"
     """The connection is reset in the middle of the bytes."""
     REFUSE = "refuse"
@@ -52,17 +53,27 @@ class FaultKind(StrEnum):
     STALE = "restart from a stale snapshot"
     """As a killed server, and what it finds on its disk is older than what it has acknowledged."""
     ENGINE = "killed engine"
-    """Another engine of the same model, at work in the same store, is killed at the fraction `place` of a set. What it takes with
-    it is level durable's to find out; here the others have to go on."""
+    """Another engine of the same model, at work in the same store, is killed at the fraction
+    `place` of a set. What it takes with it is level durable's to find out; here the others have to
+    go on."""
 
 
 UNTIMED = (FaultKind.KILL, FaultKind.STALE, FaultKind.REFUSE, FaultKind.ENGINE)
-"""Kinds that act once, when the plan begins, whatever the operations; a server is back when the injector is healed."""
+"""Kinds that act once, when the plan begins, whatever the operations; a server is back when the
+injector is healed."""
 
 DESTRUCTIVE = frozenset(
-    {FaultKind.SHORT_READ, FaultKind.BIT_FLIP, FaultKind.WRONG_KEY, FaultKind.TORN_WRITE, FaultKind.STALE, FaultKind.REORDERED}
+    {
+        FaultKind.SHORT_READ,
+        FaultKind.BIT_FLIP,
+        FaultKind.WRONG_KEY,
+        FaultKind.TORN_WRITE,
+        FaultKind.STALE,
+        FaultKind.REORDERED,
+    }
 )
-"""Kinds after which a page that was acknowledged may be gone: its bytes were lost, or a right driver took it for damaged."""
+"""Kinds after which a page that was acknowledged may be gone: its bytes were lost, or a right
+driver took it for damaged."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,8 +101,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             return what
         where = " or ".join(self.operations) or "any operation"
         if not self.count:
-            return f"{what} at {where}" + (f" from number {self.first + 1} on" if self.first else "")
-        return f"{what} at {where} number {self.first + 1}" + (f" to {self.first + self.count}" if self.count > 1 else "")
+            return f"{what} at {where}" + (
+                f" from number {self.first + 1} on" if self.first else ""
+            )
+        return f"{what} at {where} number {self.first + 1}" + (
+            f" to {self.first + self.count}" if self.count > 1 else ""
+        )
 
 
 class FaultPlan(msgspec.Struct, frozen=True):

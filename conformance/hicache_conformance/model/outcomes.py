@@ -1,7 +1,8 @@
 """Outcomes of cases and rules, and the file that a run streams them to.
 
-The file has one line of JSON, a kind and its content, for each of these: a header, the number of cases, a start and an outcome for each case, a footer. A
-driver that takes the process down leaves a file without a footer, whose last start says which case it was.
+The file has one line of JSON, a kind and its content, for each of these: a header, the number of
+cases, a start and an outcome for each case, a footer. A driver that takes the process down leaves a
+file without a footer, whose last start says which case it was.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class CaseOutcome:
     reason: str = ""
     """One line: what was wrong, what is not declared, why it is untested."""
     detail: str = ""
-    """All there is to say about a failure: the history that led to it, the traceback of an error."""
+    """All there is to say about a failure: the history that led to it, the traceback of an
+    error."""
     broken_rule: str = ""
     """The rule that a failure is about."""
     seconds: float = 0.0
@@ -74,7 +76,9 @@ CaseT = TypeVar("CaseT", bound=JudgedCase)
 
 def failing_cases(rule: str, cases: Sequence[CaseT]) -> list[CaseT]:
     """The cases of a rule that found it broken, or else those in which the suite itself broke."""
-    failed = [case for case in cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", rule)]
+    failed = [
+        case for case in cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", rule)
+    ]
     return failed or [case for case in cases if case.outcome is Outcome.ERROR]
 
 
@@ -124,7 +128,8 @@ class Header:
     subject: str = "driver"
     """What kind of thing `driver` names."""
     again: str = ""
-    """Command that begins such a run again, without seed and cases; empty for `hicache conformance run`."""
+    """Command that begins such a run again, without seed and cases; empty for `hicache conformance
+    run`."""
     replay: Replay | None = None
     """For `hicache conformance repro`; None where that cannot repeat the run."""
 
@@ -200,7 +205,9 @@ class StreamWriter:
 
     def start(self, case: str, rules: tuple[str, ...], levels: tuple[str, ...]) -> None:
         """A case begins."""
-        self._write("start", CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED))
+        self._write(
+            "start", CaseOutcome(case=case, rules=rules, levels=levels, outcome=Outcome.UNTESTED)
+        )
 
     def outcome(self, outcome: CaseOutcome) -> None:
         """A case has ended."""

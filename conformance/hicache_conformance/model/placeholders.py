@@ -20,7 +20,11 @@ def filled(text: str, tmp: Path | str, ports: Mapping[str, int]) -> str:
 
 def port_names(texts: Iterable[object]) -> list[str]:
     """Names of the ports in texts, each once, in their order; what is no text has none."""
-    return list(dict.fromkeys(name for text in texts if isinstance(text, str) for name in _PORT.findall(text)))
+    return list(
+        dict.fromkeys(
+            name for text in texts if isinstance(text, str) for name in _PORT.findall(text)
+        )
+    )
 
 
 def mentions_tmp(texts: Iterable[object]) -> bool:

@@ -31,7 +31,8 @@ class Profile:
     shrinks: bool
     """Whether a failing history is made as short as possible."""
     recovery_seconds: float
-    """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect needs a few of them."""
+    """How long after a fault a storage may go on answering misses; a circuit breaker or a reconnect
+    needs a few of them."""
     grace_seconds: float
     """Time for what a closed storage had begun to end; a working driver needs none of it."""
 

@@ -1,6 +1,8 @@
-"""Names that the pytest plugin, the session and the fixtures share: the mark, report properties, and the seed.
+"""Names that the pytest plugin, the session and the fixtures share: the mark, report properties,
+and the seed.
 
-The plugin is loaded by every pytest of an environment that has the suite installed, so this module imports nothing of the suite.
+The plugin is loaded by every pytest of an environment that has the suite installed, so this module
+imports nothing of the suite.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ _DRAWN = pytest.StashKey[tuple[int, str]]()
 
 
 def drawn_seed(config: pytest.Config) -> tuple[int, str]:
-    """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an option gives the seed."""
+    """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an
+    option gives the seed."""
     from_controller: dict[str, tuple[int, str]] | None = getattr(config, "workerinput", None)
     if from_controller is not None:
         return from_controller[DRAWN_INPUT]
     if _DRAWN not in config.stash:
         seed = config.getoption("--hicache-seed")
-        config.stash[_DRAWN] = (secrets.randbelow(2**32) if seed is None else seed, secrets.token_hex(4))
+        config.stash[_DRAWN] = (
+            secrets.randbelow(2**32) if seed is None else seed,
+            secrets.token_hex(4),
+        )
     return config.stash[_DRAWN]

@@ -10,8 +10,18 @@ if TYPE_CHECKING:
 
     from hicache_storage.spec import Capabilities
 
-_PROMISES: Final = ("sharing", "durability", "deletes", "clears", "evicts", "device_memory", "max_page_bytes", "max_key_bytes")
-"""What a driver chooses. Whether calls leave the machine, may hang, or need buffers depends on where the store lies."""
+_PROMISES: Final = (
+    "sharing",
+    "durability",
+    "deletes",
+    "clears",
+    "evicts",
+    "device_memory",
+    "max_page_bytes",
+    "max_key_bytes",
+)
+"""What a driver chooses. Whether calls leave the machine, may hang, or need buffers depends on
+where the store lies."""
 
 
 def declares(capabilities: Capabilities, need: str) -> bool:

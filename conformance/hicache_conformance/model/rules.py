@@ -28,7 +28,8 @@ class Level(StrEnum):
 
 
 LEVEL_NEEDS: Final = {Level.SHARED: "sharing>=processes", Level.DURABLE: "durability>=process"}
-"""Capabilities without which a level says nothing about a driver, whatever its rules need by themselves."""
+"""Capabilities without which a level says nothing about a driver, whatever its rules need by
+themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,8 @@ class Rule:
     why: str
     """What happened where it was not kept."""
     needs: str = ""
-    """Capability that makes the rule binding, as `declares` reads it; empty where it binds every driver."""
+    """Capability that makes the rule binding, as `declares` reads it; empty where it binds every
+    driver."""
 
 
 RuleT = TypeVar("RuleT", bound=Rule)
@@ -67,7 +69,8 @@ def spec_version() -> str:
 
 
 def parse_levels(text: str) -> tuple[Level, ...]:
-    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean every level.
+    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean
+    every level.
 
     Raises:
         ValueError: a level is unknown.
@@ -112,4 +115,6 @@ def all_needs() -> list[str]:
 
 @cache
 def _manifest() -> _Manifest:
-    return msgspec.toml.decode(files("hicache_conformance.model").joinpath("rules.toml").read_bytes(), type=_Manifest)
+    return msgspec.toml.decode(
+        files("hicache_conformance.model").joinpath("rules.toml").read_bytes(), type=_Manifest
+    )

@@ -18,7 +18,8 @@ _SETTINGS: Final = pytest.StashKey[Settings]()
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """The settings of this session: the command line's, or those of pytest's options. Always the same.
+    """The settings of this session: the command line's, or those of pytest's options. Always the
+    same.
 
     Raises:
         pytest.UsageError: an option has a bad value.
@@ -30,9 +31,14 @@ def settings_of(config: pytest.Config) -> Settings:
 
 
 def _of_options(config: pytest.Config) -> Settings:
-    profile, levels_text = str(config.getoption("--hicache-profile")), str(config.getoption("--hicache-level"))
+    profile, levels_text = (
+        str(config.getoption("--hicache-profile")),
+        str(config.getoption("--hicache-level")),
+    )
     if profile not in PROFILES:
-        raise pytest.UsageError(f"--hicache-profile: unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        raise pytest.UsageError(
+            f"--hicache-profile: unknown profile {profile!r}; profiles are {', '.join(PROFILES)}"
+        )
     try:
         levels = parse_levels(levels_text)
     except ValueError as error:

@@ -13,7 +13,8 @@ import msgspec
 from hicache_conformance.model.rules import Level
 
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
-"""Environment variable by which `hicache conformance run` tells its child process where its `RunFile` is."""
+"""Environment variable by which `hicache conformance run` tells its child process where its
+`RunFile` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +23,17 @@ class Settings:
 
     seed: int
     run: str
-    """Goes into the identities' salts, so that pages left by an earlier run of the same seed are not found."""
+    """Goes into the identities' salts, so that pages left by an earlier run of the same seed are
+    not found."""
     profile: str = "default"
     levels: tuple[Level, ...] = tuple(Level)
     shrinks: bool = False
     """Make a failure as short as possible, also where the profile does not."""
 
     @classmethod
-    def fresh(cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None) -> Self:
+    def fresh(
+        cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None
+    ) -> Self:
         """Settings of a new run; a seed is drawn where none is given."""
         drawn = secrets.randbelow(2**32) if seed is None else seed
         return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)

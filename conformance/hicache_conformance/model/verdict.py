@@ -48,7 +48,11 @@ class RuleResult:
 
     def failing(self) -> list[CaseOutcome]:
         """The cases that found it broken, or else those in which the suite broke."""
-        failed = [case for case in self.cases if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)]
+        failed = [
+            case
+            for case in self.cases
+            if case.outcome is Outcome.FAIL and case.broken_rule in ("", self.rule.id)
+        ]
         return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
 
 
@@ -73,18 +77,25 @@ class Judgement:
 
 
 def judge(
-    stream: OutcomeStream, selected: Collection[Level], catalogue: Mapping[str, Case], by_id: Mapping[str, Rule] | None = None
+    stream: OutcomeStream,
+    selected: Collection[Level],
+    catalogue: Mapping[str, Case],
+    by_id: Mapping[str, Rule] | None = None,
 ) -> Judgement:
     """Judge what a run has written down.
 
     Args:
         stream: the run.
         selected: the levels that were asked for.
-        catalogue: all cases of the suite by function name; one that left no outcome makes its rules untested.
+        catalogue: all cases of the suite by function name; one that left no outcome makes its rules
+            untested.
         by_id: the rules to judge by; those of the contract if not given.
     """
     outcomes = [*stream.outcomes, *_crash(stream)]
-    results = [_result(rule, outcomes, selected, catalogue, stream) for rule in (rules() if by_id is None else by_id).values()]
+    results = [
+        _result(rule, outcomes, selected, catalogue, stream)
+        for rule in (rules() if by_id is None else by_id).values()
+    ]
     verdict, reason = _verdict(results, stream)
     return Judgement(verdict, reason, results)
 
@@ -96,12 +107,23 @@ def _crash(stream: OutcomeStream) -> list[CaseOutcome]:
     case = stream.running
     reason = f"crashed during {', '.join(case.rules)}: the process ended in {case.case} and left no outcome"
     return [
-        CaseOutcome(case=case.case, rules=case.rules, levels=case.levels, outcome=Outcome.ERROR, reason=reason, detail=reason)
+        CaseOutcome(
+            case=case.case,
+            rules=case.rules,
+            levels=case.levels,
+            outcome=Outcome.ERROR,
+            reason=reason,
+            detail=reason,
+        )
     ]
 
 
 def _result(
-    rule: Rule, outcomes: list[CaseOutcome], selected: Collection[Level], catalogue: Mapping[str, Case], stream: OutcomeStream
+    rule: Rule,
+    outcomes: list[CaseOutcome],
+    selected: Collection[Level],
+    catalogue: Mapping[str, Case],
+    stream: OutcomeStream,
 ) -> RuleResult:
     mine = [case for case in outcomes if rule.id in case.rules or rule.id == case.broken_rule]
     levels = [level for level in Level if level in selected and _counts_in(rule, level, mine)]
@@ -130,12 +152,17 @@ def _result(
 def _counts_in(rule: Rule, level: Level, cases: list[CaseOutcome]) -> bool:
     """A rule counts in its own levels, and wherever a case met it broken."""
     return level in rule.levels or any(
-        case.outcome is Outcome.FAIL and case.broken_rule == rule.id and level in case.levels for case in cases
+        case.outcome is Outcome.FAIL and case.broken_rule == rule.id and level in case.levels
+        for case in cases
     )
 
 
 def _verdicts(
-    rule: Rule, level: Level, mine: list[CaseOutcome], catalogue: Mapping[str, Case], stream: OutcomeStream
+    rule: Rule,
+    level: Level,
+    mine: list[CaseOutcome],
+    catalogue: Mapping[str, Case],
+    stream: OutcomeStream,
 ) -> Iterable[tuple[Outcome, str]]:
     ran = [case for case in mine if level in case.levels]
     for case in ran:
@@ -145,12 +172,16 @@ def _verdicts(
             yield Outcome.NOT_DECLARED, f"{case.reason}; it passes all the same"
         else:
             yield case.outcome, case.reason
-    planned = [case for case in catalogue.values() if rule.id in case.rules and level in case.levels]
+    planned = [
+        case for case in catalogue.values() if rule.id in case.rules and level in case.levels
+    ]
     left = {case.name for case in planned} - {case.function for case in ran}
     if left:
         yield Outcome.UNTESTED, f"{', '.join(sorted(left))} did not run"
     if not ran and not left:
-        missing = [need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared]
+        missing = [
+            need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared
+        ]
         if missing:
             yield Outcome.NOT_DECLARED, f"the {stream.subject} does not declare {missing[-1]}"
         else:
@@ -164,7 +195,9 @@ def _worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict, str]:
     def ids(outcome: Outcome) -> list[str]:
-        return [result.rule.id for result in results if result.selected and result.outcome is outcome]
+        return [
+            result.rule.id for result in results if result.selected and result.outcome is outcome
+        ]
 
     failed, broken, untested = ids(Outcome.FAIL), ids(Outcome.ERROR), ids(Outcome.UNTESTED)
     if failed:
@@ -172,7 +205,11 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
     if stream.broken:
         return Verdict.INCOMPLETE, stream.broken
     if not stream.finished:
-        where = f"crashed during {', '.join(stream.running.rules)}" if stream.running else "the run ended before its time"
+        where = (
+            f"crashed during {', '.join(stream.running.rules)}"
+            if stream.running
+            else "the run ended before its time"
+        )
         return Verdict.INCOMPLETE, where
     if broken:
         return Verdict.INCOMPLETE, f"the suite itself broke in {_listed(broken)}"
@@ -180,7 +217,13 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
         return Verdict.INCOMPLETE, f"{len(untested)} rules untested: {_listed(untested)}"
     if not ids(Outcome.PASS):
         return Verdict.INCOMPLETE, "no rule was tested"
-    return Verdict.CONFORMANT, f"every rule of the selected levels that the {stream.subject}'s capabilities bind it to holds"
+    return (
+        Verdict.CONFORMANT,
+        (
+            f"every rule of the selected levels that the {stream.subject}'s capabilities bind it to "
+            f"holds"
+        ),
+    )
 
 
 def _listed(ids: list[str], limit: int = 8) -> str:

@@ -6,7 +6,8 @@ import pytest
 
 
 class Violation(AssertionError):
-    """The driver broke a rule. Anything else that a case raises means that the suite itself broke."""
+    """The driver broke a rule. Anything else that a case raises means that the suite itself
+    broke."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}" if rule else message)
@@ -19,4 +20,5 @@ class Inconclusive(pytest.skip.Exception):  # type: ignore[name-defined,misc]  #
 
 
 class NotPromised(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # as above
-    """A case asks for what the interface of a foreign driver cannot express; its rules count as not declared."""
+    """A case asks for what the interface of a foreign driver cannot express; its rules count as not
+    declared."""

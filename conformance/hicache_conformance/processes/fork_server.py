@@ -1,10 +1,12 @@
 """A fork server: starts worker processes from a preloaded interpreter, kills and reaps them.
 
-It imports slow third-party modules, and no driver and nothing of this project: a fork of it that continues as
-`worker_main` imports the driver as a new interpreter would, in a tenth of the time. Forks share the hash
-seed and nothing else of an interpreter's start; a case that depends on it asks for a fresh interpreter.
+It imports slow third-party modules, and no driver and nothing of this project: a fork of it that
+continues as `worker_main` imports the driver as a new interpreter would, in a tenth of the time.
+Forks share the hash seed and nothing else of an interpreter's start; a case that depends on it asks
+for a fresh interpreter.
 
-No process is reaped until the suite asks for it, so that its PID cannot be reused while it may still be killed.
+No process is reaped until the suite asks for it, so that its PID cannot be reused while it may
+still be killed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from typing import Any, Final
 
 MESSAGE_BYTES: Final = 1 << 20
 REAP_SECONDS: Final = 10.0
-"""A killed process that is still there after this long waits in the kernel for a store that does not answer."""
+"""A killed process that is still there after this long waits in the kernel for a store that does
+not answer."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -36,10 +39,19 @@ class ForkServer:
         for side in (ours, theirs):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hicache_conformance.processes.fork_server", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "hicache_conformance.processes.fork_server",
+                str(theirs.fileno()),
+            ],
+            pass_fds=[theirs.fileno()],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         theirs.close()
         self._control = ours
         self.owner = os.getpid()
@@ -131,7 +143,13 @@ def _become_worker(request: dict[str, Any], descriptor: int) -> None:
         die_with_parent()
         os.set_inheritable(descriptor, True)
         if request["fresh"]:
-            command = [sys.executable, "-P", "-m", "hicache_conformance.processes.worker_main", str(descriptor)]
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "hicache_conformance.processes.worker_main",
+                str(descriptor),
+            ]
             os.execve(sys.executable, command, request["environment"])
         os.environ.clear()
         os.environ.update(request["environment"])
@@ -162,7 +180,8 @@ def _kill(pid: int) -> int | None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; nothing outlives the suite."""
+    """Let the kernel kill this process when the thread that started it ends; nothing outlives the
+    suite."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -20,7 +20,13 @@ CHILD_SECONDS: Final = 60.0
 """A child that has not answered after this long hangs."""
 
 
-def ask_in_child(sut: StorageUnderTest, keys: list[str], *, within: float = CHILD_SECONDS, everything: bool = False) -> str:
+def ask_in_child(
+    sut: StorageUnderTest,
+    keys: list[str],
+    *,
+    within: float = CHILD_SECONDS,
+    everything: bool = False,
+) -> str:
     """Read stored pages in a forked child; what was wrong with that, or nothing.
 
     Args:
@@ -40,7 +46,10 @@ def ask_in_child(sut: StorageUnderTest, keys: list[str], *, within: float = CHIL
     if not child:
         told = b"the child was lost"
         try:
-            told = (_answer(sut, keys, pages, transfers) or (_use(sut, keys, transfers) if everything else "")).encode()
+            told = (
+                _answer(sut, keys, pages, transfers)
+                or (_use(sut, keys, transfers) if everything else "")
+            ).encode()
         finally:
             os.write(writing, told or b"\0")
             os._exit(0)
@@ -51,11 +60,17 @@ def ask_in_child(sut: StorageUnderTest, keys: list[str], *, within: float = CHIL
         os.close(reading)
 
 
-def _answer(sut: StorageUnderTest, keys: list[str], pages: list[int], transfers: list[PoolTransfer]) -> str:
+def _answer(
+    sut: StorageUnderTest, keys: list[str], pages: list[int], transfers: list[PoolTransfer]
+) -> str:
     try:
         answer = sut.storage.batch_get_v2(transfers)[PoolName.KV]
     except HiCacheError as error:
-        return "" if str(error) else f"a forked child was refused with {type(error).__name__}, which says nothing"
+        return (
+            ""
+            if str(error)
+            else f"a forked child was refused with {type(error).__name__}, which says nothing"
+        )
     except BaseException as error:  # noqa: BLE001 - told to the parent
         return f"a forked child that used its parent's storage got {type(error).__name__}: {error}"
     memory = sut.memories[PoolName.KV]

@@ -25,11 +25,14 @@ class KillSchedule:
     after_calls: int
     """That many calls have begun."""
     fraction: float
-    """And then so much of the time has passed that two of its calls took on average, from 0 to 1. Its first call does not count,
-    which opens the store: with `after_calls` of at least 3, half of the kills fall into the call that has begun."""
+    """And then so much of the time has passed that two of its calls took on average, from 0 to 1.
+    Its first call does not count, which opens the store: with `after_calls` of at least 3, half of
+    the kills fall into the call that has begun."""
 
 
-def watch(workers: Sequence[WorkerProcess], kills: Mapping[WorkerProcess, KillSchedule] | None = None) -> None:
+def watch(
+    workers: Sequence[WorkerProcess], kills: Mapping[WorkerProcess, KillSchedule] | None = None
+) -> None:
     """Read events until every workload has come to its end or its process has been killed.
 
     Raises:

@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from hicache_storage.spec import PoolStats, StorageIdentity
 
 SILENCE_SECONDS: Final = 90.0
-"""A process that has said nothing for this long hangs: three times the deadline that a call has by itself."""
+"""A process that has said nothing for this long hangs: three times the deadline that a call has by
+itself."""
 
 
 class WorkerProcess:
     """A process with one open storage. For one thread of the suite.
 
-    Its `recorder` holds all its calls. It executes one request at a time; while it runs a workload, `supervisor.watch` has
-    to read its events.
+    Its `recorder` holds all its calls. It executes one request at a time; while it runs a workload,
+    `supervisor.watch` has to read its events.
     """
 
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
@@ -108,7 +109,8 @@ class WorkerProcess:
         return list(self._ask(Call.SET, keys, pool, value).done)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int | bytes | None]:
-        """Read pages; for each key its value, None where nothing was delivered, or the bytes of what is no whole page of it."""
+        """Read pages; for each key its value, None where nothing was delivered, or the bytes of
+        what is no whole page of it."""
         return list(self._ask(Call.GET, keys, pool).found)
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> int:
@@ -127,7 +129,9 @@ class WorkerProcess:
         """
         raised = self._ask(Call.CLEAR, [], PoolName.KV).raised
         if raised:
-            raise Violation("LC-4", f"a clear of an idle store raised {raised} (process {self.name})")
+            raise Violation(
+                "LC-4", f"a clear of an idle store raised {raised} (process {self.name})"
+            )
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
@@ -174,7 +178,9 @@ class WorkerProcess:
         finally:
             self.channel.close()
         if status is None:
-            raise Violation("FT-3", f"process {self.name} was killed in {self._doing()}, and does not end")
+            raise Violation(
+                "FT-3", f"process {self.name} was killed in {self._doing()}, and does not end"
+            )
         self._died = _cause(status)
 
     def send(self, request: Request) -> None:
@@ -225,7 +231,10 @@ class WorkerProcess:
         """Kill a process that has stopped answering, and return the violation."""
         doing = self._doing()
         self.kill()
-        return Violation("FT-3", f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s")
+        return Violation(
+            "FT-3",
+            f"process {self.name} has not come back from {doing} after {SILENCE_SECONDS:.0f} s",
+        )
 
     def _ask(self, call: Call, keys: Sequence[str], pool: str, value: int = 0) -> Ended:
         self.send(MakeCall(call=call, keys=list(keys), pool=pool, value=value))
@@ -251,7 +260,9 @@ class WorkerProcess:
         if running is None:
             return "opening or closing its storage"
         seconds = (time.monotonic_ns() - running.at) / 1e9
-        return f"a {running.call} of {len(running.keys)} pages that had begun {seconds:.1f} s before"
+        return (
+            f"a {running.call} of {len(running.keys)} pages that had begun {seconds:.1f} s before"
+        )
 
 
 def _fork_server() -> ForkServer:

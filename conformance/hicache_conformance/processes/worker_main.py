@@ -49,9 +49,13 @@ class _Worker:
         self._seed = request.seed
         self._patterns = PagePatterns()
         self._numbers = itertools.count()
-        storage = create_storage(request.driver, request.identity, request.config, options=request.options)
+        storage = create_storage(
+            request.driver, request.identity, request.config, options=request.options
+        )
         memories = {
-            pool: GuardedPool(pages=shape.pages, page_size=shape.page_size, components=shape.components)
+            pool: GuardedPool(
+                pages=shape.pages, page_size=shape.page_size, components=shape.components
+            )
             for pool, shape in request.pools.items()
         }
         self._sut = StorageUnderTest(storage, memories, self._patterns, Random(self._seed))
@@ -67,7 +71,9 @@ class _Worker:
         """Execute a request; return the last message of the answer."""
         match request:
             case MakeCall():
-                client = Client(self._name, self._sut, self._patterns, self._channel.send, self._numbers)
+                client = Client(
+                    self._name, self._sut, self._patterns, self._channel.send, self._numbers
+                )
                 client.call(request.call, request.keys, request.pool, request.value)
             case RunWorkload():
                 self._run(request.work)
@@ -82,13 +88,18 @@ class _Worker:
 
         def run(number: int) -> None:
             share = self._sut.client(number, work.clients, Random(f"{self._seed}/{number}"))
-            client = Client(f"{self._name}.{number}", share, self._patterns, self._channel.send, self._numbers)
+            client = Client(
+                f"{self._name}.{number}", share, self._patterns, self._channel.send, self._numbers
+            )
             try:
                 client.run(work, number)
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 errors.append(error)
 
-        threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(work.clients)]
+        threads = [
+            threading.Thread(target=run, args=(number,), daemon=True)
+            for number in range(work.clients)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -98,7 +109,8 @@ class _Worker:
 
 
 def _set_clock(ahead: float) -> None:
-    """Set the clock of this process ahead, before the driver is loaded; times of files stay the kernel's."""
+    """Set the clock of this process ahead, before the driver is loaded; times of files stay the
+    kernel's."""
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() + ahead
     time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)

@@ -33,8 +33,18 @@ class ServerContext:
     """One case's view of the server."""
 
     def __init__(
-        self, *, server: RemoteServer, server_info: ServerInfo, http: HttpClient, case: str, seed: int, run: str, profile: Profile, patience: float, tokens: dict[str, str],
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        server: RemoteServer,
+        server_info: ServerInfo,
+        http: HttpClient,
+        case: str,
+        seed: int,
+        run: str,
+        profile: Profile,
+        patience: float,
+        tokens: dict[str, str],
+    ) -> None:
         self.server = server
         self.server_info = server_info
         self.http = http
@@ -67,7 +77,9 @@ class ServerContext:
         scope.initialize(pages)
         return scope
 
-    def v2_scope(self, slots: int, *, slot_bytes: int = 4096, earlier_lease_seconds: float = 0.0) -> V2Scope:
+    def v2_scope(
+        self, slots: int, *, slot_bytes: int = 4096, earlier_lease_seconds: float = 0.0
+    ) -> V2Scope:
         """A new scope, initialized by the native part."""
         scope = V2Scope(self.native, self.unused_scope().name, slots, slot_bytes, self.chance)
         scope.initialize(earlier_lease_seconds)
@@ -75,7 +87,13 @@ class ServerContext:
 
     def client(self, token: str | None = None) -> HttpClient:
         """Another client, which lives as long as this context."""
-        self._clients.append(HttpClient(self.server.url, self.http.token if token is None else token, self.http.answer_seconds))
+        self._clients.append(
+            HttpClient(
+                self.server.url,
+                self.http.token if token is None else token,
+                self.http.answer_seconds,
+            )
+        )
         return self._clients[-1]
 
     def close(self) -> None:
@@ -99,9 +117,11 @@ class ServerContext:
 
     @property
     def cleared_seconds(self) -> float | None:
-        """Longest time until a slot is assigned again that was reserved by the compatible part when its scope was cleared.
+        """Longest time until a slot is assigned again that was reserved by the compatible part when
+        its scope was cleared.
 
-        Its writer may write as long as the reservation would have lasted. None for longer than a case may wait.
+        Its writer may write as long as the reservation would have lasted. None for longer than a
+        case may wait.
         """
         lease = self.server_info.lease_seconds or 0.0
         return None if lease > self.patience else lease + self.rest_seconds
@@ -113,11 +133,15 @@ class ServerContext:
             Inconclusive: it may not.
         """
         if seconds > self.patience:
-            raise Inconclusive(f"{what} lasts {seconds:g} s here; start the server with less, or give --patience {seconds:g}")
+            raise Inconclusive(
+                f"{what} lasts {seconds:g} s here; start the server with less, or give --patience "
+                f"{seconds:g}"
+            )
 
     @contextmanager
     def while_held(self) -> Generator[None]:
-        """For what is true only as long as reservations made inside last: where that took too long here, nothing was found out."""
+        """For what is true only as long as reservations made inside last: where that took too long
+        here, nothing was found out."""
         begin = time.monotonic()
         try:
             yield
@@ -125,7 +149,8 @@ class ServerContext:
             took = time.monotonic() - begin
             if self.server_info.lease_seconds is not None and took > self.server_info.lease_seconds:
                 raise Inconclusive(
-                    f"reservations last {self.server_info.lease_seconds:g} s here and the case took {took:.1f} s"
+                    f"reservations last {self.server_info.lease_seconds:g} s here and the case "
+                    f"took {took:.1f} s"
                 ) from violation
             raise
 
@@ -140,9 +165,15 @@ class ServerContext:
         return slots
 
     def reserve_soon(
-        self, scope: SglangScope, keys: Sequence[str], rule: str, because: str, seconds: float | None = None
+        self,
+        scope: SglangScope,
+        keys: Sequence[str],
+        rule: str,
+        because: str,
+        seconds: float | None = None,
     ) -> list[int]:
-        """Reserve keys, again and again while slots rest (by default, in quarantine), and return their slots.
+        """Reserve keys, again and again while slots rest (by default, in quarantine), and return
+        their slots.
 
         Raises:
             Violation: of `rule`, where not all of them got a slot in time.
@@ -153,7 +184,12 @@ class ServerContext:
             slots.update(self.reserve_all(scope, [key for key in keys if key not in slots], rule))
             return len(slots) == len(keys)
 
-        self.eventually(rule, lambda: f"{because}; only {len(slots)} of {len(keys)} keys get a slot", all_have_slots, seconds)
+        self.eventually(
+            rule,
+            lambda: f"{because}; only {len(slots)} of {len(keys)} keys get a slot",
+            all_have_slots,
+            seconds,
+        )
         return [slots[key] for key in keys]
 
     def lease_soon(self, scope: V2Scope, keys: Sequence[str], rule: str, because: str) -> list[int]:
@@ -162,16 +198,28 @@ class ServerContext:
 
         def all_have_leases() -> bool:
             missing = [key for key in keys if key not in leases]
-            answer = scope.reserve(missing, lease_seconds=self.server_info.limits.most_lease_seconds)
+            answer = scope.reserve(
+                missing, lease_seconds=self.server_info.limits.most_lease_seconds
+            )
             for key, state, lease in zip(missing, answer.states, answer.leases, strict=True):
                 if state is Reserved.LEASED:
                     leases[key] = lease
             return len(leases) == len(keys)
 
-        self.eventually(rule, lambda: f"{because}; only {len(leases)} of {len(keys)} keys get a lease", all_have_leases)
+        self.eventually(
+            rule,
+            lambda: f"{because}; only {len(leases)} of {len(keys)} keys get a lease",
+            all_have_leases,
+        )
         return [leases[key] for key in keys]
 
-    def eventually(self, rule: str, what: Callable[[], str], holds: Callable[[], bool], seconds: float | None = None) -> None:
+    def eventually(
+        self,
+        rule: str,
+        what: Callable[[], str],
+        holds: Callable[[], bool],
+        seconds: float | None = None,
+    ) -> None:
         """Wait until a condition holds; by default as long as slots may rest.
 
         Raises:
@@ -202,4 +250,7 @@ class ServerContext:
             Inconclusive: it is not ours to kill.
         """
         if not self.server.can_restart:
-            raise Inconclusive("the server can be killed only if the suite has started it: --start-server instead of --url")
+            raise Inconclusive(
+                "the server can be killed only if the suite has started it: --start-server instead "
+                "of --url"
+            )

@@ -73,12 +73,20 @@ class HttpClient:
         """Fetch something."""
         return self.send("GET", path, None)
 
-    def post(self, path: str, message: object, *, headers: Mapping[str, str] | None = None) -> Reply:
+    def post(
+        self, path: str, message: object, *, headers: Mapping[str, str] | None = None
+    ) -> Reply:
         """Send a message as JSON."""
         return self.send("POST", path, encode(message), headers=headers)
 
     def send(
-        self, method: str, path: str, body: bytes | None, *, content_type: str = JSON, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        *,
+        content_type: str = JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """Send any bytes.
 
@@ -125,7 +133,9 @@ class HttpClient:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            connection = self._local.connection = kind(self._host, self._port, timeout=self.answer_seconds)
+            connection = self._local.connection = kind(
+                self._host, self._port, timeout=self.answer_seconds
+            )
             self._open.append(connection)
         return connection
 
@@ -143,7 +153,8 @@ def expect(reply: Reply, rule: str, *statuses: int, because: str = "") -> Reply:
 
 
 def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
-    """See that a request was refused as the client's mistake, in JSON, naming the field where one is given.
+    """See that a request was refused as the client's mistake, in JSON, naming the field where one
+    is given.
 
     Raises:
         Violation: it was accepted, broke the server, or was refused without saying why.
@@ -153,7 +164,9 @@ def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
         raise Violation(rule, f"{because} is {what}: {reply}")
     if not reply.is_json:
         raise Violation(
-            rule, f"{because} is refused without a body of {JSON}: {reply} ({reply.content_type or 'no content type'})"
+            rule,
+            f"{because} is refused without a body of {JSON}: {reply} "
+            f"({reply.content_type or 'no content type'})",
         )
     if names and names not in reply.body.decode("utf-8", "replace"):
         raise Violation(rule, f"{because} is refused without naming {names!r}: {reply}")

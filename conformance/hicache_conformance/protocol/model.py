@@ -30,7 +30,8 @@ class OwnershipModel:
     has_room: bool
     """Whether the server has no reason to evict anything."""
     stored: dict[str, int] = field(default_factory=dict[str, int])
-    """Keys that were confirmed and not deleted, and their slots; the server may have evicted them."""
+    """Keys that were confirmed and not deleted, and their slots; the server may have evicted
+    them."""
     held: dict[int, tuple[str, float]] = field(default_factory=dict[int, tuple[str, float]])
     """Slots that are reserved, their keys, and until when."""
     released: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
@@ -64,7 +65,10 @@ class OwnershipModel:
         """Reserve, and see that slots that are given out belong to nobody."""
         begin = time.monotonic()
         answer = client.reserve(keys, rule="MD-RES-2")
-        self.note(f"reserve {' '.join(map(self.name, keys))} -> {' '.join(_told(*pair) for pair in answer)}")
+        self.note(
+            f"reserve {' '.join(map(self.name, keys))} -> "
+            f"{' '.join(_told(*pair) for pair in answer)}"
+        )
         self.forget_expired()
         for key, (exists, index) in zip(keys, answer, strict=True):
             if exists or index == -1:
@@ -72,7 +76,10 @@ class OwnershipModel:
             if index >= self.pages:
                 self.fail(f"slot {index} of {self.pages} is given out")
             if index in self.held:
-                self.fail(f"slot {index} is given to {self.name(key)} while {self.name(self.held[index][0])} has it reserved")
+                self.fail(
+                    f"slot {index} is given to {self.name(key)} while "
+                    f"{self.name(self.held[index][0])} has it reserved"
+                )
             self.held[index] = (key, begin + self.lease_seconds)
         self.check_invariants()
 
@@ -113,7 +120,8 @@ class OwnershipModel:
         self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Compare with what the server says: no slot of two keys, none that is elsewhere than it was confirmed.
+        """Compare with what the server says: no slot of two keys, none that is elsewhere than it
+        was confirmed.
 
         Raises:
             Violation: they differ.
@@ -129,19 +137,27 @@ class OwnershipModel:
                     del self.stored[key]
                 continue
             if index in owners:
-                self.fail(f"slot {index} belongs to {self.name(owners[index])} and to {self.name(key)}")
+                self.fail(
+                    f"slot {index} belongs to {self.name(owners[index])} and to {self.name(key)}"
+                )
             if index in self.held:
                 self.fail(
-                    f"slot {index} is announced for {self.name(key)} while {self.name(self.held[index][0])} has it reserved"
+                    f"slot {index} is announced for {self.name(key)} while "
+                    f"{self.name(self.held[index][0])} has it reserved"
                 )
             if self.stored.get(key) != index:
-                self.fail(f"{self.name(key)} is found in slot {index}; expected {self.stored.get(key, 'nowhere')}")
+                self.fail(
+                    f"{self.name(key)} is found in slot {index}; expected "
+                    f"{self.stored.get(key, 'nowhere')}"
+                )
             owners[index] = key
 
     def fail(self, what: str) -> None:
         """The history, and what is wrong at its end."""
         violation = Violation("MD-SLOT-1", what)
-        violation.add_note("The history, oldest step first:\n  " + "\n  ".join(self.steps[-SHOWN_STEPS:]))
+        violation.add_note(
+            "The history, oldest step first:\n  " + "\n  ".join(self.steps[-SHOWN_STEPS:])
+        )
         raise violation
 
 

@@ -36,7 +36,8 @@ class Need(StrEnum):
     LEASES = "leases"
     """Reservations end by themselves: the native part says when, or `--lease-seconds` does."""
     DURABLE = "durable"
-    """Acknowledged changes survive kill -9: the native part says so, or a `--start-server` that keeps something in {tmp}."""
+    """Acknowledged changes survive kill -9: the native part says so, or a `--start-server` that
+    keeps something in {tmp}."""
     TOKENS = "tokens"
     """It asks for a token: one was given."""
 

@@ -43,7 +43,8 @@ class RunRequest:
     tokens: dict[str, str] = field(default_factory=dict[str, str])
     """By what they permit; `admin` is the one that the suite works with."""
     lease_seconds: float | None = None
-    """How long reservations of a server without a native part last; None where they last for ever."""
+    """How long reservations of a server without a native part last; None where they last for
+    ever."""
     patience: float = 15.0
     """Seconds that a case may wait for the server's own clock."""
     again: str = "hicache conformance metadata"
@@ -52,14 +53,18 @@ class RunRequest:
     """Names that a case must contain one of; empty for all."""
 
 
-def run(request: RunRequest, progress: Callable[[OutcomeStream], None] = lambda stream: None) -> OutcomeStream:
+def run(
+    request: RunRequest, progress: Callable[[OutcomeStream], None] = lambda stream: None
+) -> OutcomeStream:
     """Run the cases of the request's parts and levels; the server is there already."""
     http = HttpClient(request.server.url, request.tokens.get("admin", ""))
     with closing(http):
         return _run(request, http, progress)
 
 
-def _run(request: RunRequest, http: HttpClient, progress: Callable[[OutcomeStream], None]) -> OutcomeStream:
+def _run(
+    request: RunRequest, http: HttpClient, progress: Callable[[OutcomeStream], None]
+) -> OutcomeStream:
     stream = OutcomeStream()
     try:
         server_info = look(http, request.server, request.lease_seconds)
@@ -71,7 +76,9 @@ def _run(request: RunRequest, http: HttpClient, progress: Callable[[OutcomeStrea
     stream.cases = len(chosen)
     suite = MetadataConformance()
     for case in chosen:
-        stream.running = CaseOutcome(case=case.name, rules=case.rules, levels=_levels(case), outcome=Outcome.UNTESTED)
+        stream.running = CaseOutcome(
+            case=case.name, rules=case.rules, levels=_levels(case), outcome=Outcome.UNTESTED
+        )
         progress(stream)
         stream.outcomes.append(_outcome(request, server_info, http, suite, case))
         stream.running = None
@@ -97,18 +104,32 @@ def _levels(case: Case) -> tuple[str, ...]:
 
 
 def _outcome(
-    request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case
+    request: RunRequest,
+    server_info: ServerInfo,
+    http: HttpClient,
+    suite: MetadataConformance,
+    case: Case,
 ) -> CaseOutcome:
     begin = time.monotonic()
     outcome, reason, detail, broken = _tried(request, server_info, http, suite, case)
     return CaseOutcome(
-        case=case.name, rules=case.rules, levels=_levels(case), outcome=outcome, reason=reason, detail=detail[:DETAIL_LIMIT],
-        broken_rule=broken, seconds=round(time.monotonic() - begin, 4),
-    )  # fmt: skip
+        case=case.name,
+        rules=case.rules,
+        levels=_levels(case),
+        outcome=outcome,
+        reason=reason,
+        detail=detail[:DETAIL_LIMIT],
+        broken_rule=broken,
+        seconds=round(time.monotonic() - begin, 4),
+    )
 
 
 def _tried(
-    request: RunRequest, server_info: ServerInfo, http: HttpClient, suite: MetadataConformance, case: Case
+    request: RunRequest,
+    server_info: ServerInfo,
+    http: HttpClient,
+    suite: MetadataConformance,
+    case: Case,
 ) -> tuple[Outcome, str, str, str]:
     """Outcome, reason, detail and broken rule of a case."""
     missing = [need for need in case.needs if need in server_info.undeclared]
@@ -119,21 +140,38 @@ def _tried(
         if not request.server.is_running():
             request.server.start()
         context = ServerContext(
-            server=request.server, server_info=server_info, http=http, case=case.name, seed=settings.seed, run=settings.run,
-            profile=PROFILES[settings.profile], patience=request.patience, tokens=request.tokens,
-        )  # fmt: skip
+            server=request.server,
+            server_info=server_info,
+            http=http,
+            case=case.name,
+            seed=settings.seed,
+            run=settings.run,
+            profile=PROFILES[settings.profile],
+            patience=request.patience,
+            tokens=request.tokens,
+        )
         with closing(context):
             getattr(suite, case.name)(context)
     except Violation as violation:
         text = str(violation)
-        return Outcome.FAIL, text.partition("\n")[0], "\n".join([text, *getattr(violation, "__notes__", [])]), violation.rule
+        return (
+            Outcome.FAIL,
+            text.partition("\n")[0],
+            "\n".join([text, *getattr(violation, "__notes__", [])]),
+            violation.rule,
+        )
     except Inconclusive as untestable:
         return Outcome.UNTESTED, str(untestable), "", ""
     except CannotStartError as error:
         text = f"MD-HTTP-1: the server does not come up: {error}"
         return Outcome.FAIL, text.partition("\n")[0], text, "MD-HTTP-1"
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the suite's fault and not the server's
-        return Outcome.ERROR, f"the suite itself broke: {type(error).__name__} {error}", traceback.format_exc(), ""
+        return (
+            Outcome.ERROR,
+            f"the suite itself broke: {type(error).__name__} {error}",
+            traceback.format_exc(),
+            "",
+        )
     return Outcome.PASS, "", "", ""
 
 
@@ -159,8 +197,12 @@ def _header(request: RunRequest, server_info: ServerInfo) -> Header:
         options={
             "parts": ", ".join(request.parts),
             "durability": str(about.durability) if about else "not told",
-            "lease_seconds": "for ever" if server_info.lease_seconds is None else f"{server_info.lease_seconds:g}",
-            "quarantine_seconds": f"{server_info.limits.quarantine_seconds:g}" if about else "not told",
+            "lease_seconds": "for ever"
+            if server_info.lease_seconds is None
+            else f"{server_info.lease_seconds:g}",
+            "quarantine_seconds": f"{server_info.limits.quarantine_seconds:g}"
+            if about
+            else "not told",
             "patience": f"{request.patience:g}",
         },
         environment={"platform": platform.platform(), "python": platform.python_version()},

@@ -1,4 +1,5 @@
-"""The server under test: one that runs somewhere, or one that the suite starts, kills and starts again."""
+"""The server under test: one that runs somewhere, or one that the suite starts, kills and starts
+again."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ class Served(RemoteServer):
 
     def __post_init__(self) -> None:
         if PORT not in self.command:
-            raise ValueError(f"--start-server needs {PORT} in its command, where the server is told its port")
+            raise ValueError(
+                f"--start-server needs {PORT} in its command, where the server is told its port"
+            )
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -115,19 +118,31 @@ class Served(RemoteServer):
         home = Path(self._home.name)
         (home / "state").mkdir(exist_ok=True)
         self._log = (home / "log").open("ab")
-        words = [word.replace(PORT, str(self.port)).replace(TMP, str(home / "state")) for word in shlex.split(self.command)]
+        words = [
+            word.replace(PORT, str(self.port)).replace(TMP, str(home / "state"))
+            for word in shlex.split(self.command)
+        ]
         try:
             self._process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
             )
         except OSError as error:
             raise CannotStartError(f"cannot run {words[0]!r}: {error}") from error
         deadline = time.monotonic() + START_SECONDS
         while not accepts(self.port):
             if self._process.poll() is not None:
-                raise CannotStartError(f"the server ended with {self._process.returncode} at its start: {self.log()[-1000:]}")
+                raise CannotStartError(
+                    f"the server ended with {self._process.returncode} at its start: "
+                    f"{self.log()[-1000:]}"
+                )
             if time.monotonic() > deadline:
-                raise CannotStartError(f"the server does not listen after {START_SECONDS:.0f} s: {self.log()[-1000:]}")
+                raise CannotStartError(
+                    f"the server does not listen after {START_SECONDS:.0f} s: {self.log()[-1000:]}"
+                )
             time.sleep(0.02)
 
     def kill(self) -> None:

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from hicache_conformance.protocol.server import RemoteServer
 
 UNKNOWN_LIMITS: Final = Limits(
-    body_bytes=8_000_000, keys=16_384, scopes=16, key_bytes=512, lease_seconds=30, least_lease_seconds=1, most_lease_seconds=600,
-    most_pin_seconds=60, quarantine_seconds=0, idempotency_seconds=60,
-)  # fmt: skip
+    body_bytes=8_000_000,
+    keys=16_384,
+    scopes=16,
+    key_bytes=512,
+    lease_seconds=30,
+    least_lease_seconds=1,
+    most_lease_seconds=600,
+    most_pin_seconds=60,
+    quarantine_seconds=0,
+    idempotency_seconds=60,
+)
 """Stand in for those of a server that tells none."""
 
 
@@ -50,13 +58,21 @@ def look(http: HttpClient, server: RemoteServer, lease_seconds: float | None) ->
     """
     reply = http.get("/v2")
     if reply.status in (401, 403):
-        raise CannotBeginError(f"the server refuses {'the token' if http.token else 'to answer without --token'}: {reply}")
+        raise CannotBeginError(
+            f"the server refuses {'the token' if http.token else 'to answer without --token'}: "
+            f"{reply}"
+        )
     native = reply.status not in (404, 405)
     about = _about(reply.body) if reply.status == 200 else None
     limits = about.limits if about else UNKNOWN_LIMITS
     durable = about.durability is not Durability.NONE if about else server.keeps
     lease = limits.lease_seconds if about else lease_seconds
-    found = {Need.NATIVE: native, Need.LEASES: lease is not None, Need.DURABLE: durable, Need.TOKENS: bool(http.token)}
+    found = {
+        Need.NATIVE: native,
+        Need.LEASES: lease is not None,
+        Need.DURABLE: durable,
+        Need.TOKENS: bool(http.token),
+    }
     return ServerInfo(about, tuple(need for need in Need if found[need]), limits, lease)
 
 

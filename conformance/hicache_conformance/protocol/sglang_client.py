@@ -54,20 +54,33 @@ class SglangScope:
         reply = self.post("get_page_indices", keys=list(keys))
         return self._column(reply, "indices", len(keys), rule, _is_slot, "a slot or null")
 
-    def reserve(self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-RES-1") -> list[tuple[bool, int]]:
+    def reserve(
+        self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-RES-1"
+    ) -> list[tuple[bool, int]]:
         """For each key, whether it is there already, and its slot or -1."""
         pairs = list(zip(keys, prefixes or [""] * len(keys), strict=True))
         reply = self.post("reserve_and_allocate_page_indices", keys=pairs)
-        answer = self._column(reply, "indices", len(keys), rule, _is_reservation, "a pair of a flag and a slot or -1")
+        answer = self._column(
+            reply, "indices", len(keys), rule, _is_reservation, "a pair of a flag and a slot or -1"
+        )
         return [(exists, index) for exists, index in answer]
 
-    def confirm(self, written: Sequence[tuple[str, int]] = (), released: Sequence[int] = (), rule: str = "MD-CONF-1") -> None:
+    def confirm(
+        self,
+        written: Sequence[tuple[str, int]] = (),
+        released: Sequence[int] = (),
+        rule: str = "MD-CONF-1",
+    ) -> None:
         """Make reserved slots live, give others back."""
         expect(self.try_confirm(written, released), rule, 204)
 
-    def try_confirm(self, written: Sequence[tuple[str, int]] = (), released: Sequence[int] = ()) -> Reply:
+    def try_confirm(
+        self, written: Sequence[tuple[str, int]] = (), released: Sequence[int] = ()
+    ) -> Reply:
         """The same, for what may be refused."""
-        return self.post("confirm_write", written_keys_to_confirm=list(written), pages_to_release=list(released))
+        return self.post(
+            "confirm_write", written_keys_to_confirm=list(written), pages_to_release=list(released)
+        )
 
     def delete(self, keys: Sequence[str]) -> None:
         """Make keys go."""
@@ -86,17 +99,33 @@ class SglangScope:
         answer = self.reserve(keys)
         for key, (exists, index) in zip(keys, answer, strict=True):
             if exists or index < 0:
-                raise Violation(rule, f"new key {key[:16]}... gets {[exists, index]} from a scope that has room for it")
-        self.confirm([(key, index) for key, (_, index) in zip(keys, answer, strict=True)], rule=rule)
+                raise Violation(
+                    rule,
+                    f"new key {key[:16]}... gets {[exists, index]} from a scope that has room for "
+                    f"it",
+                )
+        self.confirm(
+            [(key, index) for key, (_, index) in zip(keys, answer, strict=True)], rule=rule
+        )
         return [index for _, index in answer]
 
-    def _column(self, reply: Reply, name: str, length: int, rule: str, is_right: Callable[[Any], bool], what: str) -> list[Any]:
+    def _column(
+        self,
+        reply: Reply,
+        name: str,
+        length: int,
+        rule: str,
+        is_right: Callable[[Any], bool],
+        what: str,
+    ) -> list[Any]:
         column = _listed(record(expect(reply, rule, 200), rule).get(name))
         if column is None or len(column) != length:
             raise Violation(rule, f"{reply}: expected {name!r} with {length} entries")
         wrong = next((i for i, entry in enumerate(column) if not is_right(entry)), None)
         if wrong is not None:
-            raise Violation(rule, f"{reply}: entry {wrong} of {name!r} is {column[wrong]!r}, not {what}")
+            raise Violation(
+                rule, f"{reply}: entry {wrong} of {name!r} is {column[wrong]!r}, not {what}"
+            )
         return column
 
 
@@ -118,4 +147,10 @@ def _is_int(entry: object) -> bool:
 
 def _is_reservation(entry: Any) -> bool:
     pair = _listed(entry)
-    return pair is not None and len(pair) == 2 and isinstance(pair[0], bool) and _is_int(pair[1]) and pair[1] >= -1
+    return (
+        pair is not None
+        and len(pair) == 2
+        and isinstance(pair[0], bool)
+        and _is_int(pair[1])
+        and pair[1] >= -1
+    )

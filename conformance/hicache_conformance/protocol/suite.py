@@ -68,4 +68,8 @@ def protocol_cases() -> dict[str, Case]:
 def cases_of_parts(parts: Collection[Part]) -> dict[str, Case]:
     """The cases all of whose rules are of these parts."""
     rules = rules_of(parts)
-    return {name: case for name, case in protocol_cases().items() if all(rule in rules for rule in case.rules)}
+    return {
+        name: case
+        for name, case in protocol_cases().items()
+        if all(rule in rules for rule in case.rules)
+    }

@@ -88,7 +88,11 @@ class V2Client:
             Violation: there is none, or another content type than was asked in.
         """
         if reply.content_type != self.content_type:
-            raise Violation(RULE, f"{reply.asked} was asked as {self.content_type} and is answered as {reply.content_type!r}")
+            raise Violation(
+                RULE,
+                f"{reply.asked} was asked as {self.content_type} and is answered as "
+                f"{reply.content_type!r}",
+            )
         try:
             return decode(reply.body, kind, self.content_type)
         except (msgspec.DecodeError, UnicodeError) as error:
@@ -110,7 +114,9 @@ class Written:
 class V2Scope:
     """One scope."""
 
-    def __init__(self, client: V2Client, name: str, slots: int, slot_bytes: int, chance: random.Random) -> None:
+    def __init__(
+        self, client: V2Client, name: str, slots: int, slot_bytes: int, chance: random.Random
+    ) -> None:
         self.client = client
         self.name = name
         self.slots = slots
@@ -121,7 +127,11 @@ class V2Scope:
     def geometry(self) -> ScopeGeometry:
         """Parameters of its initialization."""
         return ScopeGeometry(
-            scope=self.name, slots=self.slots, slot_bytes=self.slot_bytes, geometry="page_first", identity="cf-identity"
+            scope=self.name,
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            geometry="page_first",
+            identity="cf-identity",
         )
 
     def initialize(self, earlier_lease_seconds: float = 0.0) -> bool:
@@ -137,12 +147,18 @@ class V2Scope:
         """Look keys up; their slots."""
         return self.pinned_lookup(keys, 0.0, touch=touch)[0]
 
-    def pinned_lookup(self, keys: Sequence[str], seconds: float, *, touch: bool = True) -> tuple[Found, int]:
+    def pinned_lookup(
+        self, keys: Sequence[str], seconds: float, *, touch: bool = True
+    ) -> tuple[Found, int]:
         """Look keys up and pin their slots; the slots, and the pin."""
-        request = Lookup(scopes=[LookupScope(scope=self.name, keys=list(keys))], pin_seconds=seconds, touch=touch)
+        request = Lookup(
+            scopes=[LookupScope(scope=self.name, keys=list(keys))], pin_seconds=seconds, touch=touch
+        )
         answer = self.client.call("/v2/lookup", request, LookedUp)
         found = self._only(answer.scopes, "lookup")
-        self._columns("lookup", len(keys), found.slots, found.generations, found.lengths, found.checksums)
+        self._columns(
+            "lookup", len(keys), found.slots, found.generations, found.lengths, found.checksums
+        )
         return found, answer.pin
 
     def live(self, keys: Sequence[str]) -> list[bool]:
@@ -150,24 +166,40 @@ class V2Scope:
         return [slot >= 0 for slot in self.lookup(keys, touch=False).slots]
 
     def reserve(
-        self, keys: Sequence[str], prefixes: Sequence[str] = (), *, lease_seconds: float | None = None, once: str = ""
+        self,
+        keys: Sequence[str],
+        prefixes: Sequence[str] = (),
+        *,
+        lease_seconds: float | None = None,
+        once: str = "",
     ) -> Leased:
         """Ask for leases."""
         part = ReserveScope(scope=self.name, keys=list(keys), prefixes=list(prefixes))
         request = Reserve(scopes=[part], owner="conformance", lease_seconds=lease_seconds)
-        leased = self._only(self.client.call("/v2/reserve", request, Leases, once=once).scopes, "reserve")
-        self._columns("reserve", len(keys), leased.states, leased.slots, leased.generations, leased.leases)
+        leased = self._only(
+            self.client.call("/v2/reserve", request, Leases, once=once).scopes, "reserve"
+        )
+        self._columns(
+            "reserve", len(keys), leased.states, leased.slots, leased.generations, leased.leases
+        )
         return leased
 
-    def commit(self, leases: Sequence[int], lengths: Sequence[int] = (), checksums: Sequence[int] = ()) -> list[bool]:
+    def commit(
+        self, leases: Sequence[int], lengths: Sequence[int] = (), checksums: Sequence[int] = ()
+    ) -> list[bool]:
         """Make pages live; says for which leases it did."""
-        sizes, sums = list(lengths) or [self.slot_bytes] * len(leases), list(checksums) or [1] * len(leases)
+        sizes, sums = (
+            list(lengths) or [self.slot_bytes] * len(leases),
+            list(checksums) or [1] * len(leases),
+        )
         part = CommitScope(scope=self.name, leases=list(leases), lengths=sizes, checksums=sums)
         return self._settled("commit", Commit(scopes=[part]), len(leases))
 
     def abort(self, leases: Sequence[int]) -> list[bool]:
         """Give leases back; says which were there."""
-        return self._settled("abort", Abort(scopes=[LeaseScope(scope=self.name, leases=list(leases))]), len(leases))
+        return self._settled(
+            "abort", Abort(scopes=[LeaseScope(scope=self.name, leases=list(leases))]), len(leases)
+        )
 
     def renew(self, leases: Sequence[int], seconds: float) -> list[bool]:
         """Let leases last; says which were there."""
@@ -177,13 +209,17 @@ class V2Scope:
     def delete(self, keys: Sequence[str], generations: Sequence[int] = ()) -> list[bool]:
         """Make keys go; says which were there."""
         part = DeleteScope(scope=self.name, keys=list(keys), generations=list(generations))
-        done = self._only(self.client.call("/v2/delete", Delete(scopes=[part]), Marked).scopes, "delete").done
+        done = self._only(
+            self.client.call("/v2/delete", Delete(scopes=[part]), Marked).scopes, "delete"
+        ).done
         self._columns("delete", len(keys), done)
         return done
 
     def clear(self) -> int:
         """Make everything go; says how many pages."""
-        return self._only(self.client.call("/v2/clear", Clear(scopes=[self.name]), Cleared).pages, "clear")
+        return self._only(
+            self.client.call("/v2/clear", Clear(scopes=[self.name]), Cleared).pages, "clear"
+        )
 
     def status(self) -> ScopeStatus:
         """As the list of scopes has it.
@@ -191,19 +227,29 @@ class V2Scope:
         Raises:
             Violation: it is not in the list.
         """
-        found = [scope for scope in self.client.call("/v2/scopes", None, Scopes).scopes if scope.scope == self.name]
+        found = [
+            scope
+            for scope in self.client.call("/v2/scopes", None, Scopes).scopes
+            if scope.scope == self.name
+        ]
         if len(found) != 1:
-            raise Violation("MD-OPS-1", f"GET /v2/scopes lists scope {self.name} {len(found)} times")
+            raise Violation(
+                "MD-OPS-1", f"GET /v2/scopes lists scope {self.name} {len(found)} times"
+            )
         return found[0]
 
-    def inspect(self, keys: Sequence[str] = (), slots: Sequence[int] = ()) -> list[SlotStatus | None]:
+    def inspect(
+        self, keys: Sequence[str] = (), slots: Sequence[int] = ()
+    ) -> list[SlotStatus | None]:
         """Inspect slots, then keys."""
         request = Inspect(scope=self.name, keys=list(keys), slots=list(slots))
         answer = self.client.call("/v2/inspect", request, Inspected).slots
         self._columns("inspect", len(keys) + len(slots), answer)
         return answer
 
-    def store(self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-LEASE-1") -> list[Written]:
+    def store(
+        self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-LEASE-1"
+    ) -> list[Written]:
         """Lease and commit keys for which there is room, with lengths and checksums of their own.
 
         Raises:
@@ -211,18 +257,38 @@ class V2Scope:
         """
         leased = self.reserve(keys, prefixes)
         if any(state is not Reserved.LEASED for state in leased.states):
-            raise Violation(rule, f"new keys get {list(map(str, leased.states))} from a scope that has room for them")
+            raise Violation(
+                rule,
+                f"new keys get {list(map(str, leased.states))} from a scope that has room for them",
+            )
         pages = [
-            Written(key, slot, generation, lease, self._chance.randint(1, self.slot_bytes), self._chance.getrandbits(64))
-            for key, slot, generation, lease in zip(keys, leased.slots, leased.generations, leased.leases, strict=True)
+            Written(
+                key,
+                slot,
+                generation,
+                lease,
+                self._chance.randint(1, self.slot_bytes),
+                self._chance.getrandbits(64),
+            )
+            for key, slot, generation, lease in zip(
+                keys, leased.slots, leased.generations, leased.leases, strict=True
+            )
         ]
-        done = self.commit(leased.leases, [page.length for page in pages], [page.checksum for page in pages])
+        done = self.commit(
+            leased.leases, [page.length for page in pages], [page.checksum for page in pages]
+        )
         if not all(done):
-            raise Violation(rule, f"commit of leases that were just given answers stale for {done.count(False)} of {len(done)}")
+            raise Violation(
+                rule,
+                f"commit of leases that were just given answers stale for {done.count(False)} of "
+                f"{len(done)}",
+            )
         return pages
 
     def _settled(self, operation: str, request: Request, length: int) -> list[bool]:
-        states = self._only(self.client.call(f"/v2/{operation}", request, SettledLeases).scopes, operation).states
+        states = self._only(
+            self.client.call(f"/v2/{operation}", request, SettledLeases).scopes, operation
+        ).states
         self._columns(operation, length, states)
         return [state is Settled.DONE for state in states]
 

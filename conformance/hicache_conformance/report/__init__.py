@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["write_report"]
 
 
-def write_report(directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None) -> None:
-    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is made if need be.
+def write_report(
+    directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None
+) -> None:
+    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is
+    made if need be.
 
     Args:
         directory: where to.

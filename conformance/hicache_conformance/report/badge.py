@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement
 
-COLOURS: Final = {Verdict.CONFORMANT: "brightgreen", Verdict.NON_CONFORMANT: "red", Verdict.INCOMPLETE: "orange"}
+COLOURS: Final = {
+    Verdict.CONFORMANT: "brightgreen",
+    Verdict.NON_CONFORMANT: "red",
+    Verdict.INCOMPLETE: "orange",
+}
 
 
 def badge(header: Header, judgement: Judgement) -> dict[str, Any]:

@@ -27,7 +27,11 @@ SUITE = "hicache-storage"
 
 
 def blank_header(
-    driver: str, settings: Settings, *, capabilities: Mapping[str, Any] | None = None, options: Mapping[str, str] | None = None
+    driver: str,
+    settings: Settings,
+    *,
+    capabilities: Mapping[str, Any] | None = None,
+    options: Mapping[str, str] | None = None,
 ) -> Header:
     """The header of a run.
 
@@ -61,7 +65,11 @@ def blank_header(
 
 def _distribution(driver: str) -> str:
     owner = registry().owners.get(driver, "")
-    names = {point.dist.name: point.dist.version for point in entry_points(group=ENTRY_POINT_GROUP) if point.dist}
+    names = {
+        point.dist.name: point.dist.version
+        for point in entry_points(group=ENTRY_POINT_GROUP)
+        if point.dist
+    }
     name = owner.partition(":")[0]
     return f"{name} {names[name]}" if name in names else owner
 

@@ -1,4 +1,5 @@
-"""`junit.xml`: one suite for each level, one test for each rule and case, as CI systems show them."""
+"""`junit.xml`: one suite for each level, one test for each rule and case, as CI systems show
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
     from hicache_conformance.model.outcomes import Header
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
-_TAGS: Final = {Outcome.FAIL: "failure", Outcome.ERROR: "error", Outcome.UNTESTED: "skipped", Outcome.NOT_DECLARED: "skipped"}
+_TAGS: Final = {
+    Outcome.FAIL: "failure",
+    Outcome.ERROR: "error",
+    Outcome.UNTESTED: "skipped",
+    Outcome.NOT_DECLARED: "skipped",
+}
 # What XML 1.0 cannot hold, not even escaped.
 _ILLEGAL: Final = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -42,14 +48,20 @@ def _suite(root: Element, level: Level, results: list[RuleResult]) -> None:
     suite.set("time", f"{sum(float(case.get('time', '0')) for case in suite):.3f}")
 
 
-def _case(suite: Element, result: RuleResult, name: str, outcome: Outcome, case: CaseOutcome | None) -> None:
+def _case(
+    suite: Element, result: RuleResult, name: str, outcome: Outcome, case: CaseOutcome | None
+) -> None:
     seconds = case.seconds if case else 0.0
-    element = SubElement(suite, "testcase", classname=result.rule.id, name=name, time=f"{seconds:.3f}")
+    element = SubElement(
+        suite, "testcase", classname=result.rule.id, name=name, time=f"{seconds:.3f}"
+    )
     properties = SubElement(element, "properties")
     SubElement(properties, "property", name="rule", value=result.rule.id)
     SubElement(properties, "property", name="outcome", value=str(outcome))
     if outcome in _TAGS:
         reason = (case.reason if case else result.reason) or str(outcome)
-        told = SubElement(element, _TAGS[outcome], message=_ILLEGAL.sub("?", f"{outcome}: {reason}"))
+        told = SubElement(
+            element, _TAGS[outcome], message=_ILLEGAL.sub("?", f"{outcome}: {reason}")
+        )
         if case and case.detail:
             told.text = _ILLEGAL.sub("?", case.detail)

@@ -1,4 +1,5 @@
-"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with commands to reproduce them.
+"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with
+commands to reproduce them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """
@@ -27,16 +28,22 @@ NOT_RUN: Final = "·"
 LEGEND: Final = (
     ("pass", "every case of the rule held"),
     ("**FAIL**", "a case found the rule broken; what was found stands below"),
-    ("n/d", "not declared: the driver, or its interface, does not promise it; why stands at the end"),
+    (
+        "n/d",
+        "not declared: the driver, or its interface, does not promise it; why stands at the end",
+    ),
     ("untested", "nobody found out; why stands below, with the driver"),
     ("**error**", "the suite itself broke"),
     (NOT_RUN, "the rule's level was not run"),
 )
 MESSAGE_LIMIT: Final = 400
 PREFACE: Final = (
-    "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them all again. What each rule asks "
-    "is in [spec.md](spec.md), and what a foreign interface promises, and why, in [foreign-drivers.md](foreign-drivers.md). "
-    "The command under a finding shows it again; with `--interface sglang` it needs the environment that "
+    "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them "
+    "all again. What each rule asks "
+    "is in [spec.md](spec.md), and what a foreign interface promises, and why, in "
+    "[foreign-drivers.md](foreign-drivers.md). "
+    "The command under a finding shows it again; with `--interface sglang` it needs the "
+    "environment that "
     "`scripts/make_sglang_env.sh` builds."
 )
 
@@ -109,8 +116,14 @@ def matrix(runs: Sequence[DriverRun]) -> str:
         PREFACE,
         _table(("", "meaning"), LEGEND),
         "## Runs",
-        _table(("driver", "from", "interface", "levels", "seed", "profile", "verdict"), (_about(run) for run in runs)),
-        f"Contract {_one(run.spec_version for run in runs)}, suite {_one(run.suite_version for run in runs)}.",
+        _table(
+            ("driver", "from", "interface", "levels", "seed", "profile", "verdict"),
+            (_about(run) for run in runs),
+        ),
+        (
+            f"Contract {_one(run.spec_version for run in runs)}, suite "
+            f"{_one(run.suite_version for run in runs)}."
+        ),
         "## Rules",
         _table(("rule", *(run.driver.name for run in runs), "what it asks"), _rows(runs)),
     ]
@@ -124,7 +137,15 @@ def matrix(runs: Sequence[DriverRun]) -> str:
 def _about(run: DriverRun) -> tuple[str, ...]:
     source = f"{run.driver.distribution} {run.driver.version}".strip()
     interface = run.interface or "HiCacheStorage v2"
-    return f"`{run.driver.name}`", source, interface, ", ".join(run.levels), str(run.seed), run.profile, run.verdict
+    return (
+        f"`{run.driver.name}`",
+        source,
+        interface,
+        ", ".join(run.levels),
+        str(run.seed),
+        run.profile,
+        run.verdict,
+    )
 
 
 def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
@@ -139,7 +160,11 @@ def _cell(rule: RuleRow | None) -> str:
 
 
 def _findings(run: DriverRun) -> Iterable[str]:
-    broken = [rule for rule in run.rules if rule.selected and rule.outcome in (Outcome.FAIL, Outcome.ERROR)]
+    broken = [
+        rule
+        for rule in run.rules
+        if rule.selected and rule.outcome in (Outcome.FAIL, Outcome.ERROR)
+    ]
     yield f"## {run.driver.name}"
     if not broken:
         yield "No rule that it is bound to was found broken."
@@ -154,7 +179,9 @@ def _findings(run: DriverRun) -> Iterable[str]:
             untested.setdefault(rule.reason, []).append(rule.id)
     if untested:
         yield "Untested:"
-        yield "\n".join(f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items())
+        yield "\n".join(
+            f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items()
+        )
 
 
 def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
@@ -165,7 +192,11 @@ def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
             if not rule.selected:
                 continue
             whole = rule.outcome is Outcome.NOT_DECLARED
-            left_out = [] if whole else [case for case in rule.cases if case.outcome is Outcome.NOT_DECLARED]
+            left_out = (
+                []
+                if whole
+                else [case for case in rule.cases if case.outcome is Outcome.NOT_DECLARED]
+            )
             if whole:
                 rules.setdefault(rule.reason, []).append(rule.id)
             for case in left_out:
@@ -178,8 +209,15 @@ def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
         yield _table(
             ("rules", "cases", "drivers", "why"),
             (
-                (", ".join(_once(rules.get(reason, ()))), _cases(cases.get(reason, ())), ", ".join(_once(names)), _plain(reason))
-                for reason, names in sorted(drivers.items(), key=lambda item: (item[0] not in rules, item[0]))
+                (
+                    ", ".join(_once(rules.get(reason, ()))),
+                    _cases(cases.get(reason, ())),
+                    ", ".join(_once(names)),
+                    _plain(reason),
+                )
+                for reason, names in sorted(
+                    drivers.items(), key=lambda item: (item[0] not in rules, item[0])
+                )
             ),
         )
 
@@ -189,7 +227,9 @@ def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
     reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):
         yield "## Not judged"
-        yield _table(("driver", "why"), ((f"`{name}`", _plain(reason)) for name, reason in reasons.items()))
+        yield _table(
+            ("driver", "why"), ((f"`{name}`", _plain(reason)) for name, reason in reasons.items())
+        )
 
 
 def _cases(names: Iterable[str]) -> str:
@@ -215,7 +255,13 @@ def _sentence(message: str, rule: str) -> str:
 
 def _plain(text: str) -> str:
     """Text that a table and a list can hold."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<").replace("*", "\\*").replace("_", "\\_")
+    return (
+        " ".join(text.split())
+        .replace("|", "\\|")
+        .replace("<", "\\<")
+        .replace("*", "\\*")
+        .replace("_", "\\_")
+    )
 
 
 def _one(values: Iterable[str]) -> str:
@@ -224,4 +270,6 @@ def _one(values: Iterable[str]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace(chr(10), ' ') for cell in line)} |" for line in lines)
+    return "\n".join(
+        f"| {' | '.join(cell.replace(chr(10), ' ') for cell in line)} |" for line in lines
+    )

@@ -42,22 +42,32 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None 
         levels=[_level(level, header, judgement) for level in Level],
         outcomes=list(Outcome),
         groups=_groups(header, judgement),
-        summaries={case.name: case.summary for case in (catalogue() if cases is None else cases).values()},
+        summaries={
+            case.name: case.summary for case in (catalogue() if cases is None else cases).values()
+        },
     )
 
 
 @cache
 def _template() -> Template:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
-    return environment.from_string(files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8"))
+    return environment.from_string(
+        files("hicache_conformance.report").joinpath("index.html.j2").read_text("utf-8")
+    )
 
 
 def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
     """The cases that failed or broke, by the rule that each is about, in the order of the rules."""
     groups = list[dict[str, object]]()
     for result in judgement.rules:
-        mine = [case for case in judgement.failures() if (case.broken_rule or case.rules[0]) == result.rule.id]
+        mine = [
+            case
+            for case in judgement.failures()
+            if (case.broken_rule or case.rules[0]) == result.rule.id
+        ]
         for outcome in (Outcome.FAIL, Outcome.ERROR):
             cases = [
                 (case, reproduction(header, case.case), [str(plan) for plan in case.plans])
@@ -65,9 +75,15 @@ def _groups(header: Header, judgement: Judgement) -> list[dict[str, object]]:
                 if case.outcome is outcome
             ]
             # Only of failures that the rule is about; the file lies beside the page.
-            again = shrinking(header, result.rule.id, "results.json") if mine == result.failing() else ""
+            again = (
+                shrinking(header, result.rule.id, "results.json")
+                if mine == result.failing()
+                else ""
+            )
             if cases:
-                groups.append({"rule": result.rule, "outcome": outcome, "cases": cases, "shrinking": again})
+                groups.append(
+                    {"rule": result.rule, "outcome": outcome, "cases": cases, "shrinking": again}
+                )
     return groups
 
 

@@ -61,7 +61,11 @@ def as_json(record: dict[str, Any]) -> str:
 def reproduction(header: Header, case: str) -> str:
     """The command that runs one case again."""
     options = [f"-c {quote(f'{name}={value}')}" for name, value in header.options.items()]
-    begin = [header.again] if header.again else ["hicache conformance run", quote(header.driver), *options]
+    begin = (
+        [header.again]
+        if header.again
+        else ["hicache conformance run", quote(header.driver), *options]
+    )
     if header.replay is not None:
         begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
     parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
@@ -95,7 +99,11 @@ def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, obj
     run is found.
     """
     texts = list(options.values())
-    return capabilities.get("durability") in ("none", "reopen") or mentions_tmp(texts) or bool(port_names(texts))
+    return (
+        capabilities.get("durability") in ("none", "reopen")
+        or mentions_tmp(texts)
+        or bool(port_names(texts))
+    )
 
 
 def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
@@ -122,6 +130,8 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
         "broken_rule": case.broken_rule,
         "passes_undeclared": case.passes_undeclared,
         "plans": msgspec.to_builtins(case.plans),
-        "reproduce": reproduction(header, case.case) if case.outcome in (Outcome.FAIL, Outcome.ERROR) else "",
+        "reproduce": reproduction(header, case.case)
+        if case.outcome in (Outcome.FAIL, Outcome.ERROR)
+        else "",
         "seconds": case.seconds,
     }

@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 STYLES: Final = {
-    Outcome.PASS: "green", Outcome.FAIL: "bold red", Outcome.NOT_DECLARED: "dim", Outcome.UNTESTED: "yellow", Outcome.ERROR: "magenta",
-    Verdict.CONFORMANT: "bold green", Verdict.NON_CONFORMANT: "bold red", Verdict.INCOMPLETE: "bold yellow",
-}  # fmt: skip
+    Outcome.PASS: "green",
+    Outcome.FAIL: "bold red",
+    Outcome.NOT_DECLARED: "dim",
+    Outcome.UNTESTED: "yellow",
+    Outcome.ERROR: "magenta",
+    Verdict.CONFORMANT: "bold green",
+    Verdict.NON_CONFORMANT: "bold red",
+    Verdict.INCOMPLETE: "bold yellow",
+}
 
 
 def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
@@ -37,7 +43,9 @@ def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
     return BROKEN if suite_broke else NOT_CONFORMANT
 
 
-def show(console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None) -> None:
+def show(
+    console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None
+) -> None:
     """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
 
     Args:
@@ -50,22 +58,36 @@ def show(console: Console, judgement: Judgement, stream: OutcomeStream, results:
     counted = [result for result in judgement.rules if result.selected]
     for result in counted:
         if result.outcome not in (Outcome.PASS, Outcome.FAIL):
-            table.add_row(result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason))
+            table.add_row(
+                result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason)
+            )
     if table.row_count:
         console.print(table)
     for result in counted:
         if result.outcome is Outcome.FAIL:
-            console.print(Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True)
+            console.print(
+                Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True
+            )
         if result.outcome in (Outcome.FAIL, Outcome.ERROR):
-            console.print(Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True)
-    counts = ", ".join(f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome))
+            console.print(
+                Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True
+            )
+    counts = ", ".join(
+        f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome)
+    )
     seconds = sum(case.seconds for case in stream.outcomes)
-    console.print(f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False)
-    console.print(Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"), soft_wrap=True)
+    console.print(
+        f"{counts} (rules); {len(stream.outcomes)} cases in {seconds:.1f} s", highlight=False
+    )
+    console.print(
+        Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"),
+        soft_wrap=True,
+    )
 
 
 def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
-    """The command that repeats a failure: from the results, where they have been written, or of the first failing case."""
+    """The command that repeats a failure: from the results, where they have been written, or of the
+    first failing case."""
     assert stream.header is not None
     command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
     return command or reproduction(stream.header, result.failing()[0].case)
@@ -84,9 +106,14 @@ class ProgressBar:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=not sys.stderr.isatty(),
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
         self._task = self._progress.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
@@ -99,4 +126,6 @@ class ProgressBar:
     def update(self, stream: OutcomeStream) -> None:
         """Show how far a run has come."""
         now = ", ".join(stream.running.rules) if stream.running else ""
-        self._progress.update(self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now)
+        self._progress.update(
+            self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now
+        )

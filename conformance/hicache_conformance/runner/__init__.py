@@ -1,1 +1,2 @@
-"""A conformance run: the child process, the pytest session in it, and the repetition of a failure."""
+"""A conformance run: the child process, the pytest session in it, and the repetition of a
+failure."""

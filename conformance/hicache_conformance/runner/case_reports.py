@@ -31,7 +31,13 @@ DETAIL_LIMIT: Final = 12_000
 _SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
-_WORST_FIRST: Final = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.NOT_DECLARED, Outcome.PASS)
+_WORST_FIRST: Final = (
+    Outcome.FAIL,
+    Outcome.ERROR,
+    Outcome.UNTESTED,
+    Outcome.NOT_DECLARED,
+    Outcome.PASS,
+)
 
 
 class CaseReports:
@@ -40,7 +46,8 @@ class CaseReports:
     def __init__(self) -> None:
         self._phases: dict[str, list[pytest.TestReport]] = {}
         self.contexts = dict[str, dict[str, Any]]()
-        """By class: driver, capabilities and options, from the first case that came as far as that."""
+        """By class: driver, capabilities and options, from the first case that came as far as
+        that."""
 
     def add(self, report: pytest.TestReport) -> tuple[str, CaseOutcome] | None:
         """Take a report; the class and the outcome of its case where it was the last one."""
@@ -70,8 +77,15 @@ def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
     """The header of a run in the author's own pytest."""
     if context is None:
         return blank_header("unknown", settings)
-    header = blank_header(context["driver"], settings, capabilities=context["capabilities"], options=context["options"])
-    header.replay = Replay(run=settings.run, options=context["options"], services=context["services"])
+    header = blank_header(
+        context["driver"],
+        settings,
+        capabilities=context["capabilities"],
+        options=context["options"],
+    )
+    header.replay = Replay(
+        run=settings.run, options=context["options"], services=context["services"]
+    )
     return header
 
 
@@ -83,7 +97,9 @@ def _unwrapped(error: BaseException) -> Iterator[BaseException]:
             yield from _unwrapped(inner)
 
 
-def _outcome(name: str, case: dict[str, Any], phases: list[pytest.TestReport], properties: dict[str, object]) -> CaseOutcome:
+def _outcome(
+    name: str, case: dict[str, Any], phases: list[pytest.TestReport], properties: dict[str, object]
+) -> CaseOutcome:
     found = [_phase(report, properties) for report in phases]
     outcome = next(worst for worst in _WORST_FIRST if any(worst is phase for phase, _, _ in found))
     reason, detail = next((reason, detail) for phase, reason, detail in found if phase is outcome)
@@ -99,7 +115,9 @@ def _outcome(name: str, case: dict[str, Any], phases: list[pytest.TestReport], p
         detail=detail,
         broken_rule=broken,
         seconds=round(sum(report.duration for report in phases), 4),
-        plans=msgspec.json.decode(str(properties.get(PLANS_PROPERTY, "[]")), type=tuple[FaultPlan, ...]),
+        plans=msgspec.json.decode(
+            str(properties.get(PLANS_PROPERTY, "[]")), type=tuple[FaultPlan, ...]
+        ),
         passes_undeclared=any(report.passed and hasattr(report, "wasxfail") for report in phases),
     )
 
@@ -118,7 +136,11 @@ def _phase(report: pytest.TestReport, properties: dict[str, object]) -> tuple[Ou
         return Outcome.FAIL, violation["message"].partition("\n")[0], violation["detail"]
     text = report.longreprtext
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    return Outcome.ERROR, f"the suite itself broke during {report.when}: {last}", text[-DETAIL_LIMIT:]
+    return (
+        Outcome.ERROR,
+        f"the suite itself broke during {report.when}: {last}",
+        text[-DETAIL_LIMIT:],
+    )
 
 
 def _skip_reason(report: pytest.TestReport) -> str:

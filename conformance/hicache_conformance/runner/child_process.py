@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS: Final = 0.05
 STARTING_SECONDS: Final = 240.0
-"""Patience with a process in which no case runs: it starts, or opens the driver for the first time."""
+"""Patience with a process in which no case runs: it starts, or opens the driver for the first
+time."""
 MAX_PROCESSES: Final = 20
 """How many processes a run may take before it is given up."""
 # What would make pytest read somebody else's configuration or load somebody else's plugins.
@@ -57,7 +58,8 @@ def run(
 ) -> Ran:
     """Run the suite against a driver.
 
-    A foreign driver that hangs, or takes the process down, fails that case, and the run goes on behind it in a new process.
+    A foreign driver that hangs, or takes the process down, fails that case, and the run goes on
+    behind it in a new process.
 
     Args:
         driver: as `hicache drivers` lists it.
@@ -65,16 +67,22 @@ def run(
         settings: what and how.
         cases: names that a case must contain one of; empty for all.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
-        services: commands of the servers that the driver needs; None for those that it names itself.
+        services: commands of the servers that the driver needs; None for those that it names
+            itself.
         interface: interface of a foreign driver; empty for the contract's own.
         progress: called whenever something has been written down.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:
         home = Path(directory)
         file = RunFile(
-            driver=driver, config=config, settings=settings, stream=str(home / "outcomes.jsonl"), cases=list(cases),
-            services=None if services is None else list(services), interface=interface,
-        )  # fmt: skip
+            driver=driver,
+            config=config,
+            settings=settings,
+            stream=str(home / "outcomes.jsonl"),
+            cases=list(cases),
+            services=None if services is None else list(services),
+            interface=interface,
+        )
         stream = OutcomeStream()
         hung = _run_once(file, home, stream, case_seconds, progress)
         for process in range(1, MAX_PROCESSES):
@@ -91,17 +99,26 @@ def run(
 
 
 def _run_once(
-    file: RunFile, home: Path, stream: OutcomeStream, case_seconds: float, progress: Callable[[OutcomeStream], None]
+    file: RunFile,
+    home: Path,
+    stream: OutcomeStream,
+    case_seconds: float,
+    progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Run what is not done yet in a process of its own; whether it was ended because a case took too long."""
+    """Run what is not done yet in a process of its own; whether it was ended because a case took
+    too long."""
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
     with (home / "log").open("ab") as log:
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
-            _command(home), env=_environment(home), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            _command(home),
+            env=_environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             return _follow(child, Path(file.stream), stream, case_seconds, progress)
         finally:
@@ -110,7 +127,8 @@ def _run_once(
 
 
 def _end_session(leader: int) -> None:
-    """Kill what is left of a child and of what it has started, servers in process groups of their own included."""
+    """Kill what is left of a child and of what it has started, servers in process groups of their
+    own included."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             # Behind the name, which may hold anything: state, parent, group, session.
@@ -120,9 +138,19 @@ def _end_session(leader: int) -> None:
 
 def _fallen(case: CaseOutcome, hung: bool, case_seconds: float) -> CaseOutcome:
     """The outcome of a case that a foreign driver has not come back from."""
-    rule, what = ("FT-3", f"did not come back within {case_seconds:.0f} s") if hung else ("LC-3", "ended the process")
+    rule, what = (
+        ("FT-3", f"did not come back within {case_seconds:.0f} s")
+        if hung
+        else ("LC-3", "ended the process")
+    )
     reason = f"{rule}: the driver {what}"
-    return replace(case, outcome=Outcome.FAIL, reason=reason, detail=f"{reason} in {case.case}", broken_rule=rule)
+    return replace(
+        case,
+        outcome=Outcome.FAIL,
+        reason=reason,
+        detail=f"{reason} in {case.case}",
+        broken_rule=rule,
+    )
 
 
 def _suite() -> Path:
@@ -132,9 +160,20 @@ def _suite() -> Path:
 def _command(home: Path) -> list[str]:
     suite = _suite()
     return [
-        sys.executable, "-P", "-m", "pytest", "-c", str(suite / "pytest.ini"), "--rootdir", str(suite), "--noconftest",
-        "--basetemp", str(home / "tmp"), "-q", str(suite / "test_driver.py"),
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-c",
+        str(suite / "pytest.ini"),
+        "--rootdir",
+        str(suite),
+        "--noconftest",
+        "--basetemp",
+        str(home / "tmp"),
+        "-q",
+        str(suite / "test_driver.py"),
+    ]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -155,7 +194,8 @@ def _follow(
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Read the outcomes as they are written, until the child has ended or a case takes too long; whether it was that."""
+    """Read the outcomes as they are written, until the child has ended or a case takes too long;
+    whether it was that."""
     heard, position, rest = time.monotonic(), 0, ""
     while True:
         ended = child.poll() is not None
@@ -173,6 +213,8 @@ def _follow(
             progress(stream)
         if ended:
             return False
-        if time.monotonic() - heard > (case_seconds if stream.running else max(case_seconds, STARTING_SECONDS)):
+        if time.monotonic() - heard > (
+            case_seconds if stream.running else max(case_seconds, STARTING_SECONDS)
+        ):
             return True
         time.sleep(POLL_SECONDS)

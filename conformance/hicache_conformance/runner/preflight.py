@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from hicache_conformance.model.settings import RunFile
 
 
-def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping[str, int]] = dict[str, int]) -> None:
+def check_driver(
+    run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping[str, int]] = dict[str, int]
+) -> None:
     """Construct, open and close the driver once, and write the header of the run.
 
     Args:
@@ -43,15 +45,25 @@ def check_driver(run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping
             config = filled_config(run.driver, run.config, directory, ports())
             missing_ports = port_names(config.values())
             if missing_ports:
-                raise Inconclusive(f"no server listens on {{port:{missing_ports[0]}}}; start one with --start-server")
+                raise Inconclusive(
+                    f"no server listens on {{port:{missing_ports[0]}}}; start one with "
+                    f"--start-server"
+                )
             storage = create_storage(run.driver, _identity(), config, options=options)
             try:
                 storage.open()
             finally:
                 storage.close()
         shown = redacted(filled_config(run.driver, run.config, TMP))
-        header = blank_header(run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown)
-        header.replay = Replay(run=run.settings.run, options=redacted(run.config), services=run.services, interface=run.interface)
+        header = blank_header(
+            run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown
+        )
+        header.replay = Replay(
+            run=run.settings.run,
+            options=redacted(run.config),
+            services=run.services,
+            interface=run.interface,
+        )
         if run.interface:
             describe_interface(header, run.interface, run.config)
         writer.header(header)
@@ -70,4 +82,6 @@ def _give_up(writer: StreamWriter, reason: str) -> None:
 
 
 def _identity() -> StorageIdentity:
-    return StorageIdentity(model="conformance/preflight", kv_dtype="bfloat16", page_size=2, layout="page_first")
+    return StorageIdentity(
+        model="conformance/preflight", kv_dtype="bfloat16", page_size=2, layout="page_first"
+    )

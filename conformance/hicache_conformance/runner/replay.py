@@ -76,7 +76,10 @@ class Record(msgspec.Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is no results.json of this suite: {error}") from error
         if record.replay is None:
-            raise ValueError(f"{file} does not say how its run was begun; only runs of the storage suite can be repeated")
+            raise ValueError(
+                f"{file} does not say how its run was begun; only runs of the storage suite can be "
+                f"repeated"
+            )
         return record
 
     @property
@@ -105,12 +108,20 @@ class Record(msgspec.Struct, frozen=True):
             raise ValueError(f"no rule {rule!r} in these results")
         failing = found.failing()
         if not failing:
-            others = [f"{case.name} stopped at {case.broken_rule}" for case in found.cases if case.outcome is Outcome.FAIL]
-            raise ValueError(f"{rule} has no failing case in these results" + (f"; {', '.join(others)}" if others else ""))
+            others = [
+                f"{case.name} stopped at {case.broken_rule}"
+                for case in found.cases
+                if case.outcome is Outcome.FAIL
+            ]
+            raise ValueError(
+                f"{rule} has no failing case in these results"
+                + (f"; {', '.join(others)}" if others else "")
+            )
         chosen = [case for case in failing if text in case.name]
         if not chosen:
             raise ValueError(
-                f"no failing case of {rule} has {text!r} in its name; there are {', '.join(c.name for c in failing)}"
+                f"no failing case of {rule} has {text!r} in its name; there are "
+                f"{', '.join(c.name for c in failing)}"
             )
         return chosen
 
@@ -123,7 +134,10 @@ class Record(msgspec.Struct, frozen=True):
         missing = [name for name in self.how.hidden if name not in given]
         if missing:
             again = " ".join(f"-c {name}=..." for name in missing)
-            raise ValueError(f"the results do not show the secrets of {', '.join(missing)}; give them again: {again}")
+            raise ValueError(
+                f"the results do not show the secrets of {', '.join(missing)}; give them again: "
+                f"{again}"
+            )
         return {**self.how.options, **given}
 
     def settings(self, run_id: str | None) -> Settings:
@@ -173,7 +187,11 @@ class Repetition:
             return "fails again"
         if self.now.outcome is not Outcome.PASS:
             return f"{self.now.outcome}: {self.now.reason}"
-        return "passes now" if self.passes else "passes, but this run put other faults below the driver than the file says"
+        return (
+            "passes now"
+            if self.passes
+            else "passes, but this run put other faults below the driver than the file says"
+        )
 
 
 def repeat(
@@ -199,6 +217,12 @@ def repeat(
     outcomes = {outcome.case: outcome for outcome in ran.stream.outcomes}
     running = ran.stream.running
     if running is not None and not ran.stream.finished:
-        what = f"did not come back within {case_seconds:.0f} s" if ran.hung else "took the process down"
-        outcomes[running.case] = replace(running, outcome=Outcome.ERROR, reason=f"the driver {what}")
+        what = (
+            f"did not come back within {case_seconds:.0f} s"
+            if ran.hung
+            else "took the process down"
+        )
+        outcomes[running.case] = replace(
+            running, outcome=Outcome.ERROR, reason=f"the driver {what}"
+        )
     return ran, [Repetition(case, outcomes.get(case.name)) for case in cases]

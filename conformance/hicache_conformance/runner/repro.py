@@ -23,21 +23,38 @@ LOG_LIMIT: Final = 3000
 
 
 def repro(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="results.json of a report, or the directory of the report.")],
+    results: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RESULTS", help="results.json of a report, or the directory of the report."
+        ),
+    ],
     rule: Annotated[str, typer.Argument(metavar="RULE", help="The rule that was broken.")],
-    case: Annotated[str, typer.Option(metavar="TEXT", help="Only its failing cases whose name has this text.")] = "",
+    case: Annotated[
+        str, typer.Option(metavar="TEXT", help="Only its failing cases whose name has this text.")
+    ] = "",
     config: Annotated[
         list[str] | None,
         typer.Option(
-            "--config", "-c", metavar="KEY=VALUE", help="An option in the place of the recorded one; secrets are not recorded."
+            "--config",
+            "-c",
+            metavar="KEY=VALUE",
+            help="An option in the place of the recorded one; secrets are not recorded.",
         ),
     ] = None,
     run_id: Annotated[
-        str | None, typer.Option(help="Another name of the run, for a store that still holds the pages of the recorded one.")
+        str | None,
+        typer.Option(
+            help="Another name of the run, for a store that still holds the pages of the recorded "
+            "one."
+        ),
     ] = None,
-    case_seconds: Annotated[float, typer.Option(help="A case that takes longer is taken for hanging.")] = 300.0,
+    case_seconds: Annotated[
+        float, typer.Option(help="A case that takes longer is taken for hanging.")
+    ] = 300.0,
 ) -> None:
-    """Run the failing cases of a rule again: same driver, options, seed, profile and salts, and shrink what leads to the failure.
+    """Run the failing cases of a rule again: same driver, options, seed, profile and salts, and
+    shrink what leads to the failure.
 
     Exits with 1 if one of them fails again, 0 if all pass now, 2 if they could not be run.
     """
@@ -55,21 +72,28 @@ def repro(
     raise typer.Exit(_repeat(console, record, cases, options, settings, case_seconds))
 
 
-def _announce(console: Console, record: Record, cases: Sequence[RecordedCase], settings: Settings) -> None:
+def _announce(
+    console: Console, record: Record, cases: Sequence[RecordedCase], settings: Settings
+) -> None:
     from hicache_conformance.report.header import SUITE, installed_version
 
     what = "1 case" if len(cases) == 1 else f"{len(cases)} cases"
     console.print(
-        f"driver [bold]{record.driver.name}[/], seed {settings.seed}, profile {settings.profile}, run {settings.run}: {what}",
+        f"driver [bold]{record.driver.name}[/], seed {settings.seed}, profile {settings.profile}, "
+        f"run {settings.run}: {what}",
         highlight=False,
     )
     if installed_version(SUITE) != record.suite_version:
         console.print(
-            f"the results are of suite {record.suite_version}, this is {installed_version(SUITE)}: it may draw other calls and faults",
+            f"the results are of suite {record.suite_version}, this is {installed_version(SUITE)}: "
+            f"it may draw other calls and faults",
             style="yellow",
         )
     if not record.is_throwaway and settings.run == record.how.run:
-        console.print("the store may still hold the pages of that run; --run-id gives these cases new ones", style="yellow")
+        console.print(
+            "the store may still hold the pages of that run; --run-id gives these cases new ones",
+            style="yellow",
+        )
 
 
 def _repeat(
@@ -83,9 +107,13 @@ def _repeat(
     from hicache_conformance.runner.replay import repeat
 
     with ProgressBar(console) as bar:
-        ran, repeated = repeat(record, cases, options, settings, case_seconds=case_seconds, progress=bar.update)
+        ran, repeated = repeat(
+            record, cases, options, settings, case_seconds=case_seconds, progress=bar.update
+        )
     if ran.stream.broken or ran.stream.header is None:
-        console.print(Text(ran.stream.broken or f"the suite could not begin:\n{ran.log[-LOG_LIMIT:]}", "red"))
+        console.print(
+            Text(ran.stream.broken or f"the suite could not begin:\n{ran.log[-LOG_LIMIT:]}", "red")
+        )
         return BROKEN
     for one in repeated:
         _show(console, one)

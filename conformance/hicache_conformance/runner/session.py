@@ -13,7 +13,12 @@ from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
-from hicache_conformance.model.pytest_keys import CASE_MARK, CASE_PROPERTY, GATE_PROPERTY, VIOLATION_PROPERTY
+from hicache_conformance.model.pytest_keys import (
+    CASE_MARK,
+    CASE_PROPERTY,
+    GATE_PROPERTY,
+    VIOLATION_PROPERTY,
+)
 from hicache_conformance.model.session_settings import settings_of
 from hicache_conformance.model.settings import RunFile
 from hicache_conformance.model.verdict import Verdict, judge
@@ -51,7 +56,8 @@ class Session:
             self._writer = StreamWriter(Path(self._run.stream))
 
     def select(self, items: list[pytest.Item], cases: list[pytest.Item]) -> None:
-        """Leave the cases of the selected levels in `items`, and tell each what its report has to carry.
+        """Leave the cases of the selected levels in `items`, and tell each what its report has to
+        carry.
 
         Raises:
             pytest.UsageError: a class names no driver, or an option has a bad value.
@@ -67,7 +73,11 @@ class Session:
             if not self._wants(item, levels):
                 deselected.append(item)
                 continue
-            record = {"rules": rules, "levels": levels, "owner": f"{owner.__module__}.{owner.__qualname__}"}
+            record = {
+                "rules": rules,
+                "levels": levels,
+                "owner": f"{owner.__module__}.{owner.__qualname__}",
+            }
             item.user_properties.append((CASE_PROPERTY, json.dumps(record)))
             item.extra_keyword_matches.update(rules)
             self._starts[item.nodeid] = (item.name, rules, levels)
@@ -79,7 +89,8 @@ class Session:
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
-        """Write into the item's reports which rule was broken; the exception itself does not reach the report."""
+        """Write into the item's reports which rule was broken; the exception itself does not reach
+        the report."""
         if isinstance(error, NotPromised):
             item.user_properties.append((GATE_PROPERTY, str(error)))
         record = describe_violation(error)
@@ -119,7 +130,10 @@ class Session:
             judgement = self._verdicts[owner] = judge(stream, self.settings.levels, catalogue())
             if directory:
                 self._write_report(Path(directory), stream, judgement)
-                if judgement.verdict is not Verdict.CONFORMANT and session.exitstatus == pytest.ExitCode.OK:
+                if (
+                    judgement.verdict is not Verdict.CONFORMANT
+                    and session.exitstatus == pytest.ExitCode.OK
+                ):
                     session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def summarise(self, terminal: pytest.TerminalReporter) -> None:
@@ -128,7 +142,10 @@ class Session:
             header = self._streams[owner].header
             terminal.section(f"HiCacheStorage v2: {header.driver if header else owner}")
             terminal.line(f"{judgement.verdict}: {judgement.reason}")
-            terminal.line(f"levels {', '.join(self.settings.levels)}; seed {self.settings.seed}, profile {self.settings.profile}")
+            terminal.line(
+                f"levels {', '.join(self.settings.levels)}; seed {self.settings.seed}, profile "
+                f"{self.settings.profile}"
+            )
 
     def _wants(self, item: pytest.Item, levels: tuple[str, ...]) -> bool:
         if not set(levels) & set(self.settings.levels):
@@ -143,7 +160,9 @@ class Session:
         assert home is not None
         owner = cast("type[DriverConformance]", home.obj)
         commands = commands_of(owner.driver, owner.config, owner.services)
-        return environment_of(self._config, f"{owner.__module__}.{owner.__qualname__}", commands).ports()
+        return environment_of(
+            self._config, f"{owner.__module__}.{owner.__qualname__}", commands
+        ).ports()
 
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
         self._streams.setdefault(owner, OutcomeStream()).outcomes.append(outcome)

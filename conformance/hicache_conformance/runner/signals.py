@@ -18,7 +18,8 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def exit_on_signals() -> Generator[None]:
-    """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as `KeyboardInterrupt`. For the main thread only."""
+    """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as
+    `KeyboardInterrupt`. For the main thread only."""
     before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:
         yield

@@ -1,1 +1,2 @@
-"""`DriverConformance`, and what `hicache conformance run` collects: the cases for one driver, and its `pytest.ini`."""
+"""`DriverConformance`, and what `hicache conformance run` collects: the cases for one driver, and
+its `pytest.ini`."""

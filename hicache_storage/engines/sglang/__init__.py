@@ -1,4 +1,5 @@
-"""The bridge for SGLang 0.5.23: a storage backend of its `dynamic` kind that serves every driver of this project.
+"""The bridge for SGLang 0.5.23: a storage backend of its `dynamic` kind that serves every driver of
+this project.
 
 ```
 --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
@@ -6,8 +7,8 @@
   "interface_v1": 1, "driver": "file", "driver_config": {"path": "/var/cache/hicache"}}'
 ```
 
-The optional keys are those of `identity.BridgeConfig`. SGLang is imported with `SGLangBridge`, not before: configuration
-and identity do without it.
+The optional keys are those of `identity.BridgeConfig`. SGLang is imported with `SGLangBridge`, not
+before: configuration and identity do without it.
 """
 
 import importlib

@@ -58,15 +58,19 @@ AnswerT = TypeVar("AnswerT")
 class SGLangBridge(EngineStorage):
     """Adapter: serves SGLang's calls from a storage of this project.
 
-    Attaching fails, cleanly and before SGLang has started its threads, where the configuration or the KV pool cannot be
-    served. After that nothing is raised into the engine: a call that cannot be served is answered with `False` or 0,
-    logged once for each reason, and counted in `refused_calls`.
+    Attaching fails, cleanly and before SGLang has started its threads, where the configuration or
+    the KV pool cannot be served. After that nothing is raised into the engine: a call that cannot
+    be served is answered with `False` or 0, logged once for each reason, and counted in
+    `refused_calls`.
 
-    A side pool that cannot be served is no error either, because SGLang does not undo an attach that fails at that point:
-    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it is 0.
+    A side pool that cannot be served is no error either, because SGLang does not undo an attach
+    that fails at that point:
+    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it
+    is 0.
 
-    A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for each page, written when
-    SGLang backs the page up, after its side pools. Reading it is `True` at once, as there is nothing to deliver.
+    A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for
+    each page, written when SGLang backs the page up, after its side pools. Reading it is `True` at
+    once, as there is nothing to deliver.
 
     SGLang's oldest interface (`get`, `set` and their batches, of copies) is refused.
 
@@ -78,7 +82,9 @@ class SGLangBridge(EngineStorage):
         ConfigError: the configuration cannot be served; the message says what to change.
     """
 
-    def __init__(self, storage_config: EngineConfig, kwargs: dict[str, object] | None = None) -> None:
+    def __init__(
+        self, storage_config: EngineConfig, kwargs: dict[str, object] | None = None
+    ) -> None:
         self._engine = storage_config
         self._config = bridge_config(storage_config.extra_config)
         check_engine(storage_config)
@@ -102,16 +108,18 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Number of calls, or of pools in them, answered with `False` or 0 because they could not be served."""
+        """Number of calls, or of pools in them, answered with `False` or 0 because they could not
+        be served."""
         return self._refusals.count
 
-    # Attaching and detaching -------------------------------------------------------------------------------------
+    # Attaching and detaching
+    # -------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: object) -> None:
         """Create the storage: the KV pool has the geometry of the pages.
 
-        An unreachable store is no error: the storage retries, and answers misses until then. With an error, one rank
-        would be attached and another not.
+        An unreachable store is no error: the storage retries, and answers misses until then. With
+        an error, one rank would be attached and another not.
 
         Raises:
             ConfigError: the driver refuses its configuration.
@@ -131,13 +139,19 @@ class SGLangBridge(EngineStorage):
             metrics=self._engine.enable_storage_metrics or bool(self._config.metrics_port),
             traces=self._config.traces,
         )
-        storage = create_storage(self._config.driver, identity, self._config.driver_config, options=options)
+        storage = create_storage(
+            self._config.driver, identity, self._config.driver_config, options=options
+        )
         logical = is_logical(mem_pool_host)
         try:
-            storage.register_mem_host_pool_v2(_placeholders(mem_pool_host) if logical else mem_pool_host, PoolName.KV)
+            storage.register_mem_host_pool_v2(
+                _placeholders(mem_pool_host) if logical else mem_pool_host, PoolName.KV
+            )
             storage.open()
         except StorageUnavailableError as error:
-            logger.error("hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error)
+            logger.error(
+                "hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error
+            )
         except BaseException:
             storage.close()
             raise
@@ -158,10 +172,13 @@ class SGLangBridge(EngineStorage):
         if self._config.metrics_port:
             replica = _replica()
             port = self._config.metrics_port + rank_number(self._engine, replica)
-            self._exporter = Exporter(storage, self._config.metrics_host, port, rank_labels(self._engine, replica))
+            self._exporter = Exporter(
+                storage, self._config.metrics_host, port, rank_labels(self._engine, replica)
+            )
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Register a side pool. Never raises: one that cannot be served is logged, and answered with `False` and 0."""
+        """Register a side pool. Never raises: one that cannot be served is logged, and answered
+        with `False` and 0."""
         name = _text(host_pool_name)
         if name == PoolName.KV and host_pool is self._anchor:
             return
@@ -179,22 +196,29 @@ class SGLangBridge(EngineStorage):
             reason = repr(error)
         self._unserved[name] = reason
         kind = type(host_pool).__name__
-        logger.error("hicache bridge: pool %r (%s) is not served, and no hit that needs it is: %s", name, kind, reason)
+        logger.error(
+            "hicache bridge: pool %r (%s) is not served, and no hit that needs it is: %s",
+            name,
+            kind,
+            reason,
+        )
 
     def on_host_pools_registered(self) -> None:
         """Forward the call. Never raises: SGLang does not undo an attach that fails here."""
-        self._answer("on_host_pools_registered", lambda storage: storage.on_host_pools_registered(), None)
+        self._answer(
+            "on_host_pools_registered", lambda storage: storage.on_host_pools_registered(), None
+        )
 
     def clear(self) -> None:
         """Remove all pages of this identity's registered pools.
 
-        SGLang 0.5.23 logs what is raised here and answers its own caller with success all the same. So after a clear that
-        may not have happened nothing is served until one has, or until the storage is attached anew: the pages that should
-        be gone are no hits.
+        SGLang 0.5.23 logs what is raised here and answers its own caller with success all the same.
+        So after a clear that may not have happened nothing is served until one has, or until the
+        storage is attached anew: the pages that should be gone are no hits.
 
         Raises:
-            UnsupportedOperationError: the driver does not implement it; stored pages are served as before.
-            StorageUnavailableError: the clear failed, or its outcome is unknown.
+            UnsupportedOperationError: the driver does not implement it; stored pages are served as
+            before. StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """
         if self._storage is None:
@@ -205,7 +229,10 @@ class SGLangBridge(EngineStorage):
             raise
         except BaseException as error:
             self._uncleared = f"{type(error).__name__}: {error}"
-            logger.error("hicache bridge: not cleared; nothing is served until a clear has succeeded: %s", error)
+            logger.error(
+                "hicache bridge: not cleared; nothing is served until a clear has succeeded: %s",
+                error,
+            )
             raise
         self._uncleared = ""
 
@@ -217,7 +244,8 @@ class SGLangBridge(EngineStorage):
             self._storage.close()
 
     def get_stats(self) -> StorageMetrics:
-        """Return pages and GB/s of each KV batch since the last call; empty without `enable_storage_metrics`."""
+        """Return pages and GB/s of each KV batch since the last call; empty without
+        `enable_storage_metrics`."""
         metrics = StorageMetrics()
         reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
         metrics.prefetch_pgs = [batch.pages for batch in reads]
@@ -226,23 +254,30 @@ class SGLangBridge(EngineStorage):
         metrics.backup_bandwidth = [batch.gigabytes_per_second for batch in writes]
         return metrics
 
-    # KV ----------------------------------------------------------------------------------------------------------
+    # KV
+    # ----------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
-        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side pools would decide."""
+        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side
+        pools would decide."""
         return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
-    def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None
+    ) -> list[bool]:
         """Read KV pages; one answer for each key."""
         if self._logical:
             return [True] * len(keys)
         return self._move_kv("batch_get_v1", keys, host_indices, extra_info, writes=False)
 
-    def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None) -> list[bool]:
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None = None
+    ) -> list[bool]:
         """Store KV pages; one answer for each key."""
         return self._move_kv("batch_set_v1", keys, host_indices, extra_info, writes=True)
 
-    # Several pools -----------------------------------------------------------------------------------------------
+    # Several pools
+    # -----------------------------------------------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -250,29 +285,42 @@ class SGLangBridge(EngineStorage):
         pool_transfers: list[EngineTransfer] | None = None,
         extra_info: EngineExtraInfo | None = None,
     ) -> EngineResult:
-        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the call has a verdict, if only 0."""
+        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the
+        call has a verdict, if only 0."""
         asked = pool_transfers or []
         result = self._exists("batch_exists_v2", keys, asked, extra_info)
         # SGLang takes a pool without a verdict for unknown.
-        verdicts = {_engine_name(name): 0 for name in (PoolName.KV, *(_text(transfer.name) for transfer in asked))}
-        verdicts |= {_engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()}
+        verdicts = {
+            _engine_name(name): 0
+            for name in (PoolName.KV, *(_text(transfer.name) for transfer in asked))
+        }
+        verdicts |= {
+            _engine_name(name): pages for name, pages in result.extra_pool_hit_pages.items()
+        }
         return EngineResult(result.kv_hit_pages, verdicts, result.restorable_prefix_pages)
 
-    def batch_get_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_get_v2(
+        self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Read pages of side pools; one answer for each key of each pool."""
         return self._move_pools("batch_get_v2", transfers, extra_info, writes=False)
 
-    def batch_set_v2(self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None) -> dict[str, list[bool]]:
+    def batch_set_v2(
+        self, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
         """Store pages of side pools; one answer for each key of each pool."""
         return self._move_pools("batch_set_v2", transfers, extra_info, writes=True)
 
-    # The oldest interface ----------------------------------------------------------------------------------------
+    # The oldest interface
+    # ----------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
         """Return True if one KV page is stored."""
         return self.batch_exists([key]) == 1
 
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
+    def get(
+        self, key: str, target_location: object = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
         """Refused; always None."""
         return self._refuse_oldest("get", None)
 
@@ -282,34 +330,55 @@ class SGLangBridge(EngineStorage):
         """Refused; None for each key."""
         return self._refuse_oldest("batch_get", [None] * len(keys))
 
-    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
+    def set(
+        self,
+        key: str,
+        value: object = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool:
         """Refused; always `False`."""
         return self._refuse_oldest("set", False)
 
     def batch_set(
-        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
+        self,
+        keys: list[str],
+        values: object = None,
+        target_locations: object = None,
+        target_sizes: object = None,
     ) -> bool:
         """Refused; always `False`."""
         return self._refuse_oldest("batch_set", False)
 
-    # Implementation ----------------------------------------------------------------------------------------------
+    # Implementation
+    # ----------------------------------------------------------------------------------------------
 
     def _attached(self) -> HiCacheStorage:
         if self._storage is None:
             raise InvalidPoolError("the KV pool has not been registered")
-        # SGLang flushes what it holds itself when its weights are updated, and leaves its storage as it is.
+        # SGLang flushes what it holds itself when its weights are updated, and leaves its storage
+        # as it is.
         if (weights := _weight_version()) != self._weights:
             raise StorageUnavailableError(
-                f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by now; detach and attach the storage"
+                f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by "
+                f"now; detach and attach the storage"
             )
         if self._uncleared:
             raise StorageUnavailableError(
-                f"the last clear did not happen ({self._uncleared}); clear again, or detach and attach the storage"
+                f"the last clear did not happen ({self._uncleared}); clear again, or detach and "
+                f"attach the storage"
             )
         return self._storage
 
-    def _answer(self, call: str, ask: Callable[[HiCacheStorage], AnswerT], otherwise: AnswerT, pool: str = "") -> AnswerT:
-        """Call the storage. No failure may end the engine's thread, not even a driver's `sys.exit`."""
+    def _answer(
+        self,
+        call: str,
+        ask: Callable[[HiCacheStorage], AnswerT],
+        otherwise: AnswerT,
+        pool: str = "",
+    ) -> AnswerT:
+        """Call the storage. No failure may end the engine's thread, not even a driver's
+        `sys.exit`."""
         try:
             return ask(self._attached())
         except HiCacheError as error:
@@ -325,21 +394,35 @@ class SGLangBridge(EngineStorage):
         return answer
 
     def _exists(
-        self, call: str, keys: list[str], asked: Sequence[EngineTransfer], extra_info: EngineExtraInfo | None
+        self,
+        call: str,
+        keys: list[str],
+        asked: Sequence[EngineTransfer],
+        extra_info: EngineExtraInfo | None,
     ) -> PoolTransferResult:
         def ask(storage: HiCacheStorage) -> PoolTransferResult:
             if self._logical and not asked:
                 return PoolTransferResult(0)
-            result = storage.batch_exists_v2(keys, [_converted(transfer) for transfer in asked], _extra(extra_info))
+            result = storage.batch_exists_v2(
+                keys, [_converted(transfer) for transfer in asked], _extra(extra_info)
+            )
             if result.kv_hit_pages > len(keys):
                 # SGLang would allocate memory for a hit that is longer than its list of keys.
-                raise InvalidTransferError(f"{result.kv_hit_pages} pages were reported for {len(keys)} keys")
+                raise InvalidTransferError(
+                    f"{result.kv_hit_pages} pages were reported for {len(keys)} keys"
+                )
             return result
 
         return self._answer(call, ask, PoolTransferResult(0))
 
     def _move_kv(
-        self, call: str, keys: list[str], host_indices: torch.Tensor, extra_info: EngineExtraInfo | None, *, writes: bool
+        self,
+        call: str,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: EngineExtraInfo | None,
+        *,
+        writes: bool,
     ) -> list[bool]:
         def ask(storage: HiCacheStorage) -> list[bool]:
             transfers = [PoolTransfer(PoolName.KV, host_indices, keys=keys)]
@@ -350,12 +433,20 @@ class SGLangBridge(EngineStorage):
         return self._answer(call, ask, [False] * len(keys), PoolName.KV)
 
     def _move_pools(
-        self, call: str, transfers: list[EngineTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
+        self,
+        call: str,
+        transfers: list[EngineTransfer],
+        extra_info: EngineExtraInfo | None,
+        *,
+        writes: bool,
     ) -> dict[str, list[bool]]:
         shares: dict[str, list[EngineTransfer]] = {}
         for transfer in transfers:
             shares.setdefault(_text(transfer.name), []).append(transfer)
-        pages = {name: sum(len(transfer.keys or ()) for transfer in share) for name, share in shares.items()}
+        pages = {
+            name: sum(len(transfer.keys or ()) for transfer in share)
+            for name, share in shares.items()
+        }
 
         def ask(storage: HiCacheStorage, names: Sequence[str]) -> dict[str, list[bool]]:
             converted = [_converted(transfer) for name in names for transfer in shares[name]]
@@ -368,10 +459,13 @@ class SGLangBridge(EngineStorage):
             except InvalidTransferError:
                 if len(served) == 1:
                     raise
-            # The error precedes any I/O: one pool's transfers are invalid, and the others are served by themselves.
+            # The error precedes any I/O: one pool's transfers are invalid, and the others are
+            # served by themselves.
             answers = dict[str, list[bool]]()
             for name in served:
-                answers |= self._answer(call, partial(ask, names=[name]), dict[str, list[bool]](), name)
+                answers |= self._answer(
+                    call, partial(ask, names=[name]), dict[str, list[bool]](), name
+                )
             return answers
 
         answers = {name: [False] * pages[name] for name in shares}
@@ -384,7 +478,11 @@ class SGLangBridge(EngineStorage):
 
 
 def _move(
-    storage: HiCacheStorage, transfers: Sequence[PoolTransfer], extra_info: EngineExtraInfo | None, *, writes: bool
+    storage: HiCacheStorage,
+    transfers: Sequence[PoolTransfer],
+    extra_info: EngineExtraInfo | None,
+    *,
+    writes: bool,
 ) -> dict[PoolName, list[bool]]:
     move = storage.batch_set_v2 if writes else storage.batch_get_v2
     return move(transfers, _extra(extra_info))
@@ -415,7 +513,9 @@ def _extra(extra_info: EngineExtraInfo | None) -> HiCacheStorageExtraInfo | None
     if extra_info is None:
         return None
     session = (extra_info.extra_info or {}).get("session_id")
-    return HiCacheStorageExtraInfo(extra_info.prefix_keys, request_id=session if isinstance(session, str) else None)
+    return HiCacheStorageExtraInfo(
+        extra_info.prefix_keys, request_id=session if isinstance(session, str) else None
+    )
 
 
 def _text(name: str) -> str:
@@ -439,7 +539,8 @@ def _placeholders(anchor: object) -> PlaceholderPool:
 
 
 def _weight_version() -> str:
-    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if unknown."""
+    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if
+    unknown."""
     try:
         return get_serving().weight_version
     except ValueError:
@@ -471,7 +572,8 @@ def _model_variant() -> dict[str, str]:
 
 
 def _replica() -> int:
-    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all of them."""
+    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all
+    of them."""
     try:
         return int(get_parallel().dp_rank or 0)
     except RuntimeError:

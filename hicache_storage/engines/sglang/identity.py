@@ -1,4 +1,5 @@
-"""Configuration and identity, derived from SGLang's configuration of a storage backend. Needs no SGLang."""
+"""Configuration and identity, derived from SGLang's configuration of a storage backend. Needs no
+SGLang."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 from msgspec import Meta, field
 
-from hicache_storage.spec import ConfigError, DriverConfig, InvalidPoolError, StorageIdentity, parse_config
+from hicache_storage.spec import (
+    ConfigError,
+    DriverConfig,
+    InvalidPoolError,
+    StorageIdentity,
+    parse_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,10 +35,12 @@ ENGINE_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
-"""Keys of `extra_config` that SGLang 0.5.23 reads itself; it removes most of them before it passes the others on."""
+"""Keys of `extra_config` that SGLang 0.5.23 reads itself; it removes most of them before it passes
+the others on."""
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
-"""Storage dtypes that do not tell the logical one: SGLang keeps every fp8 and packed KV as uint8."""
+"""Storage dtypes that do not tell the logical one: SGLang keeps every fp8 and packed KV as
+uint8."""
 
 NO_OVERRIDES = ("", "{}", "null")
 """`--json-model-override-args` that override nothing."""
@@ -43,35 +52,51 @@ NO_WEIGHT_VERSION = ("", "default")
 class BridgeConfig(DriverConfig, frozen=True):
     """The bridge's own keys in SGLang's `--hicache-storage-backend-extra-config`."""
 
-    driver: Annotated[str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")]
-    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = field(
-        default_factory=dict[str, object]
+    driver: Annotated[
+        str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")
+    ]
+    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = (
+        field(default_factory=dict[str, object])
     )
     tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
-    revision: Annotated[str, Meta(description="revision of the weights, where the model's name does not tell it")] = ""
-    salt: Annotated[str, Meta(description="changing it makes all pages stored so far invisible")] = ""
-    kv_dtype: Annotated[str, Meta(description="logical KV dtype, where the host pool does not tell it (fp8)")] = ""
+    revision: Annotated[
+        str, Meta(description="revision of the weights, where the model's name does not tell it")
+    ] = ""
+    salt: Annotated[
+        str, Meta(description="changing it makes all pages stored so far invisible")
+    ] = ""
+    kv_dtype: Annotated[
+        str, Meta(description="logical KV dtype, where the host pool does not tell it (fp8)")
+    ] = ""
     deadline_seconds: Annotated[
         float,
         Meta(
             gt=0,
-            description="longest time a call may take; raise it for stores that need more for a batch of 128 pages. "
+            description="longest time a call may take; raise it for stores that need more for a "
+            "batch of 128 pages. "
             "The default stays below the 10 seconds after which SGLang gives up stopping a thread",
         ),
     ] = 8.0
-    traces: Annotated[bool, Meta(description="a span for each call, by OpenTelemetry and the process' own tracer provider")] = (
-        False
-    )
+    traces: Annotated[
+        bool,
+        Meta(
+            description="a span for each call, by OpenTelemetry and the process' own tracer "
+            "provider"
+        ),
+    ] = False
     metrics_port: Annotated[
         int,
         Meta(
             ge=0,
             le=65535,
-            description="each rank answers Prometheus at this port plus its number: tp_rank, where there is nothing but TP. "
+            description="each rank answers Prometheus at this port plus its number: tp_rank, where "
+            "there is nothing but TP. "
             "0 for none",
         ),
     ] = 0
-    metrics_host: Annotated[str, Meta(description="address that `metrics_port` listens at; it asks for no token")] = "127.0.0.1"
+    metrics_host: Annotated[
+        str, Meta(description="address that `metrics_port` listens at; it asks for no token")
+    ] = "127.0.0.1"
 
 
 class EngineConfig(Protocol):
@@ -96,22 +121,30 @@ def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
     """Parse the bridge's configuration out of SGLang's `extra_config`.
 
     Raises:
-        ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the message names it.
+        ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the
+        message names it.
     """
     options = dict(extra_config or {})
     if not options.get("interface_v1"):
         raise ConfigError(
-            'hicache bridge: set "interface_v1": 1 in the storage backend\'s extra config; without it SGLang moves KV through '
-            "its oldest interface (batch_get and batch_set of copies), which the bridge does not serve"
+            'hicache bridge: set "interface_v1": 1 in the storage backend\'s extra config; without '
+            "it SGLang moves KV through "
+            "its oldest interface (batch_get and batch_set of copies), which the bridge does not "
+            "serve"
         )
     own = BridgeConfig.__struct_fields__
     for name in options:
         if name not in ENGINE_KEYS and name not in own:
             near = difflib.get_close_matches(str(name), sorted({*own, *ENGINE_KEYS}), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(own)}"
-            raise ConfigError(f"hicache bridge: unknown key {name!r} in the storage backend's extra config; {hint}")
+            raise ConfigError(
+                f"hicache bridge: unknown key {name!r} in the storage backend's extra config; "
+                f"{hint}"
+            )
     try:
-        return parse_config(BridgeConfig, {name: value for name, value in options.items() if name in own})
+        return parse_config(
+            BridgeConfig, {name: value for name, value in options.items() if name in own}
+        )
     except ConfigError as error:
         raise ConfigError(f"hicache bridge: the storage backend's extra config: {error}") from error
 
@@ -124,11 +157,15 @@ def check_engine(engine: EngineConfig) -> None:
     """
     if engine.should_split_heads or engine.tp_lcm_size:
         raise ConfigError(
-            f"hicache bridge: tp_lcm_size={engine.tp_lcm_size} asks to share pages between different TP sizes, which the bridge "
+            f"hicache bridge: tp_lcm_size={engine.tp_lcm_size} asks to share pages between "
+            f"different TP sizes, which the bridge "
             "does not do; remove it from the extra config, and each TP size keeps pages of its own"
         )
     if not engine.model_name:
-        raise ConfigError("hicache bridge: SGLang gave no model name, and pages of two models must not meet; set one")
+        raise ConfigError(
+            "hicache bridge: SGLang gave no model name, and pages of two models must not meet; set "
+            "one"
+        )
 
 
 def storage_identity(
@@ -142,15 +179,17 @@ def storage_identity(
 ) -> StorageIdentity:
     """Derive the identity of a rank's pages.
 
-    A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies the CP size, and the
-    TP groups that it cuts are the replicas. So the writer of a replicated pool is SGLang's `is_storage_writer`.
+    A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies
+    the CP size, and the TP groups that it cuts are the replicas. So the writer of a replicated pool
+    is SGLang's `is_storage_writer`.
 
     Args:
         engine: SGLang's `HiCacheStorageConfig`.
         config: the bridge's configuration.
         anchor: the KV host pool, or the logical anchor in its place.
         engine_kv_dtype: the engine's `--kv-cache-dtype`, empty if unknown.
-        weight_version: the engine's `--weight-version`, or that of the last update of its weights; empty if unknown.
+        weight_version: the engine's `--weight-version`, or that of the last update of its weights;
+            empty if unknown.
         variant: the result of `model_variant`.
 
     Raises:
@@ -174,7 +213,8 @@ def storage_identity(
         cp_rank=engine.attn_cp_rank * engine.dcp_size + engine.dcp_rank,
         cp_size=engine.attn_cp_size * engine.dcp_size,
         dp_rank=engine.dp_rank,
-        # SGLang does not say how many there are; DP replicas share their pages, so the number decides nothing.
+        # SGLang does not say how many there are; DP replicas share their pages, so the number
+        # decides nothing.
         dp_size=engine.dp_rank + 1,
         kv_replicated=engine.is_mla_model,
         tenant=config.tenant,
@@ -183,8 +223,8 @@ def storage_identity(
 
 
 def _revision(declared: str, weight_version: str, variant: Mapping[str, str]) -> str:
-    # A JSON list, because each part may contain any separator. Without parts that are empty, so that the namespaces of
-    # engines without them stay the same.
+    # A JSON list, because each part may contain any separator. Without parts that are empty, so
+    # that the namespaces of engines without them stay the same.
     version = "" if weight_version in NO_WEIGHT_VERSION else weight_version
     if variant:
         return json.dumps([declared, version, dict(variant)], sort_keys=True)
@@ -194,7 +234,8 @@ def _revision(declared: str, weight_version: str, variant: Mapping[str, str]) ->
 def model_variant(model: object) -> dict[str, str]:
     """Return the engine's options that change the KV of a prompt, beside the model's name.
 
-    `--json-model-override-args` changes its configuration (rope scaling), `--quantization-param-path` scales its fp8 KV.
+    `--json-model-override-args` changes its configuration (rope scaling),
+    `--quantization-param-path` scales its fp8 KV.
 
     Args:
         model: the namespace of SGLang's options about the model.
@@ -209,11 +250,13 @@ def model_variant(model: object) -> dict[str, str]:
     scales: object = getattr(model, "quantization_param_path", None)
     if isinstance(scales, str) and scales:
         try:
-            # A digest of the content, not the path: nodes may keep the file elsewhere, or replace it in place.
+            # A digest of the content, not the path: nodes may keep the file elsewhere, or replace
+            # it in place.
             digest = hashlib.blake2b(Path(scales).read_bytes(), digest_size=16).hexdigest()
         except OSError as error:
             raise ConfigError(
-                f"hicache bridge: --quantization-param-path decides about the bytes of fp8 KV, and cannot be read: {error}"
+                f"hicache bridge: --quantization-param-path decides about the bytes of fp8 KV, and "
+                f"cannot be read: {error}"
             ) from error
         variant["quantization_param_path"] = digest
     return variant
@@ -234,7 +277,9 @@ def rank_number(engine: EngineConfig, replica: int = 0) -> int:
         engine: its `dp_rank` is that of DP attention, and 0 in all replicas of plain DP.
         replica: number in plain DP, which excludes DP attention.
     """
-    groups = ((engine.dp_rank or replica) * engine.pp_size + engine.pp_rank) * engine.attn_cp_size + engine.attn_cp_rank
+    groups = (
+        (engine.dp_rank or replica) * engine.pp_size + engine.pp_rank
+    ) * engine.attn_cp_size + engine.attn_cp_rank
     return groups * engine.tp_size + engine.tp_rank
 
 
@@ -253,18 +298,24 @@ def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -
 
     Raises:
         ConfigError: `declared` contradicts the dtype of a pool that is not opaque.
-        InvalidPoolError: the pool's dtype is opaque, and neither the bridge nor the engine configures the logical one.
+        InvalidPoolError: the pool's dtype is opaque, and neither the bridge nor the engine
+        configures the logical one.
     """
     stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
     if stored not in OPAQUE_DTYPES:
         if declared and declared != stored:
-            raise ConfigError(f"hicache bridge: kv_dtype is {declared!r}, and the KV host pool holds {stored!r}; remove kv_dtype")
+            raise ConfigError(
+                f"hicache bridge: kv_dtype is {declared!r}, and the KV host pool holds {stored!r}; "
+                f"remove kv_dtype"
+            )
         return stored
     logical = declared or ("" if engine_kv_dtype == "auto" else engine_kv_dtype)
     if not logical:
         raise InvalidPoolError(
-            f"hicache bridge: the KV host pool stores {stored}, which does not tell fp8_e4m3 from fp8_e5m2; "
-            'set "kv_dtype" in the extra config, or --kv-cache-dtype of the engine, to the one in use'
+            f"hicache bridge: the KV host pool stores {stored}, which does not tell fp8_e4m3 from "
+            f"fp8_e5m2; "
+            'set "kv_dtype" in the extra config, or --kv-cache-dtype of the engine, to the one in '
+            "use"
         )
     return logical
 
@@ -274,11 +325,15 @@ def is_logical(pool: object) -> bool:
     return getattr(pool, "size_per_token", None) == 0
 
 
-def unserved_reason(engine: EngineConfig, pool: object, name: str, identity: StorageIdentity) -> str:
-    """Return the reason why serving a side pool could deliver another rank's bytes; empty if it is safe."""
+def unserved_reason(
+    engine: EngineConfig, pool: object, name: str, identity: StorageIdentity
+) -> str:
+    """Return the reason why serving a side pool could deliver another rank's bytes; empty if it is
+    safe."""
     if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):
         return (
-            "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang would store the first rank's "
+            "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang "
+            "would store the first rank's "
             "heads for all"
         )
     return ""

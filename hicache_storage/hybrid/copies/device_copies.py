@@ -181,7 +181,9 @@ class DeviceCopies:
     def completed_loads(self) -> list[int]:
         """Return the nodes whose load has ended on every rank."""
         completed = [node for operation in self._loading.completed() for node in operation.node_ids]
-        self._counters = {consumer: counter for consumer, counter in self._counters.items() if not counter.done()}
+        self._counters = {
+            consumer: counter for consumer, counter in self._counters.items() if not counter.done()
+        }
         return completed
 
     def reset(self) -> None:
@@ -194,8 +196,14 @@ class DeviceCopies:
         self._loading.clear()
         self._counters = {}
 
-    def _allocate(self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]) -> HybridIndices | None:
-        needs = {name: slots.numel() for name, slots in self._group.owned(like).items() if name not in given}
+    def _allocate(
+        self, tier: PoolTier, like: HybridIndices, given: Mapping[PoolName, torch.Tensor]
+    ) -> HybridIndices | None:
+        needs = {
+            name: slots.numel()
+            for name, slots in self._group.owned(like).items()
+            if name not in given
+        }
         taken = self._allocator.alloc(tier, needs)
         return None if taken is None else self._group.span({**taken, **given}, like.endpoints)
 
@@ -204,19 +212,30 @@ class DeviceCopies:
             wanted = host.side[name].numel() if name in host.side else 0
             if not wanted or slots.dtype != torch.int64 or slots.numel() != wanted:
                 raise InvalidTransferError(
-                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of {slots.dtype}"
+                    f"into: {name!r} must have {wanted} slots of int64, got {slots.numel()} of "
+                    f"{slots.dtype}"
                     + ("" if wanted else "; the span has nothing for it, leave it out")
                 )
-            queued = [load.device.side[name] for load in self._queued_loads if name in load.device.side]
+            queued = [
+                load.device.side[name] for load in self._queued_loads if name in load.device.side
+            ]
             taken = torch.cat([*queued, slots])
             if bool((taken.sort().values.diff() == 0).any()):
-                raise InvalidTransferError(f"into: {name!r} has a slot that another load of this step goes to: {slots.tolist()}")
+                raise InvalidTransferError(
+                    f"into: {name!r} has a slot that another load of this step goes to: "
+                    f"{slots.tolist()}"
+                )
 
-    def _start(self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]) -> DoneT:
+    def _start(
+        self, operation: CacheOperation, copy: Callable[[dict[str, Indices]], DoneT]
+    ) -> DoneT:
         """Enqueue the copies of all pools; if that raises, the operation has ended."""
         pages: dict[str, Indices] = {}
         for name in self._group.entries:
-            device, host = self._group.slots(operation.device, name), self._group.slots(operation.host, name)
+            device, host = (
+                self._group.slots(operation.device, name),
+                self._group.slots(operation.host, name),
+            )
             if device is not None and host is not None and device.numel():
                 pages[name] = Indices(device, host)
         try:

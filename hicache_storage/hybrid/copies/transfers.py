@@ -49,15 +49,25 @@ class PerPoolTransfers:
     """
 
     def __init__(self, group: HostPoolGroup) -> None:
-        self._entries: Mapping[str, PoolEntry] = {str(name): entry for name, entry in group.entries.items()}
+        self._entries: Mapping[str, PoolEntry] = {
+            str(name): entry for name, entry in group.entries.items()
+        }
 
     def write_back(self, pages: Mapping[str, Indices]) -> SupportsDone:
-        return AllDone([self._entries[name].copies.write_back(device, host) for name, (device, host) in pages.items()])
+        return AllDone(
+            [
+                self._entries[name].copies.write_back(device, host)
+                for name, (device, host) in pages.items()
+            ]
+        )
 
     def load(self, pages: Mapping[str, Indices]) -> HybridLayerCounter:
         return HybridLayerCounter(
             {
-                name: (self._entries[name].layer_mapper, self._entries[name].copies.load(host, device))
+                name: (
+                    self._entries[name].layer_mapper,
+                    self._entries[name].copies.load(host, device),
+                )
                 for name, (device, host) in pages.items()
             }
         )
@@ -90,7 +100,9 @@ class HybridLayerCounter:
         pools: by name, the map from layers of the model to the pool's, and the pool's counter.
     """
 
-    def __init__(self, pools: Mapping[str, tuple[Callable[[int], int | None], LayerCounter]]) -> None:
+    def __init__(
+        self, pools: Mapping[str, tuple[Callable[[int], int | None], LayerCounter]]
+    ) -> None:
         self._pools = dict(pools)
 
     def wait(self, layer: int, stream: Stream) -> None:

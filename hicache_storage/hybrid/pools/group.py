@@ -82,7 +82,8 @@ class HostPoolGroup:
     """All pools, allocated and freed together.
 
     Raises:
-        InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not fit
+        InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not
+        fit
             each other.
     """
 
@@ -91,10 +92,14 @@ class HostPoolGroup:
         self.entries = {entry.name: entry for entry in ordered}
         """By name, in the order of the names."""
         if len(self.entries) != len(ordered):
-            raise InvalidPoolError(f"pool names must differ, got {', '.join(entry.name for entry in ordered)}")
+            raise InvalidPoolError(
+                f"pool names must differ, got {', '.join(entry.name for entry in ordered)}"
+            )
         anchors = [entry for entry in ordered if entry.is_primary_index_anchor]
         if len(anchors) != 1:
-            raise InvalidPoolError(f"is_primary_index_anchor must be set for one pool, is for {len(anchors)}")
+            raise InvalidPoolError(
+                f"is_primary_index_anchor must be set for one pool, is for {len(anchors)}"
+            )
         self.anchor = anchors[0]
         for entry in ordered:
             _check(entry, self.entries)
@@ -102,11 +107,21 @@ class HostPoolGroup:
         """Tokens per page."""
         self.size = self.anchor.host_pool.size
         """Tokens that the host holds."""
-        self.side = {name: entry for name, entry in self.entries.items() if _owns(entry) and entry is not self.anchor}
+        self.side = {
+            name: entry
+            for name, entry in self.entries.items()
+            if _owns(entry) and entry is not self.anchor
+        }
         """Pools with slots of their own beside the anchor."""
         owners = {self.anchor.name: self.anchor, **self.side}
         self.host = PoolTier({name: entry.copies.host_slots for name, entry in owners.items()})
-        self.device = PoolTier({name: entry.device_pool for name, entry in owners.items() if entry.device_pool is not None})
+        self.device = PoolTier(
+            {
+                name: entry.device_pool
+                for name, entry in owners.items()
+                if entry.device_pool is not None
+            }
+        )
 
     def owner(self, entry: PoolEntry) -> PoolEntry:
         """Return the entry whose slots an entry uses: itself, or its `indices_from_pool`."""
@@ -128,7 +143,9 @@ class HostPoolGroup:
         """Return the slots of a span by pool, each once, as `PoolTier` takes them."""
         return {self.anchor.name: indices.anchor, **indices.side}
 
-    def span(self, owned: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]) -> HybridIndices:
+    def span(
+        self, owned: Mapping[PoolName, torch.Tensor], endpoints: Mapping[PoolName, tuple[int, ...]]
+    ) -> HybridIndices:
         """Make a span from the slots of each pool: the reverse of `owned`."""
         side = {name: slots for name, slots in owned.items() if name != self.anchor.name}
         return HybridIndices(owned[self.anchor.name], side, endpoints)
@@ -136,7 +153,10 @@ class HostPoolGroup:
     def needs(self, endpoint: int) -> dict[PoolName, int]:
         """Return the slots that a prefix of `endpoint` pages takes in each pool."""
         needs = {self.anchor.name: endpoint * self.page_size}
-        needs.update((name, len(entry.window(endpoint)) * entry.host_pool.page_size) for name, entry in self.side.items())
+        needs.update(
+            (name, len(entry.window(endpoint)) * entry.host_pool.page_size)
+            for name, entry in self.side.items()
+        )
         return needs
 
     def hold(self, owned: Mapping[PoolName, torch.Tensor], until: Completion) -> None:
@@ -174,16 +194,20 @@ class HostPoolGroup:
         for name, slots in indices.side.items():
             if name not in self.side:
                 raise InvalidTransferError(
-                    f"{name!r} is no pool with slots of its own; there are: {', '.join(self.side) or 'none'}"
+                    f"{name!r} is no pool with slots of its own; there are: "
+                    f"{', '.join(self.side) or 'none'}"
                 )
             ends, page_size = indices.endpoints[name], self.side[name].host_pool.page_size
             if slots.numel() != len(ends) * page_size:
                 raise InvalidTransferError(
-                    f"{name!r} must have {page_size} slots for each of {len(ends)} endpoints, got {slots.numel()}"
+                    f"{name!r} must have {page_size} slots for each of {len(ends)} endpoints, got "
+                    f"{slots.numel()}"
                 )
             _check_pages(name, slots, page_size)
             if ends and ends[-1] > pages:
-                raise InvalidTransferError(f"{name!r} has an endpoint at page {ends[-1]} of {pages}")
+                raise InvalidTransferError(
+                    f"{name!r} has an endpoint at page {ends[-1]} of {pages}"
+                )
 
     def release(self) -> None:
         """Release the pages of derived pools whose copies have ended.
@@ -204,32 +228,45 @@ def _check_pages(name: str, slots: torch.Tensor, page_size: int) -> None:
     ordered = whole[:, :1] // page_size * page_size + torch.arange(page_size, device=slots.device)
     if slots.numel() % page_size or not torch.equal(whole, ordered):
         raise InvalidTransferError(
-            f"{name}: slots must be whole pages of {page_size} consecutive ones, got {slots.tolist()[:8]}..."
+            f"{name}: slots must be whole pages of {page_size} consecutive ones, got "
+            f"{slots.tolist()[:8]}..."
         )
 
 
 def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
     if entry.hit_policy is PoolHitPolicy.BLOCK_GROUPS or entry.window_pages < 1:
         raise InvalidPoolError(
-            f"{entry.name!r}: hit_policy must be all_pages, or trailing_pages with window_pages from 1 on; "
+            f"{entry.name!r}: hit_policy must be all_pages, or trailing_pages with window_pages "
+            f"from 1 on; "
             f"got {entry.hit_policy}, {entry.window_pages}"
         )
-    if entry.is_primary_index_anchor and (not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES):
-        raise InvalidPoolError(f"{entry.name!r}: the anchor has slots of its own and needs all pages")
+    if entry.is_primary_index_anchor and (
+        not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES
+    ):
+        raise InvalidPoolError(
+            f"{entry.name!r}: the anchor has slots of its own and needs all pages"
+        )
     if _owns(entry):
         if entry.device_pool is None:
-            raise InvalidPoolError(f"{entry.name!r}: device_pool is missing; only a pool with indices_from_pool needs none")
+            raise InvalidPoolError(
+                f"{entry.name!r}: device_pool is missing; only a pool with indices_from_pool needs "
+                f"none"
+            )
         return
     source = entries.get(entry.indices_from_pool or PoolName.KV)
     if source is None or not _owns(source):
         raise InvalidPoolError(
-            f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which has no slots of its own here"
+            f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which has no "
+            f"slots of its own here"
         )
     if entry.hit_policy is not source.hit_policy or entry.window_pages != source.window_pages:
-        raise InvalidPoolError(f"{entry.name!r}: hit_policy and window_pages must be those of {source.name!r}")
+        raise InvalidPoolError(
+            f"{entry.name!r}: hit_policy and window_pages must be those of {source.name!r}"
+        )
     ours, theirs = entry.host_pool, source.host_pool
     if ours.page_size != theirs.page_size or ours.size < theirs.size:
         raise InvalidPoolError(
-            f"{entry.name!r}: host_pool must have the page size of {source.name!r} and at least its slots: "
+            f"{entry.name!r}: host_pool must have the page size of {source.name!r} and at least "
+            f"its slots: "
             f"{ours.page_size} and {ours.size}, not {theirs.page_size} and {theirs.size}"
         )

@@ -18,34 +18,48 @@ if TYPE_CHECKING:
 class HybridIndices:
     """Slots of one span of pages on the device or the host, without ownership.
 
-    Pools whose slots derive from the anchor's (an indexer beside KV) do not appear: they use `anchor`.
+    Pools whose slots derive from the anchor's (an indexer beside KV) do not appear: they use
+    `anchor`.
 
     Raises:
-        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit each
+        InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit
+        each
             other.
     """
 
     anchor: torch.Tensor
-    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens. May
-    be empty where only states are moved."""
+    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens.
+    May be empty where only states are moved."""
     side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
-    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one slot
-    each for Mamba."""
-    endpoints: Mapping[PoolName, tuple[int, ...]] = field(default_factory=dict[PoolName, tuple[int, ...]])
-    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after so
-    many pages of this span. It is stored under the key of the last of them. A Mamba state at
+    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one
+    slot each for Mamba."""
+    endpoints: Mapping[PoolName, tuple[int, ...]] = field(
+        default_factory=dict[PoolName, tuple[int, ...]]
+    )
+    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after
+    so many pages of this span. It is stored under the key of the last of them. A Mamba state at
     endpoint p is the state after pages [0, p); 0 means the state at the start of the span."""
 
     def __post_init__(self) -> None:
         for name, slots in (("anchor", self.anchor), *self.side.items()):
             if slots.dtype != torch.int64 or slots.dim() != 1:
-                raise InvalidTransferError(f"{name}: slots must be one row of int64, got {slots.dtype} {tuple(slots.shape)}")
+                raise InvalidTransferError(
+                    f"{name}: slots must be one row of int64, got {slots.dtype} "
+                    f"{tuple(slots.shape)}"
+                )
         if self.side.keys() != self.endpoints.keys():
-            raise InvalidTransferError(f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both for each")
+            raise InvalidTransferError(
+                f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both "
+                f"for each"
+            )
         for name, ends in self.endpoints.items():
             count = self.side[name].numel()
-            if (count % len(ends) if ends else count) or any(a > b for a, b in pairwise((0, *ends))):
-                raise InvalidTransferError(f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on")
+            if (count % len(ends) if ends else count) or any(
+                a > b for a, b in pairwise((0, *ends))
+            ):
+                raise InvalidTransferError(
+                    f"{name}: {count} slots do not fit the endpoints {ends}, in order and from 0 on"
+                )
 
     def __bool__(self) -> bool:
         """Return whether there is any slot."""
@@ -101,14 +115,20 @@ class HybridIndices:
                 slots.setdefault(name, []).append(rows)
                 ends[name] = (*ends.get(name, ()), *(before + end for end in part.endpoints[name]))
             before += part.anchor.numel() // page_size
-        anchor = torch.cat([part.anchor for part in parts]) if parts else torch.empty(0, dtype=torch.int64)
+        anchor = (
+            torch.cat([part.anchor for part in parts])
+            if parts
+            else torch.empty(0, dtype=torch.int64)
+        )
         return cls(anchor, {name: torch.cat(rows) for name, rows in slots.items()}, ends)
 
 
 _Side = tuple[torch.Tensor, tuple[int, ...]]
 
 
-def _unzip(sides: Mapping[PoolName, _Side], before: int) -> tuple[dict[PoolName, torch.Tensor], dict[PoolName, tuple[int, ...]]]:
+def _unzip(
+    sides: Mapping[PoolName, _Side], before: int
+) -> tuple[dict[PoolName, torch.Tensor], dict[PoolName, tuple[int, ...]]]:
     """Separate slots and endpoints, counting these from `before`.
 
     Omits pools without a page.

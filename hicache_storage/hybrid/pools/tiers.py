@@ -114,7 +114,9 @@ class CollectiveAllocator:
     def __init__(self, rank_group: RankGroup) -> None:
         self._rank_group = rank_group
 
-    def alloc(self, tier: PoolTier, needs: Mapping[PoolName, int]) -> dict[PoolName, torch.Tensor] | None:
+    def alloc(
+        self, tier: PoolTier, needs: Mapping[PoolName, int]
+    ) -> dict[PoolName, torch.Tensor] | None:
         """Take slots on every rank, or on none. A collective, two where it has to evict.
 
         Raises:
@@ -122,7 +124,9 @@ class CollectiveAllocator:
         """
         return tier.alloc(needs) if self.ensure(tier, needs)[0] else None
 
-    def ensure(self, tier: PoolTier, needs: Mapping[PoolName, int]) -> tuple[bool, dict[PoolName, int]]:
+    def ensure(
+        self, tier: PoolTier, needs: Mapping[PoolName, int]
+    ) -> tuple[bool, dict[PoolName, int]]:
         """Evict once if slots are missing.
 
         Returns:

@@ -70,33 +70,43 @@ class HiMambaRadixCache:
         _check_pools(config, kv_slots, state_slots)
         if controller.bigram != config.bigram:
             raise ConfigError(
-                f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the controller: "
+                f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the "
+                f"controller: "
                 "one would store under keys that the other does not look up; make them equal"
             )
         self.config = config
         self._controller = controller
-        self._device_pools = {SlotKind.KV: kv_slots} | ({} if state_slots is None else {SlotKind.STATE: state_slots})
+        self._device_pools = {SlotKind.KV: kv_slots} | (
+            {} if state_slots is None else {SlotKind.STATE: state_slots}
+        )
         self._tree = RadixTree(config.page_size, bigram=config.bigram)
-        self._ownership = SlotOwnership(self._tree, self._device_pools, controller.free_host, config.state_pool)
+        self._ownership = SlotOwnership(
+            self._tree, self._device_pools, controller.free_host, config.state_pool
+        )
         self._locks = PrefixLocks(self._ownership)
         self._matcher = PrefixMatcher(self._tree, self._ownership)
         self._write_back = NodeWriteBack(self._ownership, controller, config.page_size)
         save = self._write_back.back_up if config.write_policy.writes_on_eviction else None
         self._evictor = Evictor(self._tree, self._ownership, save)
         self._loads = DeviceLoads(self._ownership, self._locks, controller, config.page_size)
-        self._prefetches = RequestPrefetches(self._ownership, controller, self._write_back, config.page_size)
+        self._prefetches = RequestPrefetches(
+            self._ownership, controller, self._write_back, config.page_size
+        )
         self._register_evictors()
 
     # Requests -----------------------------------------------------------------------------------
 
-    def match(self, tokens: Sequence[int], *, namespace: str | None = None, device_only: bool = False) -> MatchResult:
+    def match(
+        self, tokens: Sequence[int], *, namespace: str | None = None, device_only: bool = False
+    ) -> MatchResult:
         """Return the longest prefix of `tokens` from which a request can continue.
 
         Changes nothing.
 
         Args:
-            tokens: those that the request may take from the cache: all except its last, as one token
-                at least has to be computed. With `bigram` all: the last token has no row there.
+            tokens: those that the request may take from the cache: all except its last, as one
+                token at least has to be computed. With `bigram` all: the last token has no row
+                there.
             namespace: result of `namespace_seed`.
             device_only: match only what is on the device.
         """
@@ -155,7 +165,9 @@ class HiMambaRadixCache:
         """
         states = self._device_pools.get(SlotKind.STATE)
         if state_slot is not None and (states is None or not 0 <= state_slot < states.size):
-            raise InvalidTransferError(f"state_slot must be in [0, {states.size if states else 0}), got {state_slot}")
+            raise InvalidTransferError(
+                f"state_slot must be in [0, {states.size if states else 0}), got {state_slot}"
+            )
         return self._loads.load(lock, state_slot)
 
     def start_loading(self) -> int:
@@ -163,8 +175,8 @@ class HiMambaRadixCache:
 
         Returns the id of the layer counter of its kernels.
 
-        -1 if no load is running. Requests that loaded nothing wait as well: their prefix may be part
-        of another request's load.
+        -1 if no load is running. Requests that loaded nothing wait as well: their prefix may be
+        part of another request's load.
         """
         return self._controller.start_loading()
 
@@ -186,8 +198,10 @@ class HiMambaRadixCache:
 
         Args:
             tokens: all of them; with `bigram` also the token after the last that has a row.
-            kv_indices: int64 on the CPU, the device slot of each token that has a row, in whole pages.
-            states: by lengths on the checkpoint grid, device slots of the state after so many tokens.
+            kv_indices: int64 on the CPU, the device slot of each token that has a row, in whole
+                pages.
+            states: by lengths on the checkpoint grid, device slots of the state after so many
+                tokens.
 
         Raises:
             InvalidTransferError: there are not as many slots as tokens, or a state is not at a
@@ -218,7 +232,8 @@ class HiMambaRadixCache:
     def evict(self, tokens: int = 0, states: int = 0) -> Evicted:
         """Free device slots, the least recently used first, KV before states."""
         evicted = self._evictor.device(tokens, states)
-        # The next user of the slots waits for the copies that read them, so they have to be launched.
+        # The next user of the slots waits for the copies that read them, so they have to be
+        # launched.
         self._controller.start_writing()
         return evicted
 
@@ -228,7 +243,9 @@ class HiMambaRadixCache:
 
     # Storage ------------------------------------------------------------------------------------
 
-    def prefetch_from_storage(self, request_id: str, tokens: Sequence[int], *, namespace: str | None = None) -> bool:
+    def prefetch_from_storage(
+        self, request_id: str, tokens: Sequence[int], *, namespace: str | None = None
+    ) -> bool:
         """Start to fetch the tokens after the match of `tokens`.
 
         False if no prefetch is started.
@@ -241,7 +258,9 @@ class HiMambaRadixCache:
             return True
         match = self.match(tokens, namespace=namespace)
         node = self._matcher.locate(match) if match.length else self._tree.root(namespace)
-        return self._prefetches.start(request_id, node, self._tree.whole_pages(tokens)[match.length :])
+        return self._prefetches.start(
+            request_id, node, self._tree.whole_pages(tokens)[match.length :]
+        )
 
     def check_prefetch(self, request_id: str) -> bool:
         """Return whether a request need not wait for its prefetch: then match again.
@@ -289,7 +308,9 @@ class HiMambaRadixCache:
             CacheInUseError: a prefix is locked; nothing has changed.
         """
         if len(self._locks):
-            raise CacheInUseError(f"{len(self._locks)} prefixes are locked; unlock them before reset")
+            raise CacheInUseError(
+                f"{len(self._locks)} prefixes are locked; unlock them before reset"
+            )
         self.end_prefetches()
         # Copies that are launched reserve their host slots by themselves, and `before_overwrite`
         # protects their device slots. Queued ones do not, so they are launched first.
@@ -316,16 +337,22 @@ class HiMambaRadixCache:
             tokens_stored_again=self._write_back.stored_again,
         )
 
-    def _insert_nodes(self, node: Node, tokens: Units, rows: torch.Tensor, states: Mapping[int, int]) -> tuple[Node, int]:
+    def _insert_nodes(
+        self, node: Node, tokens: Units, rows: torch.Tensor, states: Mapping[int, int]
+    ) -> tuple[Node, int]:
         """Insert tokens below a root, in steps that end at the states."""
         device, new_states = self._ownership.device, 0
         for end in sorted({*states, len(tokens)}):
-            node = self._ownership.insert(device, node, tokens[node.end : end], rows[node.end : end])
+            node = self._ownership.insert(
+                device, node, tokens[node.end : end], rows[node.end : end]
+            )
             if end in states:
                 if not self._ownership.has_state(node):
                     # It had to be computed again: the storage may have lost the one that it stored.
                     node.stored.discard(SlotKind.STATE)
-                new_states += self._ownership.insert_state(device, node, rows.new_tensor([states[end]]))
+                new_states += self._ownership.insert_state(
+                    device, node, rows.new_tensor([states[end]])
+                )
         return node, new_states
 
     def _refresh(self, node: Node) -> None:
@@ -336,7 +363,10 @@ class HiMambaRadixCache:
 
     def _write_if_due(self, node: Node) -> None:
         """Write the nodes that the policy writes at their number of hits."""
-        due = next((each for each in node.upward() if self.config.write_policy.writes_on_hit(each.hits)), None)
+        due = next(
+            (each for each in node.upward() if self.config.write_policy.writes_on_hit(each.hits)),
+            None,
+        )
         if due:
             self._write_back.back_up(due)
 
@@ -362,22 +392,40 @@ class HiMambaRadixCache:
 
     def _check_insert(self, length: int, rows: torch.Tensor, states: Mapping[int, int]) -> None:
         if rows.dim() != 1 or rows.numel() < length or rows.dtype != torch.int64:
-            raise InvalidTransferError(f"kv_indices must be {length} slots of int64, got {tuple(rows.shape)} of {rows.dtype}")
+            raise InvalidTransferError(
+                f"kv_indices must be {length} slots of int64, got {tuple(rows.shape)} of "
+                f"{rows.dtype}"
+            )
         page = self.config.page_size
         pages = rows[:length].view(-1, page)
         if bool((pages != pages[:, :1] // page * page + torch.arange(page)).any()):
-            raise InvalidTransferError(f"kv_indices must be whole pages of {page} consecutive slots")
+            raise InvalidTransferError(
+                f"kv_indices must be whole pages of {page} consecutive slots"
+            )
         if states and not self._ownership.has_states:
-            raise InvalidTransferError("states were given, but the cache was made for a model without them")
+            raise InvalidTransferError(
+                "states were given, but the cache was made for a model without them"
+            )
         wrong = [end for end in states if not 0 < end <= length or end % self.config.grid]
         if wrong:
-            raise InvalidTransferError(f"states must be after multiples of {self.config.grid} tokens up to {length}, not {wrong}")
+            raise InvalidTransferError(
+                f"states must be after multiples of {self.config.grid} tokens up to {length}, not "
+                f"{wrong}"
+            )
         if len(set(states.values())) != len(states):
-            raise InvalidTransferError(f"states must have a slot each, got {sorted(states.values())}")
+            raise InvalidTransferError(
+                f"states must have a slot each, got {sorted(states.values())}"
+            )
 
 
-def _check_pools(config: RadixCacheConfig, kv_slots: DeviceSlots, state_slots: DeviceSlots | None) -> None:
+def _check_pools(
+    config: RadixCacheConfig, kv_slots: DeviceSlots, state_slots: DeviceSlots | None
+) -> None:
     if kv_slots.page_size != config.page_size:
-        raise InvalidTransferError(f"kv_slots has pages of {kv_slots.page_size} slots, the cache of {config.page_size}")
+        raise InvalidTransferError(
+            f"kv_slots has pages of {kv_slots.page_size} slots, the cache of {config.page_size}"
+        )
     if (state_slots is None) != (config.checkpoint_grid is None):
-        raise InvalidTransferError("state_slots and checkpoint_grid go together: give both, or neither")
+        raise InvalidTransferError(
+            "state_slots and checkpoint_grid go together: give both, or neither"
+        )

@@ -20,7 +20,11 @@ def checkpoint_grid(page_size: int, state_chunk: int, track_interval: int) -> in
     Raises:
         ConfigError: a number is not positive.
     """
-    for name, value in (("page_size", page_size), ("state_chunk", state_chunk), ("track_interval", track_interval)):
+    for name, value in (
+        ("page_size", page_size),
+        ("state_chunk", state_chunk),
+        ("track_interval", track_interval),
+    ):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     return math.lcm(page_size, state_chunk, track_interval)
@@ -37,12 +41,13 @@ class RadixCacheConfig:
     page_size: int
     """Tokens per page."""
     checkpoint_grid: int | None = None
-    """Tokens between checkpoints, where the model's recurrent state is kept; see `checkpoint_grid()`.
-    None for a model without such states."""
+    """Tokens between checkpoints, where the model's recurrent state is kept; see
+    `checkpoint_grid()`. None for a model without such states."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     bigram: bool = False
-    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one after
-    it. A sequence of n tokens has n - 1 such rows then, and `tokens` has one more than rows."""
+    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one
+    after it. A sequence of n tokens has n - 1 such rows then, and `tokens` has one more than
+    rows."""
     kv_pool: PoolName = PoolName.KV
     state_pool: PoolName = PoolName.MAMBA
 
@@ -50,9 +55,12 @@ class RadixCacheConfig:
         object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
         if self.page_size < 1:
             raise ConfigError(f"page_size must be at least 1, got {self.page_size}")
-        if self.checkpoint_grid is not None and (self.checkpoint_grid < 1 or self.checkpoint_grid % self.page_size):
+        if self.checkpoint_grid is not None and (
+            self.checkpoint_grid < 1 or self.checkpoint_grid % self.page_size
+        ):
             raise ConfigError(
-                f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, got {self.checkpoint_grid}"
+                f"checkpoint_grid must be a positive multiple of the page size {self.page_size}, "
+                f"got {self.checkpoint_grid}"
             )
 
     @property
@@ -63,7 +71,7 @@ class RadixCacheConfig:
     def committed_length(self, length: int) -> int:
         """Return the tokens of a finished request that can be used again.
 
-        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed to
-        `insert` all the same.
+        The last token was sampled and never computed, so it has no KV. With `bigram` it is passed
+        to `insert` all the same.
         """
         return max(0, length - 1) // self.grid * self.grid

@@ -35,7 +35,9 @@ class Evictor:
             drops them.
     """
 
-    def __init__(self, tree: RadixTree, ownership: SlotOwnership, save: Callable[[Node], object] | None) -> None:
+    def __init__(
+        self, tree: RadixTree, ownership: SlotOwnership, save: Callable[[Node], object] | None
+    ) -> None:
         self._tree = tree
         self._ownership = ownership
         self._save = save

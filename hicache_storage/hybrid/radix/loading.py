@@ -34,7 +34,13 @@ class DeviceLoads:
     KV is loaded into the tree, the state into a slot of the request.
     """
 
-    def __init__(self, ownership: SlotOwnership, locks: PrefixLocks, controller: TierController[Any], page_size: int) -> None:
+    def __init__(
+        self,
+        ownership: SlotOwnership,
+        locks: PrefixLocks,
+        controller: TierController[Any],
+        page_size: int,
+    ) -> None:
         self._ownership = ownership
         self._locks = locks
         self._controller = controller
@@ -57,9 +63,14 @@ class DeviceLoads:
             taken = self._take_device_slots(held, state_slot)
             if taken is None:
                 return None
-            loaded_slot = next((int(slot) for slot in self._ownership.state_slots(taken).values()), None)
+            loaded_slot = next(
+                (int(slot) for slot in self._ownership.state_slots(taken).values()), None
+            )
             self._locks.move_to_device(lock)
-        return LoadResult(self._ownership.rows(self._ownership.device, list(held.node.upward())[::-1]), loaded_slot)
+        return LoadResult(
+            self._ownership.rows(self._ownership.device, list(held.node.upward())[::-1]),
+            loaded_slot,
+        )
 
     def poll(self) -> None:
         """Process loads that have ended: unlock the host slots that they read."""
@@ -83,11 +94,15 @@ class DeviceLoads:
             return self._ownership.transfer(rows, None, 0)  # loaded or inserted by another request
         load_id = next(self._ids)
         source = self._ownership.transfer(rows, state, rows.numel() // self._page_size)
-        into = {} if state_slot is None else {name: torch.tensor([state_slot]) for name in source.side}
+        into = (
+            {} if state_slot is None else {name: torch.tensor([state_slot]) for name in source.side}
+        )
         taken = self._controller.load(source, [load_id], into=into)
         if taken is None:
             return None
-        for node, part in zip(nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True):
+        for node, part in zip(
+            nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True
+        ):
             device[SlotKind.KV].add(node, part.clone())
         load = _Load(held.node, held.host_state)
         self._loads[load_id] = load

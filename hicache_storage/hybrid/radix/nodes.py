@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Bigram: TypeAlias = tuple[int, int]
 Units: TypeAlias = "tuple[int, ...] | tuple[Bigram, ...]"
-"""One unit for each row of KV: a token or, for EAGLE, a pair of neighbouring tokens (bigram). A draft
-model's row of a token depends on the token after it, so that both are its key."""
+"""One unit for each row of KV: a token or, for EAGLE, a pair of neighbouring tokens (bigram). A
+draft model's row of a token depends on the token after it, so that both are its key."""
 
 
 class SlotKind(StrEnum):
@@ -48,8 +48,8 @@ class Node:
     """Some pages of tokens that follow those of its parent.
 
     A node below the root holds KV on the device, on the host, or on both. A node that holds KV on a
-    tier has a parent that does as well; one that holds a state on a tier holds its KV there. A split
-    keeps the node as the lower part.
+    tier has a parent that does as well; one that holds a state on a tier holds its KV there. A
+    split keeps the node as the lower part.
     """
 
     id: int

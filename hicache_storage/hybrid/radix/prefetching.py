@@ -36,7 +36,11 @@ class RequestPrefetches(Generic[Operation]):
     """All prefetches, at most one for each request."""
 
     def __init__(
-        self, ownership: SlotOwnership, controller: TierController[Operation], write_back: NodeWriteBack, page_size: int
+        self,
+        ownership: SlotOwnership,
+        controller: TierController[Operation],
+        write_back: NodeWriteBack,
+        page_size: int,
     ) -> None:
         self._ownership = ownership
         self._controller = controller
@@ -63,7 +67,10 @@ class RequestPrefetches(Generic[Operation]):
         last = hashes_of(node, self._page_size, bigram=self._controller.bigram)
         before = prefix_hashes(node, self._page_size, bigram=self._controller.bigram)
         operation = self._controller.prefetch(
-            request_id, tokens_of(tokens, bigram=self._controller.bigram), last[-1] if last else None, before
+            request_id,
+            tokens_of(tokens, bigram=self._controller.bigram),
+            last[-1] if last else None,
+            before,
         )
         if operation is None:
             return False
@@ -95,7 +102,11 @@ class RequestPrefetches(Generic[Operation]):
             return 0
         result = self._controller.terminate_prefetch(running.operation)
         # Pages can be on the host only if the prefix before them is.
-        wanted = bool(result.tokens) and running.is_wanted() and self._write_back.back_up_kv(running.node.upward())
+        wanted = (
+            bool(result.tokens)
+            and running.is_wanted()
+            and self._write_back.back_up_kv(running.node.upward())
+        )
         if wanted:
             self._insert_fetched(running.node, running.tokens, result)
         else:
@@ -120,7 +131,9 @@ class RequestPrefetches(Generic[Operation]):
         node, done = anchor, 0
         for pages in sorted({*states, result.tokens // size}):
             end = pages * size
-            node = self._ownership.insert(host, node, tokens[done:end], result.host.anchor[done:end])
+            node = self._ownership.insert(
+                host, node, tokens[done:end], result.host.anchor[done:end]
+            )
             done = end
             if pages in states:
                 self._ownership.insert_state(host, node, states[pages])

@@ -26,7 +26,9 @@ class PrefixMatcher:
         self._tree = tree
         self._ownership = ownership
 
-    def match(self, tokens: Sequence[int], namespace: str | None, *, device_only: bool) -> MatchResult:
+    def match(
+        self, tokens: Sequence[int], namespace: str | None, *, device_only: bool
+    ) -> MatchResult:
         """Return the longest prefix with complete KV from which a request can continue."""
         node, known = self._tree.find(self._tree.root(namespace), self._tree.whole_pages(tokens))
         while node.parent and not self._usable(node, known, device_only=device_only):
@@ -47,7 +49,9 @@ class PrefixMatcher:
         while node and node.parent and node.start >= prefix.length:
             node = node.parent
         if node is None or not self._unchanged(self._describe(node, prefix.length), prefix):
-            raise StalePrefixError(f"the prefix of {prefix.length} tokens has changed since it was found; match again")
+            raise StalePrefixError(
+                f"the prefix of {prefix.length} tokens has changed since it was found; match again"
+            )
         return self._ownership.split(node, prefix.length) if prefix.length < node.end else node
 
     def _usable(self, node: Node, known: int, *, device_only: bool) -> bool:
@@ -141,7 +145,9 @@ class PrefixLocks:
         try:
             return self._held[lock.lock_id]
         except KeyError:
-            raise StalePrefixError(f"lock {lock.lock_id} is not held; unlock a lock once, and do not use it after that") from None
+            raise StalePrefixError(
+                f"lock {lock.lock_id} is not held; unlock a lock once, and do not use it after that"
+            ) from None
 
     def move_to_device(self, lock: PrefixLock) -> None:
         """Keep the KV on the device instead of the host, once it has slots there."""

@@ -52,7 +52,11 @@ class SlotOwnership:
 
         Always if the model has no states.
         """
-        return not self.has_states or self.device[SlotKind.STATE].holds(node) or self.host[SlotKind.STATE].holds(node)
+        return (
+            not self.has_states
+            or self.device[SlotKind.STATE].holds(node)
+            or self.host[SlotKind.STATE].holds(node)
+        )
 
     def transfer(self, rows: torch.Tensor, state: torch.Tensor | None, pages: int) -> HybridIndices:
         """Return the span of KV rows, and of a state after `pages` of their pages."""
@@ -62,12 +66,17 @@ class SlotOwnership:
 
     def states(self, slots: torch.Tensor) -> HybridIndices:
         """Return a span of state slots without rows."""
-        return HybridIndices(NO_SLOTS, {self._state_pool: slots}, {self._state_pool: tuple(range(slots.numel()))})
+        return HybridIndices(
+            NO_SLOTS, {self._state_pool: slots}, {self._state_pool: tuple(range(slots.numel()))}
+        )
 
     def state_slots(self, indices: HybridIndices) -> dict[int, torch.Tensor]:
         """Return the state slots of a span, by their endpoints in pages."""
         ends = indices.endpoints.get(self._state_pool, ())
-        return {end: slot.view(1) for end, slot in zip(ends, indices.side.get(self._state_pool, NO_SLOTS), strict=True)}
+        return {
+            end: slot.view(1)
+            for end, slot in zip(ends, indices.side.get(self._state_pool, NO_SLOTS), strict=True)
+        }
 
     def split(self, node: Node, end: int) -> Node:
         """Split a node before token `end`; returns the upper part."""
@@ -76,7 +85,9 @@ class SlotOwnership:
             lru.add_to_order(upper)
         return upper
 
-    def insert(self, tier: Mapping[SlotKind, LRUList], node: Node, tokens: Units, rows: torch.Tensor) -> Node:
+    def insert(
+        self, tier: Mapping[SlotKind, LRUList], node: Node, tokens: Units, rows: torch.Tensor
+    ) -> Node:
         """Insert the pages of `tokens` below `node`, with their KV rows on a tier.
 
         Rows of pages that hold others already are freed.
@@ -95,7 +106,9 @@ class SlotOwnership:
                 kv.add(node, share.clone())
         return node
 
-    def insert_state(self, tier: Mapping[SlotKind, LRUList], node: Node, slot: torch.Tensor) -> bool:
+    def insert_state(
+        self, tier: Mapping[SlotKind, LRUList], node: Node, slot: torch.Tensor
+    ) -> bool:
         """Insert a state on a tier where the node holds KV.
 
         False if it holds one there already; the slot is freed then.
@@ -133,7 +146,9 @@ class SlotOwnership:
 
     def rows(self, tier: Mapping[SlotKind, LRUList], nodes: Sequence[Node]) -> torch.Tensor:
         """Return the KV rows of nodes on a tier, concatenated; all of them hold KV there."""
-        held = [indices for node in nodes if (indices := tier[SlotKind.KV].of(node).indices) is not None]
+        held = [
+            indices for node in nodes if (indices := tier[SlotKind.KV].of(node).indices) is not None
+        ]
         assert len(held) == len(nodes)
         return torch.cat(held) if held else NO_SLOTS
 
@@ -144,7 +159,9 @@ class SlotOwnership:
             return self._tree.append(node, tokens[at:])
         return child if known == len(child.tokens) else self.split(child, node.end + known)
 
-    def _free_others(self, tier: Mapping[SlotKind, LRUList], held: torch.Tensor | None, rows: torch.Tensor) -> None:
+    def _free_others(
+        self, tier: Mapping[SlotKind, LRUList], held: torch.Tensor | None, rows: torch.Tensor
+    ) -> None:
         """Free the pages of `rows` that are not those held."""
         assert held is not None
         pages = rows.view(-1, self._tree.page_size)

@@ -109,7 +109,11 @@ class TierController(Protocol[Operation]):
         ...
 
     def load(
-        self, host: HybridIndices, node_ids: Sequence[int], *, into: Mapping[PoolName, torch.Tensor] | None = None
+        self,
+        host: HybridIndices,
+        node_ids: Sequence[int],
+        *,
+        into: Mapping[PoolName, torch.Tensor] | None = None,
     ) -> HybridIndices | None:
         """Take device slots for host slots, except those in `into`, and queue the copies.
 
@@ -137,7 +141,11 @@ class TierController(Protocol[Operation]):
         ...
 
     def prefetch(
-        self, request_id: str, tokens: Sequence[int], last_hash: str | None = None, prefix_hashes: Sequence[str] = ()
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_hashes: Sequence[str] = (),
     ) -> Operation | None:
         """Start to fetch the pages of `tokens`, which follow the page of `last_hash`.
 
@@ -153,7 +161,9 @@ class TierController(Protocol[Operation]):
         """End a prefetch; the slots of the result belong to the caller."""
         ...
 
-    def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()) -> int:
+    def write_storage(
+        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str] = ()
+    ) -> int:
         """Store host pages under their hashes; returns the id of the operation.
 
         The pages must not change until it ends.

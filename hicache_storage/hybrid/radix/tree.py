@@ -38,7 +38,9 @@ class RadixTree:
         """
         root = self._roots.get(namespace)
         if root is None:
-            self._roots[namespace] = root = Node(next(self._ids), (), hashes=(namespace,) if namespace else ())
+            self._roots[namespace] = root = Node(
+                next(self._ids), (), hashes=(namespace,) if namespace else ()
+            )
         return root
 
     def node(self, node_id: int) -> Node | None:
@@ -72,7 +74,9 @@ class RadixTree:
     def find_child(self, node: Node, tokens: Units, at: int) -> tuple[Node | None, int]:
         """Return the child that begins with the page at `at`, and its matching tokens."""
         child = node.children.get(tokens[at : at + self.page_size])
-        return child, self._common(child.tokens, tokens[at : at + len(child.tokens)]) if child else 0
+        return child, self._common(
+            child.tokens, tokens[at : at + len(child.tokens)]
+        ) if child else 0
 
     def split(self, node: Node, end: int) -> Node:
         """Split a node before token `end` of the sequence; returns the new upper part.
@@ -146,7 +150,10 @@ class RadixTree:
             return len(left)
         size = self.page_size
         ends = range(size, min(len(left), len(right)) + 1, size)
-        return next((end - size for end in ends if left[end - size : end] != right[end - size : end]), len(ends) * size)
+        return next(
+            (end - size for end in ends if left[end - size : end] != right[end - size : end]),
+            len(ends) * size,
+        )
 
 
 def _upper(tier: dict[SlotKind, HeldSlots], size: int) -> dict[SlotKind, HeldSlots]:

@@ -45,7 +45,9 @@ class NodeWriteBack:
     extra load, the tokens stored again never exceed those that were stored or fetched otherwise.
     """
 
-    def __init__(self, ownership: SlotOwnership, controller: TierController[Any], page_size: int) -> None:
+    def __init__(
+        self, ownership: SlotOwnership, controller: TierController[Any], page_size: int
+    ) -> None:
         self._ownership = ownership
         self._controller = controller
         self._page_size = page_size
@@ -87,7 +89,11 @@ class NodeWriteBack:
 
     def poll(self) -> None:
         """Process copies and backups that have ended."""
-        written = [copy for ticket in self._controller.completed_writes() if (copy := self._writes.pop(ticket, None))]
+        written = [
+            copy
+            for ticket in self._controller.completed_writes()
+            if (copy := self._writes.pop(ticket, None))
+        ]
         for copy in written:
             for node in copy.node.upward(copy.start):
                 node.writing -= 1
@@ -110,7 +116,11 @@ class NodeWriteBack:
     def _write_states(self, nodes: Iterable[Node]) -> None:
         """Copy states that were never on a lower tier, until memory is short."""
         for node in nodes:
-            if not node.state_saved and SlotKind.STATE not in node.stored and not self._write(node, SlotKind.STATE):
+            if (
+                not node.state_saved
+                and SlotKind.STATE not in node.stored
+                and not self._write(node, SlotKind.STATE)
+            ):
                 return
 
     def _write(self, node: Node, *wanted: SlotKind) -> bool:
@@ -119,7 +129,11 @@ class NodeWriteBack:
         False if memory is short.
         """
         host = self._ownership.host
-        kinds = frozenset(kind for kind in wanted if self._ownership.device[kind].holds(node) and not host[kind].holds(node))
+        kinds = frozenset(
+            kind
+            for kind in wanted
+            if self._ownership.device[kind].holds(node) and not host[kind].holds(node)
+        )
         if not kinds:
             return True
         ticket = next(self._write_ids)
@@ -136,7 +150,9 @@ class NodeWriteBack:
         self._writes[ticket] = self._locked(_Copy(node, node.start, kinds))
         return True
 
-    def _take_host_slots(self, node: Node, kinds: frozenset[SlotKind], ticket: int) -> HybridIndices | None:
+    def _take_host_slots(
+        self, node: Node, kinds: frozenset[SlotKind], ticket: int
+    ) -> HybridIndices | None:
         """Queue the copy.
 
         The path above is locked on the host while the controller evicts.
@@ -149,7 +165,9 @@ class NodeWriteBack:
         assert above is not None
         host.lock(above)
         try:
-            return self._controller.write(self._ownership.transfer(rows, state, rows.numel() // self._page_size), ticket)
+            return self._controller.write(
+                self._ownership.transfer(rows, state, rows.numel() // self._page_size), ticket
+            )
         finally:
             host.unlock(above)
 
@@ -164,7 +182,9 @@ class NodeWriteBack:
 
     def _store(self, node: Node) -> None:
         host = self._ownership.host
-        kinds = frozenset(kind for kind in SlotKind if host[kind].holds(node) and kind not in node.stored)
+        kinds = frozenset(
+            kind for kind in SlotKind if host[kind].holds(node) and kind not in node.stored
+        )
         if not kinds:
             return
         rows = host[SlotKind.KV].of(node).indices
@@ -175,7 +195,9 @@ class NodeWriteBack:
         before = prefix_hashes(node.parent, self._page_size, bigram=self._controller.bigram)
         # Pages that the storage has already are not written again. Their hashes are passed all the
         # same: they give the state its key.
-        ticket = self._controller.write_storage(self._ownership.transfer(rows, state, len(hashes)), hashes, before)
+        ticket = self._controller.write_storage(
+            self._ownership.transfer(rows, state, len(hashes)), hashes, before
+        )
         copy = _Copy(node, node.start, kinds, node.is_lost)
         node.stored = node.stored | kinds
         node.stored_by = ticket
@@ -191,7 +213,9 @@ class NodeWriteBack:
             self._clear_stored(copy)
         elif not copy.is_again:
             self._accepted_tokens += copy.tokens
-        if result.lost_from is not None and self._mark_lost(copy, result.lost_from * self._page_size, result.operation_id):
+        if result.lost_from is not None and self._mark_lost(
+            copy, result.lost_from * self._page_size, result.operation_id
+        ):
             self._store_path(copy.node)
         self._unlock(copy)
 
@@ -202,12 +226,16 @@ class NodeWriteBack:
             Whether any of them may be stored again.
         """
         budget = self._accepted_tokens - self.stored_again
-        above = [node for node in copy.node.upward() if node.start < copy.start and node.end > start]
+        above = [
+            node for node in copy.node.upward() if node.start < copy.start and node.end > start
+        ]
         # Nodes that were stored after this lookup, or are being stored, are not missing.
         lost = [
             node
             for node in above
-            if SlotKind.KV in node.stored and node.stored_by < ticket and node.stored_by not in self._stores
+            if SlotKind.KV in node.stored
+            and node.stored_by < ticket
+            and node.stored_by not in self._stores
         ]
         for node in reversed(lost):
             budget -= len(node.tokens)

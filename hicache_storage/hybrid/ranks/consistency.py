@@ -27,7 +27,9 @@ class OtherRankError(HiCacheError, RuntimeError):
     code = "other-rank"
 
 
-def check_consistent(rank_group: RankGroup, values: Mapping[str, object], refusal: BaseException | None = None) -> None:
+def check_consistent(
+    rank_group: RankGroup, values: Mapping[str, object], refusal: BaseException | None = None
+) -> None:
     """Check that no rank refuses, and that all ranks have the same values.
 
     A collective.
@@ -44,13 +46,17 @@ def check_consistent(rank_group: RankGroup, values: Mapping[str, object], refusa
     """
     mine = [_number(value) if refusal is None else 0 for value in values.values()]
     # One reduction gives both bounds: the maximum is the negated minimum of the negated numbers.
-    accepted, *lowest = rank_group.all_reduce_min([int(refusal is None), *mine, *(-number for number in mine)])
+    accepted, *lowest = rank_group.all_reduce_min(
+        [int(refusal is None), *mine, *(-number for number in mine)]
+    )
     if refusal is not None:
         raise refusal
     if not accepted:
         raise OtherRankError("another rank refuses its configuration; its own error says why")
     bounds = zip(values.items(), lowest[: len(mine)], lowest[len(mine) :], strict=True)
-    wrong = [_difference(name, value, low, -high) for (name, value), low, high in bounds if low != -high]
+    wrong = [
+        _difference(name, value, low, -high) for (name, value), low, high in bounds if low != -high
+    ]
     if wrong:
         raise ConfigError(f"ranks differ in {', '.join(wrong)}; make it the same on every rank")
 

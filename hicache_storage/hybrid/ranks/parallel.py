@@ -46,7 +46,9 @@ class ParallelConfig:
                 raise ConfigError(f"{axis}_rank must be in [0, {axis}_size): got {rank} of {size}")
 
     @classmethod
-    def of_rank(cls, rank: int, *, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1) -> Self:
+    def of_rank(
+        cls, rank: int, *, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1
+    ) -> Self:
         """Place a rank of the whole world, counted with TP innermost, then CP, PP and DP.
 
         Raises:
@@ -60,7 +62,9 @@ class ParallelConfig:
             rest, fields[f"{axis}_rank"] = divmod(rest, sizes[axis])
             fields[f"{axis}_size"] = sizes[axis]
         if rest:
-            raise ConfigError(f"rank must be in [0, {tp_size * cp_size * pp_size * dp_size}), got {rank}")
+            raise ConfigError(
+                f"rank must be in [0, {tp_size * cp_size * pp_size * dp_size}), got {rank}"
+            )
         return cls(**fields)
 
     @property
@@ -80,11 +84,21 @@ class ParallelConfig:
     @property
     def replicas(self) -> list[list[int]]:
         """World ranks of each DP rank; those of one have to agree on every decision."""
-        return [list(range(first * self.replica_size, (first + 1) * self.replica_size)) for first in range(self.dp_size)]
+        return [
+            list(range(first * self.replica_size, (first + 1) * self.replica_size))
+            for first in range(self.dp_size)
+        ]
 
     def identity(self, base: StorageIdentity) -> StorageIdentity:
         """Return `base` with the position of this rank."""
-        return replace(base, **{f"{axis}_{part}": getattr(self, f"{axis}_{part}") for axis in AXES for part in ("rank", "size")})
+        return replace(
+            base,
+            **{
+                f"{axis}_{part}": getattr(self, f"{axis}_{part}")
+                for axis in AXES
+                for part in ("rank", "size")
+            },
+        )
 
     def check(self, identity: StorageIdentity) -> None:
         """Check that a storage reads and writes the bytes of this rank.
@@ -97,7 +111,8 @@ class ParallelConfig:
                 name = f"{axis}_{part}"
                 if getattr(identity, name) != getattr(self, name):
                     raise ConfigError(
-                        f"the storage's identity has {name}={getattr(identity, name)}, this rank {getattr(self, name)}; "
+                        f"the storage's identity has {name}={getattr(identity, name)}, this rank "
+                        f"{getattr(self, name)}; "
                         "create the storage with ParallelConfig.identity()"
                     )
 

@@ -104,4 +104,7 @@ def _placement_error(parallel: ParallelConfig) -> ConfigError | None:
     expected = (parallel.rank, parallel.replica_size * parallel.dp_size)
     if found == expected:
         return None
-    return ConfigError(f"torch.distributed has rank {found[0]} of {found[1]}, parallel has {expected[0]} of {expected[1]}")
+    return ConfigError(
+        f"torch.distributed has rank {found[0]} of {found[1]}, parallel has {expected[0]} of "
+        f"{expected[1]}"
+    )

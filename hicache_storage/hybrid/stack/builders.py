@@ -128,7 +128,9 @@ def _build(
             rank_group = _make_rank_group(given, closing)
         config = _agreed_config(described, given, storage, rank_group, streams)
         host_slots = _host_slots(config, rank_group)
-        pools = make_on_all_ranks(rank_group, "pools", lambda: _make_pools(config, host_slots, streams, closing))
+        pools = make_on_all_ranks(
+            rank_group, "pools", lambda: _make_pools(config, host_slots, streams, closing)
+        )
         stack = kind(config, pools, *_make_caches(config, pools, rank_group, closing), rank_group)
         wanted = config.storage if storage is None else storage
         if wanted is not None:
@@ -138,7 +140,9 @@ def _build(
     return stack
 
 
-def _make_config(described: type[StackConfig], given: StackConfig | Callable[[], StackConfig]) -> StackConfig:
+def _make_config(
+    described: type[StackConfig], given: StackConfig | Callable[[], StackConfig]
+) -> StackConfig:
     config = given if isinstance(given, StackConfig) else given()
     if not isinstance(config, described):
         raise ConfigError(f"config must be a {described.__name__}, got {type(config).__name__}")
@@ -167,13 +171,17 @@ def _agreed_config(
     return config
 
 
-def _check(config: StackConfig, storage: HiCacheStorage | None, streams: tuple[Device, Stream] | None) -> None:
+def _check(
+    config: StackConfig, storage: HiCacheStorage | None, streams: tuple[Device, Stream] | None
+) -> None:
     if storage is not None and config.storage is not None:
         raise ConfigError("storage: config.storage names one, too; give one of them")
     place = torch.device(config.device)
     if place.type == "cuda" and streams is None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device is {config.device!r}, and CUDA is not available here; pass 'cpu'")
+            raise ConfigError(
+                f"device is {config.device!r}, and CUDA is not available here; pass 'cpu'"
+            )
         cuda_device(place)
 
 
@@ -198,11 +206,17 @@ def _host_slots(config: StackConfig, rank_group: RankGroup) -> dict[PoolName, in
     """
     mine = {name: config.slots_of(name)[1] for name in config.pools}
     fewest = dict(zip(mine, rank_group.all_reduce_min(list(mine.values())), strict=True))
-    return {name: fewest[name] if config.is_sized_by_memory(name) else count for name, count in mine.items()}
+    return {
+        name: fewest[name] if config.is_sized_by_memory(name) else count
+        for name, count in mine.items()
+    }
 
 
 def _make_pools(
-    config: StackConfig, host_slots: Mapping[PoolName, int], streams: tuple[Device, Stream] | None, closing: ExitStack
+    config: StackConfig,
+    host_slots: Mapping[PoolName, int],
+    streams: tuple[Device, Stream] | None,
+    closing: ExitStack,
 ) -> StackPools:
     place = torch.device(config.device)
     # CUDA locks host memory in the context of the current device.
@@ -252,11 +266,15 @@ def rank_invariant_values(config: StackConfig, storage: HiCacheStorage | None) -
     Host pools whose size is given as memory get as many slots as fit on every rank. All other
     numbers of slots are those of an engine's tables, so they are compared and never reduced.
     """
-    values: dict[str, object] = {name: getattr(config, name, None) for name in RANK_INVARIANT_FIELDS}
+    values: dict[str, object] = {
+        name: getattr(config, name, None) for name in RANK_INVARIANT_FIELDS
+    }
     values["the kind of stack"] = type(config).__name__
     values["kv_replicated"] = config.identity("any").kv_replicated
     values["storage"] = _storage_identity(config, storage)
-    values |= {name: "memory" for name in ("host_tokens", "host_states") if isinstance(values[name], str)}
+    values |= {
+        name: "memory" for name in ("host_tokens", "host_states") if isinstance(values[name], str)
+    }
     return values
 
 
@@ -269,7 +287,9 @@ def _storage_identity(config: StackConfig, storage: HiCacheStorage | None) -> ob
     return named and (named.model, named.revision, named.tenant, named.adapter, named.salt)
 
 
-def build_pools(config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream) -> StackPools:
+def build_pools(
+    config: StackConfig, host_slots: Mapping[PoolName, int], device: Device, compute: Stream
+) -> StackPools:
     """Allocate all pools, and make their transfer engines.
 
     Args:
@@ -280,8 +300,13 @@ def build_pools(config: StackConfig, host_slots: Mapping[PoolName, int], device:
     Raises:
         InvalidPoolError: there is not enough memory, or `backend` cannot access it.
     """
-    pairs = {name: _make_pair(config, name, geometry, host_slots[name]) for name, geometry in config.pools.items()}
-    transfers = HybridTransfers(device, compute, {str(name): pair for name, pair in pairs.items()}, backend=config.backend)
+    pairs = {
+        name: _make_pair(config, name, geometry, host_slots[name])
+        for name, geometry in config.pools.items()
+    }
+    transfers = HybridTransfers(
+        device, compute, {str(name): pair for name, pair in pairs.items()}, backend=config.backend
+    )
     group = HostPoolGroup(_make_entry(name, pair, transfers) for name, pair in pairs.items())
     return StackPools(
         {name: pair.device_pool for name, pair in pairs.items()},
@@ -292,11 +317,15 @@ def build_pools(config: StackConfig, host_slots: Mapping[PoolName, int], device:
     )
 
 
-def _make_pair(config: StackConfig, name: PoolName, geometry: PoolGeometry, on_host: int) -> PoolPair:
+def _make_pair(
+    config: StackConfig, name: PoolName, geometry: PoolGeometry, on_host: int
+) -> PoolPair:
     on_device, _, page_size = config.slots_of(name)
     return PoolPair(
         geometry.device_pool(on_device, page_size, torch.device(config.device)),
-        geometry.host_pool(on_host, page_size, config.layout_of(name), pin_memory=config.pin_memory),
+        geometry.host_pool(
+            on_host, page_size, config.layout_of(name), pin_memory=config.pin_memory
+        ),
         LayerMap(geometry.layers),
     )
 
@@ -311,5 +340,7 @@ def _make_entry(name: PoolName, pair: PoolPair, transfers: HybridTransfers) -> P
         layer_mapper=pair.layers,
         is_primary_index_anchor=name is PoolName.KV,
         indices_from_pool=PoolName.KV if derived else None,
-        hit_policy=PoolHitPolicy.TRAILING_PAGES if name is PoolName.MAMBA else PoolHitPolicy.ALL_PAGES,
+        hit_policy=PoolHitPolicy.TRAILING_PAGES
+        if name is PoolName.MAMBA
+        else PoolHitPolicy.ALL_PAGES,
     )

@@ -13,7 +13,12 @@ import torch
 from hicache_storage.hybrid.policies import PrefetchRules, WritePolicy
 from hicache_storage.hybrid.radix import checkpoint_grid
 from hicache_storage.hybrid.ranks.parallel import ParallelConfig
-from hicache_storage.hybrid.stack.geometry import AttentionGeometry, IndexerGeometry, MambaGeometry, MLAGeometry
+from hicache_storage.hybrid.stack.geometry import (
+    AttentionGeometry,
+    IndexerGeometry,
+    MambaGeometry,
+    MLAGeometry,
+)
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
 from hicache_storage.transfer import BACKENDS
@@ -64,7 +69,8 @@ class StackConfig(ABC):
     """Common fields of `MambaStackConfig` and `DSAStackConfig`.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a
+        fix.
     """
 
     page_size: int
@@ -100,8 +106,12 @@ class StackConfig(ABC):
     def __post_init__(self) -> None:
         for name, kind in self._kinds().items():
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {_kind_names(kind)}, got {getattr(self, name)!r:.80}")
-        object.__setattr__(self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy))
+                raise ConfigError(
+                    f"{name} must be {_kind_names(kind)}, got {getattr(self, name)!r:.80}"
+                )
+        object.__setattr__(
+            self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy)
+        )
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
@@ -141,14 +151,28 @@ class StackConfig(ABC):
         return self.layout if self.layout in self.pools[pool].layouts else FALLBACK_LAYOUT
 
     def identity(
-        self, model: str, *, kv_dtype: str | None = None, revision: str = "", tenant: str = "", adapter: str = "", salt: str = ""
+        self,
+        model: str,
+        *,
+        kv_dtype: str | None = None,
+        revision: str = "",
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
     ) -> StorageIdentity:
         """Return the identity for a storage that is not made from a `StorageConfig`."""
         attention = self._attention()
         base = StorageIdentity(
-            model=model, kv_dtype=kv_dtype or str(attention.dtype).removeprefix("torch."), page_size=self.page_size,
-            layout=self.layout, revision=revision, tenant=tenant, adapter=adapter, salt=salt, kv_replicated=attention.replicated,
-        )  # fmt: skip
+            model=model,
+            kv_dtype=kv_dtype or str(attention.dtype).removeprefix("torch."),
+            page_size=self.page_size,
+            layout=self.layout,
+            revision=revision,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            kv_replicated=attention.replicated,
+        )
         return self.parallel.identity(base)
 
     @abstractmethod
@@ -161,7 +185,11 @@ class StackConfig(ABC):
 
     def _kinds(self) -> dict[str, tuple[type, ...]]:
         """Return the types of the fields that are configurations themselves."""
-        return {"parallel": (ParallelConfig,), "prefetch": (PrefetchRules,), "storage": (StorageConfig, NoneType)}
+        return {
+            "parallel": (ParallelConfig,),
+            "prefetch": (PrefetchRules,),
+            "storage": (StorageConfig, NoneType),
+        }
 
     def _kv_page_bytes(self) -> int:
         """Return the bytes of a page of KV and of the pools in its slots."""
@@ -169,13 +197,18 @@ class StackConfig(ABC):
 
     def _check_choices(self) -> None:
         layouts = self._attention().layouts
-        for name, value, allowed in (("layout", self.layout, layouts), ("backend", self.backend, BACKENDS)):
+        for name, value, allowed in (
+            ("layout", self.layout, layouts),
+            ("backend", self.backend, BACKENDS),
+        ):
             if value not in allowed:
                 raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
         try:
             kind = torch.device(self.device).type
         except RuntimeError as error:
-            raise ConfigError(f"device must name a torch device such as 'cuda:0' or 'cpu', got {self.device!r}") from error
+            raise ConfigError(
+                f"device must name a torch device such as 'cuda:0' or 'cpu', got {self.device!r}"
+            ) from error
         if kind not in ("cuda", "cpu"):
             raise ConfigError(f"device must be of kind cuda or cpu, got {self.device!r}")
 
@@ -185,7 +218,8 @@ class MambaStackConfig(StackConfig):
     """A model with attention layers and layers with recurrent states.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a
+        fix.
     """
 
     attention: AttentionGeometry | MLAGeometry
@@ -195,8 +229,8 @@ class MambaStackConfig(StackConfig):
     host_states: int | str
     """State slots on the host, or the memory for them, such as "16GiB"."""
     checkpoint_interval: int = 256
-    """Tokens between the states that are kept. The grid is the least common multiple with the page and
-    the state chunk."""
+    """Tokens between the states that are kept. The grid is the least common multiple with the page
+    and the state chunk."""
 
     @property
     def pools(self) -> dict[PoolName, PoolGeometry]:
@@ -209,7 +243,11 @@ class MambaStackConfig(StackConfig):
     def slots_of(self, pool: PoolName) -> tuple[int, int, int]:
         if pool != PoolName.MAMBA:
             return super().slots_of(pool)
-        return self.device_states, _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)), 1
+        return (
+            self.device_states,
+            _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1)),
+            1,
+        )
 
     def is_sized_by_memory(self, pool: PoolName) -> bool:
         return isinstance(self.host_states if pool == PoolName.MAMBA else self.host_tokens, str)
@@ -218,7 +256,11 @@ class MambaStackConfig(StackConfig):
         return self.attention
 
     def _kinds(self) -> dict[str, tuple[type, ...]]:
-        return {**super()._kinds(), "attention": (AttentionGeometry, MLAGeometry), "mamba": (MambaGeometry,)}
+        return {
+            **super()._kinds(),
+            "attention": (AttentionGeometry, MLAGeometry),
+            "mamba": (MambaGeometry,),
+        }
 
     def _check_model(self) -> None:
         _check_count("device_states", self.device_states)
@@ -226,7 +268,9 @@ class MambaStackConfig(StackConfig):
         _slots_in("host_states", self.host_states, 1, self.mamba.page_bytes(1))
         both = sorted(set(self.attention.layers) & set(self.mamba.layers))
         if both:
-            raise ConfigError(f"mamba.layers and attention.layers both have {both}; a layer is of one kind")
+            raise ConfigError(
+                f"mamba.layers and attention.layers both have {both}; a layer is of one kind"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +278,8 @@ class DSAStackConfig(StackConfig):
     """A model with sparse attention: latent attention with an indexer, no states.
 
     Raises:
-        ConfigError: a field is out of range, or contradicts another; the message names it and a fix.
+        ConfigError: a field is out of range, or contradicts another; the message names it and a
+        fix.
     """
 
     attention: MLAGeometry
@@ -256,7 +301,10 @@ class DSAStackConfig(StackConfig):
     def _check_model(self) -> None:
         others = sorted(set(self.indexer.layers) - set(self.attention.layers))
         if others:
-            raise ConfigError(f"indexer.layers has {others}, which attention.layers has not; an indexer selects for attention")
+            raise ConfigError(
+                f"indexer.layers has {others}, which attention.layers has not; an indexer selects "
+                f"for attention"
+            )
 
 
 def _kind_names(kinds: tuple[type, ...]) -> str:
@@ -275,7 +323,9 @@ def _check_pages(name: str, slots: int, page_size: int) -> None:
     _check_count(name, slots)
     if slots % page_size:
         fitting = -(-slots // page_size) * page_size
-        raise ConfigError(f"{name} must be a multiple of page_size ({page_size}), got {slots}; pass {fitting}")
+        raise ConfigError(
+            f"{name} must be a multiple of page_size ({page_size}), got {slots}; pass {fitting}"
+        )
 
 
 def _slots_in(name: str, size: int | str, page_size: int, page_bytes: int) -> int:
@@ -288,7 +338,9 @@ def _slots_in(name: str, size: int | str, page_size: int, page_bytes: int) -> in
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from error
     if not pages:
-        raise ConfigError(f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least")
+        raise ConfigError(
+            f"{name} is {size!r}, and a page takes {page_bytes} bytes; give room for one at least"
+        )
     return pages * page_size
 
 

@@ -55,7 +55,9 @@ class PoolGeometry(Protocol):
         """Make a device pool of so many slots."""
         ...
 
-    def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> HostPoolBase:
+    def host_pool(
+        self, size: int, page_size: int, layout: str, *, pin_memory: bool
+    ) -> HostPoolBase:
         """Make a host pool of so many slots."""
         ...
 
@@ -95,15 +97,28 @@ class AttentionGeometry:
 
     def device_pool(self, size: int, page_size: int, device: torch.device) -> MHADevicePool:
         return MHADevicePool(
-            size=size, page_size=page_size, layer_num=len(self.layers), head_num=self.head_num, head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim, dtype=self.dtype, device=device,
-        )  # fmt: skip
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            head_num=self.head_num,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+            device=device,
+        )
 
     def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> MHAHostPool:
         return MHAHostPool(
-            size=size, page_size=page_size, layer_num=len(self.layers), head_num=self.head_num, head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim, dtype=self.dtype, layout=layout, pin_memory=pin_memory,
-        )  # fmt: skip
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            head_num=self.head_num,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype,
+            layout=layout,
+            pin_memory=pin_memory,
+        )
 
     @property
     def _v_head_dim(self) -> int:
@@ -129,7 +144,9 @@ class MLAGeometry:
         object.__setattr__(self, "layers", _checked_layers(self.layers))
         check_counts(kv_lora_rank=self.kv_lora_rank)
         if self.qk_rope_head_dim < 0:
-            raise InvalidPoolError(f"qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}")
+            raise InvalidPoolError(
+                f"qk_rope_head_dim must not be negative, got {self.qk_rope_head_dim}"
+            )
         dtype_name(self.dtype)
 
     @property
@@ -151,15 +168,24 @@ class MLAGeometry:
 
     def device_pool(self, size: int, page_size: int, device: torch.device) -> MLADevicePool:
         return MLADevicePool(
-            size=size, page_size=page_size, layer_num=len(self.layers), kv_cache_dim=self.kv_cache_dim, dtype=self.dtype,
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            kv_cache_dim=self.kv_cache_dim,
+            dtype=self.dtype,
             device=device,
-        )  # fmt: skip
+        )
 
     def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> MLAHostPool:
         return MLAHostPool(
-            size=size, page_size=page_size, layer_num=len(self.layers), kv_cache_dim=self.kv_cache_dim, dtype=self.dtype,
-            layout=layout, pin_memory=pin_memory,
-        )  # fmt: skip
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            kv_cache_dim=self.kv_cache_dim,
+            dtype=self.dtype,
+            layout=layout,
+            pin_memory=pin_memory,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,16 +229,29 @@ class MambaGeometry:
     def device_pool(self, size: int, page_size: int, device: torch.device) -> MambaDevicePool:
         _check_state_page_size(page_size)
         return MambaDevicePool(
-            size=size, layer_num=len(self.layers), temporal_shape=self.temporal_shape, conv_shapes=self.conv_shapes,
-            temporal_dtype=self.temporal_dtype, conv_dtype=self.conv_dtype, device=device,
-        )  # fmt: skip
+            size=size,
+            layer_num=len(self.layers),
+            temporal_shape=self.temporal_shape,
+            conv_shapes=self.conv_shapes,
+            temporal_dtype=self.temporal_dtype,
+            conv_dtype=self.conv_dtype,
+            device=device,
+        )
 
-    def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> MambaHostPool:
+    def host_pool(
+        self, size: int, page_size: int, layout: str, *, pin_memory: bool
+    ) -> MambaHostPool:
         _check_state_page_size(page_size)
         return MambaHostPool(
-            size=size, layer_num=len(self.layers), temporal_shape=self.temporal_shape, conv_shapes=self.conv_shapes,
-            temporal_dtype=self.temporal_dtype, conv_dtype=self.conv_dtype, layout=layout, pin_memory=pin_memory,
-        )  # fmt: skip
+            size=size,
+            layer_num=len(self.layers),
+            temporal_shape=self.temporal_shape,
+            conv_shapes=self.conv_shapes,
+            temporal_dtype=self.temporal_dtype,
+            conv_dtype=self.conv_dtype,
+            layout=layout,
+            pin_memory=pin_memory,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,19 +278,32 @@ class IndexerGeometry:
         return IndexerHostPool.LAYOUTS
 
     def page_bytes(self, page_size: int) -> int:
-        return len(self.layers) * index_page_bytes(page_size, self.index_head_dim, self.quant_block_size)
+        return len(self.layers) * index_page_bytes(
+            page_size, self.index_head_dim, self.quant_block_size
+        )
 
     def device_pool(self, size: int, page_size: int, device: torch.device) -> IndexerDevicePool:
         return IndexerDevicePool(
-            size=size, page_size=page_size, layer_num=len(self.layers), index_head_dim=self.index_head_dim,
-            quant_block_size=self.quant_block_size, device=device,
-        )  # fmt: skip
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            index_head_dim=self.index_head_dim,
+            quant_block_size=self.quant_block_size,
+            device=device,
+        )
 
-    def host_pool(self, size: int, page_size: int, layout: str, *, pin_memory: bool) -> IndexerHostPool:
+    def host_pool(
+        self, size: int, page_size: int, layout: str, *, pin_memory: bool
+    ) -> IndexerHostPool:
         return IndexerHostPool(
-            size=size, page_size=page_size, layer_num=len(self.layers), index_head_dim=self.index_head_dim,
-            quant_block_size=self.quant_block_size, layout=layout, pin_memory=pin_memory,
-        )  # fmt: skip
+            size=size,
+            page_size=page_size,
+            layer_num=len(self.layers),
+            index_head_dim=self.index_head_dim,
+            quant_block_size=self.quant_block_size,
+            layout=layout,
+            pin_memory=pin_memory,
+        )
 
 
 def _checked_layers(layers: Sequence[int]) -> tuple[int, ...]:

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.radix import HiMambaRadixCache
     from hicache_storage.hybrid.ranks.group import RankGroup
     from hicache_storage.hybrid.stack.config import StackConfig, StorageConfig
-    from hicache_storage.pools import DevicePoolBase, HostPoolBase, MambaDevicePool, MHADevicePool, MLADevicePool
+    from hicache_storage.pools import (
+        DevicePoolBase,
+        HostPoolBase,
+        MambaDevicePool,
+        MHADevicePool,
+        MLADevicePool,
+    )
     from hicache_storage.transfer import HybridTransfers, Stream
 
 POLL_SECONDS = 0.0005
@@ -67,7 +73,12 @@ class HybridStack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def own(self, closing: ExitStack) -> None:
@@ -84,12 +95,15 @@ class HybridStack:
             ConfigError: it is for other bytes than the stack's; the message names the field. The
                 storage is unchanged.
             OtherRankError: another rank could not make its storage.
-            HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the stack
+            HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the
+            stack
                 is as before.
         """
         if self.controller.attached:
             raise StorageAttachedError("a storage is attached; detach it first")
-        made = make_on_all_ranks(self._rank_group, "storage", lambda: _make_storage(self.config, storage))
+        made = make_on_all_ranks(
+            self._rank_group, "storage", lambda: _make_storage(self.config, storage)
+        )
         self.controller.attach(made)
         self.cache.storage_changed()
 
@@ -181,5 +195,6 @@ def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
         found, ours = getattr(storage.identity, name), getattr(wanted, name)
         if found != ours:
             raise ConfigError(
-                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the storage with config.identity()"
+                f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
+                f"storage with config.identity()"
             )

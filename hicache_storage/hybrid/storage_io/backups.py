@@ -114,7 +114,9 @@ class BackupJob(Job):
                 return None
         return self._calls.leading_pages(keys, prefix_keys)
 
-    def _store(self, parts: Sequence[tuple[PoolPages, list[int]]], prefix_keys: Sequence[str]) -> None:
+    def _store(
+        self, parts: Sequence[tuple[PoolPages, list[int]]], prefix_keys: Sequence[str]
+    ) -> None:
         transfers = [pool.transfer(numbers) for pool, numbers in parts]
         answer = self._calls.write(transfers, prefix_keys)
         with self.lock:
@@ -212,7 +214,9 @@ class StorageBackups:
             operation.cancel()
         self._live = []
 
-    def begin(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]) -> int:
+    def begin(
+        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]
+    ) -> int:
         """Store a span; returns the operation's id.
 
         Without a storage the backup ends at once, and nothing is stored.
@@ -223,9 +227,13 @@ class StorageBackups:
         self._group.check(host)
         pages = host.anchor.numel() // self._group.page_size
         if pages != len(hashes):
-            raise InvalidTransferError(f"hashes must be one for each of {pages} pages, got {len(hashes)}")
+            raise InvalidTransferError(
+                f"hashes must be one for each of {pages} pages, got {len(hashes)}"
+            )
         if not prefix_hashes and any(0 in ends for ends in host.endpoints.values()):
-            raise InvalidTransferError("prefix_hashes is empty: a state at the start of a sequence has no key")
+            raise InvalidTransferError(
+                "prefix_hashes is empty: a state at the start of a sequence has no key"
+            )
         self._last_id += 1
         keys, prefix_pages = (*prefix_hashes, *hashes), len(prefix_hashes)
         found = (self._pool_pages(host, name, keys, prefix_pages) for name in self._group.entries)
@@ -247,7 +255,9 @@ class StorageBackups:
             return []
         for operation in self._live:
             self._advance(operation)
-        votes = self._rank_group.all_reduce_min([vote for operation in self._live for vote in _votes(operation)])
+        votes = self._rank_group.all_reduce_min(
+            [vote for operation in self._live for vote in _votes(operation)]
+        )
         results, remaining = list[BackupResult](), list[BackupOperation]()
         agreed = zip(votes[::4], votes[1::4], votes[2::4], votes[3::4], strict=True)
         for operation, vote in zip(self._live, agreed, strict=True):
@@ -262,7 +272,9 @@ class StorageBackups:
         self._live = remaining
         return results
 
-    def _pool_pages(self, host: HybridIndices, name: PoolName, keys: Sequence[str], prefix_pages: int) -> PoolPages | None:
+    def _pool_pages(
+        self, host: HybridIndices, name: PoolName, keys: Sequence[str], prefix_pages: int
+    ) -> PoolPages | None:
         slots, ends = self._group.slots(host, name), self._group.endpoints(host, name)
         if slots is None or not ends:
             return None

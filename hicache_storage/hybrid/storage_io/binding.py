@@ -36,7 +36,13 @@ class StorageBinding:
         call_seconds: how long a call may take before it is abandoned.
     """
 
-    def __init__(self, storage: HiCacheStorage, group: HostPoolGroup, call_seconds: float, stats: StatsCounter) -> None:
+    def __init__(
+        self,
+        storage: HiCacheStorage,
+        group: HostPoolGroup,
+        call_seconds: float,
+        stats: StatsCounter,
+    ) -> None:
         self.identity = storage.identity
         self.calls = StorageCalls(storage, group, call_seconds, stats)
         self._storage = storage

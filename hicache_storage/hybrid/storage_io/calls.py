@@ -34,7 +34,13 @@ class StorageCalls:
         stats: counts the failures.
     """
 
-    def __init__(self, storage: HiCacheStorage, group: HostPoolGroup, call_seconds: float, stats: StatsCounter) -> None:
+    def __init__(
+        self,
+        storage: HiCacheStorage,
+        group: HostPoolGroup,
+        call_seconds: float,
+        stats: StatsCounter,
+    ) -> None:
         self._storage = storage
         self._group = group
         self._call_seconds = call_seconds
@@ -42,9 +48,13 @@ class StorageCalls:
         # Written by three threads without a lock: a race costs a log line of the wrong level.
         self._failing = False
 
-    def restorable(self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None) -> list[int]:
+    def restorable(
+        self, keys: Sequence[str], prefix_keys: Sequence[str], request_id: str | None = None
+    ) -> list[int]:
         """Return the endpoints of `keys`, in pages, that all pools can restore."""
-        return self._exists(keys, list(self._group.entries.values()), self._info(prefix_keys, request_id))
+        return self._exists(
+            keys, list(self._group.entries.values()), self._info(prefix_keys, request_id)
+        )
 
     def leading_pages(self, keys: Sequence[str], prefix_keys: Sequence[str]) -> int:
         """Count the leading pages of `keys` that exist in all pools without windows."""
@@ -52,18 +62,29 @@ class StorageCalls:
         return max(self._exists(keys, entries, self._info(prefix_keys, None)), default=0)
 
     def read(
-        self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str], request_id: str | None = None
+        self,
+        transfers: Sequence[PoolTransfer],
+        prefix_keys: Sequence[str],
+        request_id: str | None = None,
     ) -> dict[PoolName, list[bool]]:
         """Read pages; returns by pool, for each page, whether it was delivered."""
         info = self._info(prefix_keys, request_id)
-        return self._pages(self._call(lambda: self._storage.batch_get_v2(transfers, info)), transfers)
+        return self._pages(
+            self._call(lambda: self._storage.batch_get_v2(transfers, info)), transfers
+        )
 
-    def write(self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str]) -> dict[PoolName, list[bool]]:
+    def write(
+        self, transfers: Sequence[PoolTransfer], prefix_keys: Sequence[str]
+    ) -> dict[PoolName, list[bool]]:
         """Store pages; returns by pool, for each page, whether it is stored."""
         info = self._info(prefix_keys, None)
-        return self._pages(self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers)
+        return self._pages(
+            self._call(lambda: self._storage.batch_set_v2(transfers, info)), transfers
+        )
 
-    def _exists(self, keys: Sequence[str], entries: Sequence[PoolEntry], info: HiCacheStorageExtraInfo) -> list[int]:
+    def _exists(
+        self, keys: Sequence[str], entries: Sequence[PoolEntry], info: HiCacheStorageExtraInfo
+    ) -> list[int]:
         transfers = [
             PoolTransfer(
                 entry.name,
@@ -74,7 +95,11 @@ class StorageCalls:
             if entry is not self._group.anchor
         ]
         answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
-        return [] if answer is _RAISED else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
+        return (
+            []
+            if answer is _RAISED
+            else self._endpoints(getattr(answer, "restorable_prefix_pages", answer), len(keys))
+        )
 
     def _info(self, prefix_keys: Sequence[str], request_id: str | None) -> HiCacheStorageExtraInfo:
         return HiCacheStorageExtraInfo(list(prefix_keys), self._call_seconds, request_id)
@@ -95,16 +120,26 @@ class StorageCalls:
         self._failing = False
         return sorted(set(cast("list[int]", ends)))
 
-    def _pages(self, answer: object, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[bool]]:
+    def _pages(
+        self, answer: object, transfers: Sequence[PoolTransfer]
+    ) -> dict[PoolName, list[bool]]:
         """Return the answer by pool.
 
         Pages of a pool with an invalid answer count as missing.
         """
         checked: dict[PoolName, list[bool]] = {}
-        given = cast("dict[object, object]", answer) if isinstance(answer, dict) else dict[object, object]()
+        given = (
+            cast("dict[object, object]", answer)
+            if isinstance(answer, dict)
+            else dict[object, object]()
+        )
         for transfer in transfers:
             pages, count = _items(given.get(transfer.name)), len(transfer.keys or ())
-            if pages is not None and len(pages) == count and all(isinstance(page, bool) for page in pages):
+            if (
+                pages is not None
+                and len(pages) == count
+                and all(isinstance(page, bool) for page in pages)
+            ):
                 checked[transfer.name] = cast("list[bool]", pages)
                 self._failing = False
                 continue
@@ -119,7 +154,9 @@ class StorageCalls:
 
     def _log_fault(self, message: str) -> None:
         """Log the first of consecutive faults as a warning, the others for debugging."""
-        logger.log(logging.DEBUG if self._failing else logging.WARNING, "%s; counted as a miss", message)
+        logger.log(
+            logging.DEBUG if self._failing else logging.WARNING, "%s; counted as a miss", message
+        )
         self._failing = True
 
 
@@ -130,4 +167,6 @@ def _items(answer: object) -> list[object] | None:
 
 def page_transfer(entry: PoolEntry, keys: Sequence[str], slots: torch.Tensor) -> PoolTransfer:
     """Return the transfer of one pool; `slots` are whole pages, one for each key."""
-    return PoolTransfer(entry.name, host_indices=slots, keys=list(keys), hit_policy=entry.hit_policy)
+    return PoolTransfer(
+        entry.name, host_indices=slots, keys=list(keys), hit_policy=entry.hit_policy
+    )

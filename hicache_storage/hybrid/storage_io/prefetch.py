@@ -145,7 +145,9 @@ class Prefetcher:
         """Tokens of prefetches whose results were not yet returned to the caller."""
         return sum(operation.tokens for operation in self._live)
 
-    def begin(self, request_id: str, keys: Sequence[str], prefix_keys: Sequence[str]) -> PrefetchOperation | None:
+    def begin(
+        self, request_id: str, keys: Sequence[str], prefix_keys: Sequence[str]
+    ) -> PrefetchOperation | None:
         """Look up which prefix of `keys` can be restored; None where the rules decline it."""
         tokens = len(keys) * self._group.page_size
         if self._binding is None or not self._rules.is_worth(tokens, self._group.page_size):
@@ -209,7 +211,9 @@ class Prefetcher:
             self._binding.expire()
         # Threads of the ranks finish at different times. A phase ends only when the minimum says
         # that all ranks have finished it, so that the collectives below match on every rank.
-        votes = self._rank_group.all_reduce_min([vote for operation in operations for vote in self._votes(operation)])
+        votes = self._rank_group.all_reduce_min(
+            [vote for operation in operations for vote in self._votes(operation)]
+        )
         ready = list[PrefetchOperation]()
         for operation, finished, waits in zip(operations, votes[::2], votes[1::2], strict=True):
             operation.waits = bool(waits)
@@ -233,7 +237,11 @@ class Prefetcher:
 
     def _agree_on_endpoints(self, operations: Sequence[PrefetchOperation]) -> None:
         """Intersect the endpoints of all ranks, and start to read the longest that fits."""
-        votes = iter(self._rank_group.all_reduce_min([vote for operation in operations for vote in _restorable_flags(operation)]))
+        votes = iter(
+            self._rank_group.all_reduce_min(
+                [vote for operation in operations for vote in _restorable_flags(operation)]
+            )
+        )
         for operation in operations:
             flags = [next(votes) for _ in range(len(operation.request.keys) + 1)]
             restorable = [end for end, flag in enumerate(flags) if flag and end]
@@ -275,7 +283,10 @@ class Prefetcher:
 
     def _needs(self, end: int, set_count: int) -> dict[PoolName, int]:
         needs = self._group.needs(end)
-        return {name: count * (set_count if self._is_trailing(name) else 1) for name, count in needs.items()}
+        return {
+            name: count * (set_count if self._is_trailing(name) else 1)
+            for name, count in needs.items()
+        }
 
     def _allocate(self, end: int, set_count: int) -> PrefetchBuffers | None:
         """Take the memory that every rank has free for a prefix; None if this rank fails."""
@@ -289,7 +300,11 @@ class Prefetcher:
             return None
         whole = {name: slots for name, slots in taken.items() if not self._is_trailing(name)}
         windows = [
-            {name: slots.chunk(set_count)[number] for name, slots in taken.items() if self._is_trailing(name)}
+            {
+                name: slots.chunk(set_count)[number]
+                for name, slots in taken.items()
+                if self._is_trailing(name)
+            }
             for number in range(set_count if self._has_windows else 0)
         ]
         return PrefetchBuffers(self._group, whole, windows)
@@ -306,7 +321,11 @@ class Prefetcher:
 
     def _agree_on_delivery(self, operations: Sequence[PrefetchOperation]) -> None:
         """Deliver the longest prefix that all ranks have, or read windows to extend it."""
-        votes = iter(self._rank_group.all_reduce_min([vote for operation in operations for vote in _arrival_flags(operation)]))
+        votes = iter(
+            self._rank_group.all_reduce_min(
+                [vote for operation in operations for vote in _arrival_flags(operation)]
+            )
+        )
         for operation in operations:
             pages, *flags = [next(votes) for _ in range(len(operation.ends) + 1)]
             have = _last_flagged(operation.ends, flags)
@@ -403,6 +422,11 @@ def _fits(needs: Mapping[PoolName, int], available: Mapping[PoolName, int]) -> b
     return all(count <= available[name] for name, count in needs.items())
 
 
-def _without(slots: Mapping[PoolName, torch.Tensor], kept: Mapping[PoolName, torch.Tensor]) -> dict[PoolName, torch.Tensor]:
+def _without(
+    slots: Mapping[PoolName, torch.Tensor], kept: Mapping[PoolName, torch.Tensor]
+) -> dict[PoolName, torch.Tensor]:
     """Return the slots that are not in `kept`."""
-    return {name: rows[~torch.isin(rows, kept[name])] if name in kept else rows for name, rows in slots.items()}
+    return {
+        name: rows[~torch.isin(rows, kept[name])] if name in kept else rows
+        for name, rows in slots.items()
+    }

@@ -61,9 +61,14 @@ class PrefetchBuffers:
             owner = self.group.owner(entry)
             if owner.name in self.slots:
                 found.append((entry, owner.host_pool.page_size, self.slots[owner.name]))
-        return [page_transfer(entry, request.keys[start:end], slots[start * size : end * size]) for entry, size, slots in found]
+        return [
+            page_transfer(entry, request.keys[start:end], slots[start * size : end * size])
+            for entry, size, slots in found
+        ]
 
-    def window_transfers(self, request: PrefetchRequest, endpoint: int, number: int) -> list[PoolTransfer]:
+    def window_transfers(
+        self, request: PrefetchRequest, endpoint: int, number: int
+    ) -> list[PoolTransfer]:
         """Transfers of the windows that end at an endpoint, into one of the window sets."""
         transfers: list[PoolTransfer] = []
         for entry in self.group.entries.values():

@@ -124,7 +124,9 @@ class ReadJob(Job):
 class WindowJob(Job):
     """Reads the windows of a shorter endpoint, after a prefix was incomplete."""
 
-    def __init__(self, calls: StorageCalls, request: PrefetchRequest, buffers: PrefetchBuffers, endpoint: int) -> None:
+    def __init__(
+        self, calls: StorageCalls, request: PrefetchRequest, buffers: PrefetchBuffers, endpoint: int
+    ) -> None:
         super().__init__()
         self._calls = calls
         self._request = request

@@ -97,8 +97,8 @@ class Job(ABC):
 class StorageWorker:
     """Runs jobs in the order of submission, in one thread of its own.
 
-    A call that hangs is abandoned with its thread, and another thread takes over. `submit`, `expire`
-    and `stop` are called by the owner's thread.
+    A call that hangs is abandoned with its thread, and another thread takes over. `submit`,
+    `expire` and `stop` are called by the owner's thread.
 
     Args:
         name: name of the threads.
@@ -120,10 +120,12 @@ class StorageWorker:
 
     def submit(self, job: Job) -> None:
         """Queue a job. If no thread can run it, it ends at once, without a call."""
-        # A storage whose calls hang would take one thread after the other. Beyond the limit jobs miss
-        # at once, until a hanging call returns.
+        # A storage whose calls hang would take one thread after the other. Beyond the limit jobs
+        # miss at once, until a hanging call returns.
         with self._changed:
-            accepted = not self._stopped and self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
+            accepted = (
+                not self._stopped and self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
+            )
             if accepted:
                 self._queue.append(job)
                 self._changed.notify_all()
@@ -168,7 +170,9 @@ class StorageWorker:
             self._running = None
             self._thread = None
             self._stuck += 1
-            has_thread = not self._queue or (self._stuck < MAX_STUCK_THREADS and self._ensure_thread())
+            has_thread = not self._queue or (
+                self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
+            )
             refused = [] if has_thread else list(self._queue)
             if refused:
                 self._queue.clear()

@@ -1,4 +1,5 @@
-"""Pools in device memory, on any torch device: layer by layer as kernels want them, with slots to hand out.
+"""Pools in device memory, on any torch device: layer by layer as kernels want them, with slots to
+hand out.
 
 Only the parts that touch tensors import torch, and only when they are first used.
 """
@@ -17,7 +18,14 @@ if TYPE_CHECKING:
     from hicache_storage.pools.device.mha import MHADevicePool
     from hicache_storage.pools.device.mla import MLADevicePool
 
-__all__ = ["DevicePages", "DevicePoolBase", "IndexerDevicePool", "MHADevicePool", "MLADevicePool", "MambaDevicePool"]
+__all__ = [
+    "DevicePages",
+    "DevicePoolBase",
+    "IndexerDevicePool",
+    "MHADevicePool",
+    "MLADevicePool",
+    "MambaDevicePool",
+]
 
 _HOMES = {
     "DevicePoolBase": "base",

@@ -1,4 +1,5 @@
-"""Base class of the SDK's device pools: slots, and the check against the host pool that backs them up."""
+"""Base class of the SDK's device pools: slots, and the check against the host pool that backs them
+up."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
 
 
 class DevicePoolBase(DevicePages):
-    """A pool in device memory whose slots are handed out in pages, to be used through one of its subclasses.
+    """A pool in device memory whose slots are handed out in pages, to be used through one of its
+    subclasses.
 
-    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be handed out; an engine
-    that wants a padding page counts it into the size. `alloc` and `free` are thread-safe. They know nothing of copies:
-    a page that was freed may be handed out while a copy reads it, so that code which overwrites a page first calls
-    `before_overwrite` of the transfer engine.
+    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
+    handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
+    thread-safe. They know nothing of copies:
+    a page that was freed may be handed out while a copy reads it, so that code which overwrites a
+    page first calls `before_overwrite` of the transfer engine.
     """
 
     HOST_POOL: ClassVar[str]
@@ -32,14 +35,20 @@ class DevicePoolBase(DevicePages):
     device: torch.device
 
     def __init__(
-        self, layers: Sequence[Sequence[torch.Tensor]], page_size: int, device: torch.device, *, rows_per_page: int | None = None
+        self,
+        layers: Sequence[Sequence[torch.Tensor]],
+        page_size: int,
+        device: torch.device,
+        *,
+        rows_per_page: int | None = None,
     ) -> None:
         super().__init__(layers, page_size, rows_per_page=rows_per_page)
         self.device = device
         self._slots = SlotAllocator(self.size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64 on the CPU. None if fewer are free.
+        """Take `count` slots, a positive multiple of the page size: int64 on the CPU. None if fewer
+        are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -50,7 +59,8 @@ class DevicePoolBase(DevicePages):
         """Give back whole pages of slots; returns the number of slots.
 
         Raises:
-            SlotError: a slot is out of range, not in use, given back twice, or without its page; nothing was freed.
+            SlotError: a slot is out of range, not in use, given back twice, or without its page;
+            nothing was freed.
         """
         return self._slots.free(indices)
 
@@ -70,17 +80,23 @@ class DevicePoolBase(DevicePages):
         """
         mine = type(self).__name__
         if type(pool).__name__ != self.HOST_POOL:
-            raise InvalidPoolError(f"{mine} is backed up by {self.HOST_POOL}, not by {type(pool).__name__}")
+            raise InvalidPoolError(
+                f"{mine} is backed up by {self.HOST_POOL}, not by {type(pool).__name__}"
+            )
         for field in ("page_size", "layer_num", *self.FIELDS):
             here, there = getattr(self, field), getattr(pool, field)
             if here != there:
-                raise InvalidPoolError(f"{field} is {there} in the host pool and {here} in {mine}; make them equal")
+                raise InvalidPoolError(
+                    f"{field} is {there} in the host pool and {here} in {mine}; make them equal"
+                )
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed device memory: unwritten slots must not be NaN to a kernel that reads whole pages.
+    """Allocate zeroed device memory: unwritten slots must not be NaN to a kernel that reads whole
+    pages.
 
-    The zeros are there when this returns. They come on the current stream, which no stream of a model or a copy waits for.
+    The zeros are there when this returns. They come on the current stream, which no stream of a
+    model or a copy waits for.
 
     Raises:
         InvalidPoolError: there is not that much memory.
@@ -89,7 +105,9 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
         memory = torch.zeros(tuple(shape), dtype=dtype, device=device)
     except RuntimeError as error:
         size = math.prod(shape) * dtype.itemsize
-        raise InvalidPoolError(f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size") from error
+        raise InvalidPoolError(
+            f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size"
+        ) from error
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return memory

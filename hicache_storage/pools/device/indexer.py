@@ -6,14 +6,20 @@ from typing import ClassVar
 
 import torch
 
-from hicache_storage.pools.arguments import check_counts, check_quantization, check_size, index_page_bytes
+from hicache_storage.pools.arguments import (
+    check_counts,
+    check_quantization,
+    check_size,
+    index_page_bytes,
+)
 from hicache_storage.pools.device.base import DevicePoolBase, device_tensor
 
 
 class IndexerDevicePool(DevicePoolBase):
     """Index keys and their scales: each layer is a tensor (pages, page_stride) of bytes of its own.
 
-    It has the slots of the KV pool that it follows; indices derived from that pool's need no `alloc`.
+    It has the slots of the KV pool that it follows; indices derived from that pool's need no
+    `alloc`.
     """
 
     HOST_POOL: ClassVar[str] = "IndexerHostPool"
@@ -54,4 +60,6 @@ class IndexerDevicePool(DevicePoolBase):
         self.page_stride = index_page_bytes(page_size, index_head_dim, quant_block_size)
         shape, place = (size // page_size, self.page_stride), torch.device(device)
         self.index_buffer = [device_tensor(shape, torch.uint8, place) for _ in range(layer_num)]
-        super().__init__([(pages,) for pages in self.index_buffer], page_size, place, rows_per_page=1)
+        super().__init__(
+            [(pages,) for pages in self.index_buffer], page_size, place, rows_per_page=1
+        )

@@ -14,16 +14,23 @@ if TYPE_CHECKING:
 
 
 class MambaDevicePool(DevicePoolBase):
-    """The states of running requests and of cached prefixes; a slot is a whole state, so a page is one slot.
+    """The states of running requests and of cached prefixes; a slot is a whole state, so a page is
+    one slot.
 
-    With S slots and L layers with such a state, `temporal_buffer` and each of `conv_buffers` have the shape
-    (L, S, *state), and layer l of the pool is their l-th step along the first axis. Layers are counted in the pool: a
-    hybrid model's own numbers are translated by a `LayerMap` of `hicache_storage.transfer`. A model without a temporal
-    state has one with a 0 in its shape; it is never copied.
+    With S slots and L layers with such a state, `temporal_buffer` and each of `conv_buffers` have
+    the shape (L, S, *state), and layer l of the pool is their l-th step along the first axis.
+    Layers are counted in the pool: a hybrid model's own numbers are translated by a `LayerMap` of
+    `hicache_storage.transfer`. A model without a temporal state has one with a 0 in its shape; it
+    is never copied.
     """
 
     HOST_POOL: ClassVar[str] = "MambaHostPool"
-    FIELDS: ClassVar[tuple[str, ...]] = ("temporal_shape", "conv_shapes", "temporal_dtype", "conv_dtype")
+    FIELDS: ClassVar[tuple[str, ...]] = (
+        "temporal_shape",
+        "conv_shapes",
+        "temporal_dtype",
+        "conv_dtype",
+    )
 
     temporal_buffer: torch.Tensor
     conv_buffers: tuple[torch.Tensor, ...]
@@ -51,7 +58,8 @@ class MambaDevicePool(DevicePoolBase):
             device: where.
 
         Raises:
-            InvalidPoolError: an argument is out of range, a slot would be empty, or there is not that much memory.
+            InvalidPoolError: an argument is out of range, a slot would be empty, or there is not
+            that much memory.
         """
         check_size(size, 1)
         check_counts(layer_num=layer_num)
@@ -63,7 +71,11 @@ class MambaDevicePool(DevicePoolBase):
         self.temporal_dtype = temporal_dtype
         self.conv_dtype = conv_dtype
         place = torch.device(device)
-        self.temporal_buffer = device_tensor((layer_num, size, *temporal_shape), temporal_dtype, place)
-        self.conv_buffers = tuple(device_tensor((layer_num, size, *shape), conv_dtype, place) for shape in conv_shapes)
+        self.temporal_buffer = device_tensor(
+            (layer_num, size, *temporal_shape), temporal_dtype, place
+        )
+        self.conv_buffers = tuple(
+            device_tensor((layer_num, size, *shape), conv_dtype, place) for shape in conv_shapes
+        )
         parts = [part for part in (self.temporal_buffer, *self.conv_buffers) if part.numel()]
         super().__init__(list(zip(*parts, strict=True)), 1, place)

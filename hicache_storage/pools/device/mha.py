@@ -48,7 +48,9 @@ class MHADevicePool(DevicePoolBase):
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_size(size, page_size)
-        check_counts(layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim)
+        check_counts(
+            layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim
+        )
         dtype_name(dtype)
         self.dtype = dtype
         self.head_num = head_num
@@ -56,6 +58,7 @@ class MHADevicePool(DevicePoolBase):
         self.v_head_dim = v_head_dim
         place = torch.device(device)
         self.k_buffer, self.v_buffer = (
-            [device_tensor((size, head_num, dim), dtype, place) for _ in range(layer_num)] for dim in (head_dim, v_head_dim)
+            [device_tensor((size, head_num, dim), dtype, place) for _ in range(layer_num)]
+            for dim in (head_dim, v_head_dim)
         )
         super().__init__(list(zip(self.k_buffer, self.v_buffer, strict=True)), page_size, place)

@@ -11,7 +11,8 @@ from hicache_storage.pools.device.base import DevicePoolBase, device_tensor
 
 
 class MLADevicePool(DevicePoolBase):
-    """One latent row per token and layer: each layer is a tensor (slots, 1, elements of a row) of its own."""
+    """One latent row per token and layer: each layer is a tensor (slots, 1, elements of a row) of
+    its own."""
 
     HOST_POOL: ClassVar[str] = "MLAHostPool"
     FIELDS: ClassVar[tuple[str, ...]] = ("kv_cache_dim", "dtype")
@@ -34,7 +35,8 @@ class MLADevicePool(DevicePoolBase):
             size: slots (tokens), a multiple of `page_size`.
             page_size: slots per page.
             layer_num: layers held by this rank.
-            kv_cache_dim: elements per row: latent and rope part together, or the width of a packed row.
+            kv_cache_dim: elements per row: latent and rope part together, or the width of a packed
+                row.
             dtype: element type as stored.
             device: where.
 
@@ -47,5 +49,7 @@ class MLADevicePool(DevicePoolBase):
         self.dtype = dtype
         self.kv_cache_dim = kv_cache_dim
         place = torch.device(device)
-        self.kv_buffer = [device_tensor((size, 1, kv_cache_dim), dtype, place) for _ in range(layer_num)]
+        self.kv_buffer = [
+            device_tensor((size, 1, kv_cache_dim), dtype, place) for _ in range(layer_num)
+        ]
         super().__init__([(rows,) for rows in self.kv_buffer], page_size, place)

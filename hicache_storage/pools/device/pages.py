@@ -16,19 +16,31 @@ class DevicePages:
     """Pages of memory that keeps each layer in tensors of its own, as kernels want them.
 
     Args:
-        layers: for each layer its tensors (slots, ...): K and V, one of latent rows, or the parts of a state.
+        layers: for each layer its tensors (slots, ...): K and V, one of latent rows, or the parts
+            of a state.
         page_size: slots per page.
-        rows_per_page: how many steps along the tensors' first axis are a page; None means `page_size`.
+        rows_per_page: how many steps along the tensors' first axis are a page; None means
+            `page_size`.
 
     Raises:
-        InvalidPoolError: the tensors differ in their number of slots, or it is not a whole number of pages.
+        InvalidPoolError: the tensors differ in their number of slots, or it is not a whole number
+        of pages.
     """
 
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], page_size: int, *, rows_per_page: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[torch.Tensor]],
+        page_size: int,
+        *,
+        rows_per_page: int | None = None,
+    ) -> None:
         rows = page_size if rows_per_page is None else rows_per_page
         counts = {tensor.shape[0] for tensors in layers for tensor in tensors}
         if len(counts) != 1 or min(counts) % rows:
-            raise InvalidPoolError(f"every tensor must have the same number of slots, a multiple of {rows}; got {sorted(counts)}")
+            raise InvalidPoolError(
+                f"every tensor must have the same number of slots, a multiple of {rows}; got "
+                f"{sorted(counts)}"
+            )
         self.layers = [tuple(tensors) for tensors in layers]
         """Each layer's tensors as they were passed."""
         self.page_size = page_size
@@ -36,7 +48,10 @@ class DevicePages:
         """Pages in the pool."""
         self.size = self.page_num * page_size
         """Slots in the pool."""
-        self._pages = [tuple(tensor.view(-1, rows, *tensor.shape[1:]) for tensor in tensors) for tensors in self.layers]
+        self._pages = [
+            tuple(tensor.view(-1, rows, *tensor.shape[1:]) for tensor in tensors)
+            for tensors in self.layers
+        ]
 
     @property
     def layer_num(self) -> int:

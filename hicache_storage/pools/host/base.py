@@ -1,4 +1,5 @@
-"""Base class of the SDK's host pools: geometry, slots, and pages as buffers, pointers or tensors."""
+"""Base class of the SDK's host pools: geometry, slots, and pages as buffers, pointers or
+tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
 
 
 class HostPoolBase:
-    """A pool in host memory whose pages can be lent as they lie, to be used through one of its subclasses.
+    """A pool in host memory whose pages can be lent as they lie, to be used through one of its
+    subclasses.
 
-    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be handed out; an engine
-    that wants a padding page counts it into the size. `alloc` and `free` are thread-safe; who owns a slot owns its
-    bytes.
+    A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
+    handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
+    thread-safe; who owns a slot owns its bytes.
     """
 
     geometry: PageGeometry
@@ -35,7 +37,8 @@ class HostPoolBase:
     size_per_token: int
     """Bytes per slot, all layers together."""
     buffers: tuple[torch.Tensor, ...]
-    """Every tensor of the pool, contiguous and on the CPU, in the order of a page's parts; for registering memory."""
+    """Every tensor of the pool, contiguous and on the CPU, in the order of a page's parts; for
+    registering memory."""
     flat_dtype: torch.dtype
     """Element type of flat pages."""
 
@@ -62,8 +65,8 @@ class HostPoolBase:
             buffers: the pool's tensors; a flat page is their parts one after the other.
             page_axis: the axis of every buffer along which pages follow each other.
             rows_per_page: how many steps along that axis are a page.
-            columns: one contiguous tensor for each component of a page, in the engine's pointer order; it holds that
-                component of all pages and nothing else.
+            columns: one contiguous tensor for each component of a page, in the engine's pointer
+                order; it holds that component of all pages and nothing else.
             flat_dtype: element type of flat pages.
         """
         check_size(size, page_size)
@@ -79,14 +82,22 @@ class HostPoolBase:
         if not filled:
             raise InvalidPoolError("a page has no bytes; pass at least one shape without a zero")
         slot_bytes = [column.numel() * column.element_size() // size for column in filled]
-        self._views = [(byte_view(column), length, length * page_size) for column, length in zip(filled, slot_bytes, strict=True)]
-        self._pointers = [(column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)]
-        self.geometry = PageGeometry(layout, dtype, page_size, size, tuple(length * page_size for length in slot_bytes))
+        self._views = [
+            (byte_view(column), length, length * page_size)
+            for column, length in zip(filled, slot_bytes, strict=True)
+        ]
+        self._pointers = [
+            (column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)
+        ]
+        self.geometry = PageGeometry(
+            layout, dtype, page_size, size, tuple(length * page_size for length in slot_bytes)
+        )
         self.size_per_token = self.geometry.page_bytes // page_size
         self._slots = SlotAllocator(size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64, pages of consecutive slots. None if short.
+        """Take `count` slots, a positive multiple of the page size: int64, pages of consecutive
+        slots. None if short.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -97,7 +108,8 @@ class HostPoolBase:
         """Give back whole pages of slots; returns the number of slots.
 
         Raises:
-            SlotError: a slot is out of range, not in use, given back twice, or without its page; nothing was freed.
+            SlotError: a slot is out of range, not in use, given back twice, or without its page;
+            nothing was freed.
         """
         return self._slots.free(indices)
 
@@ -110,7 +122,8 @@ class HostPoolBase:
         self._slots.clear()
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """For each page, given by its first slot, its components as writable views of the pool's memory.
+        """For each page, given by its first slot, its components as writable views of the pool's
+        memory.
 
         The slots are not checked. A view keeps the memory alive.
         """
@@ -121,48 +134,65 @@ class HostPoolBase:
         return list(map(list, zip(*columns, strict=True)))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after page.
+        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
+        page.
 
         Args:
-            indices: int64, `page_size` slots for each page; the first of each says which page it is.
+            indices: int64, `page_size` slots for each page; the first of each says which page it
+                is.
 
         Raises:
             InvalidTransferError: `indices` is not whole pages of this pool.
         """
         if indices.numel() % self.page_size:
-            raise InvalidTransferError(f"indices must be whole pages of {self.page_size} slots, got {indices.numel()}")
+            raise InvalidTransferError(
+                f"indices must be whole pages of {self.page_size} slots, got {indices.numel()}"
+            )
         first_slots = cast("list[int]", indices.reshape(-1)[:: self.page_size].tolist())
         for slot in first_slots:
             self._check_first_slot(slot)
-        pointers = [address + slot * slot_bytes for slot in first_slots for address, slot_bytes in self._pointers]
+        pointers = [
+            address + slot * slot_bytes
+            for slot in first_slots
+            for address, slot_bytes in self._pointers
+        ]
         return pointers, list(self.geometry.component_bytes) * len(first_slots)
 
     def get_data_page(self, first_slot: int, flat: bool = True) -> torch.Tensor:
         """Copy of a page as a flat tensor, or, with `flat=False`, a view of it in the pool.
 
-        The view has the buffer's axes, with the page's share of the slot or page axis. A pool of several buffers has
-        no such view and answers with the flat copy.
+        The view has the buffer's axes, with the page's share of the slot or page axis. A pool of
+        several buffers has no such view and answers with the flat copy.
 
         Raises:
             InvalidTransferError: no page begins at `first_slot`.
         """
         parts = self._parts(first_slot)
         if len(parts) == 1:
-            return parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
-        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).view(self.flat_dtype)
+            return (
+                parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
+            )
+        return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]).view(
+            self.flat_dtype
+        )
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A new flat page of zeros, of the length and element type that `set_from_flat_data_page` takes."""
+        """A new flat page of zeros, of the length and element type that `set_from_flat_data_page`
+        takes."""
         return torch.zeros(self.geometry.page_bytes, dtype=torch.uint8).view(self.flat_dtype)
 
     def set_from_flat_data_page(self, first_slot: int, data_page: torch.Tensor) -> None:
         """Copy a flat page, as `get_data_page` of the same layout gives it, into the pool.
 
         Raises:
-            InvalidTransferError: no page begins at `first_slot`, or `data_page` has another length or element type.
+            InvalidTransferError: no page begins at `first_slot`, or `data_page` has another length
+            or element type.
         """
         parts = self._parts(first_slot)
-        if data_page.dtype != self.flat_dtype or data_page.numel() * data_page.element_size() != self.geometry.page_bytes:
+        if (
+            data_page.dtype != self.flat_dtype
+            or data_page.numel() * data_page.element_size() != self.geometry.page_bytes
+        ):
             raise InvalidTransferError(
                 f"data_page must have {self.geometry.page_bytes} bytes of {self.flat_dtype}, "
                 f"got {data_page.numel()} elements of {data_page.dtype}"
@@ -181,10 +211,13 @@ class HostPoolBase:
     def _parts(self, first_slot: int) -> list[torch.Tensor]:
         self._check_first_slot(first_slot)
         start = first_slot // self.page_size * self._rows_per_page
-        return [buffer.narrow(self._page_axis, start, self._rows_per_page) for buffer in self.buffers]
+        return [
+            buffer.narrow(self._page_axis, start, self._rows_per_page) for buffer in self.buffers
+        ]
 
     def _check_first_slot(self, slot: int) -> None:
         if slot % self.page_size or not 0 <= slot < self.size:
             raise InvalidTransferError(
-                f"no page begins at slot {slot}: pages begin at multiples of {self.page_size} in [0, {self.size})"
+                f"no page begins at slot {slot}: pages begin at multiples of {self.page_size} in "
+                f"[0, {self.size})"
             )

@@ -6,7 +6,13 @@ from typing import ClassVar
 
 import torch
 
-from hicache_storage.pools.arguments import check_counts, check_layout, check_quantization, check_size, index_page_bytes
+from hicache_storage.pools.arguments import (
+    check_counts,
+    check_layout,
+    check_quantization,
+    check_size,
+    index_page_bytes,
+)
 from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
@@ -14,9 +20,9 @@ from hicache_storage.pools.memory import host_tensor
 class IndexerHostPool(HostPoolBase):
     """Index keys and their scales, packed as bytes page by page and layer by layer.
 
-    A page of one layer is `page_stride` = P * (D + D / B * 4) bytes, for D one-byte elements a token with one float32
-    scale for each B of them; how keys and scales lie inside it is the engine's business. With N pages of P slots
-    and L layers, `index_buffer` (uint8) has the shape
+    A page of one layer is `page_stride` = P * (D + D / B * 4) bytes, for D one-byte elements a
+    token with one float32 scale for each B of them; how keys and scales lie inside it is the
+    engine's business. With N pages of P slots and L layers, `index_buffer` (uint8) has the shape
 
     | layout | shape | components of a page |
     |---|---|---|
@@ -64,7 +70,11 @@ class IndexerHostPool(HostPoolBase):
         self.quant_block_size = quant_block_size
         self.page_stride = index_page_bytes(page_size, index_head_dim, quant_block_size)
         pages, by_layer = size // page_size, layout == "layer_first"
-        shape = (layer_num, pages, self.page_stride) if by_layer else (pages, layer_num, 1, self.page_stride)
+        shape = (
+            (layer_num, pages, self.page_stride)
+            if by_layer
+            else (pages, layer_num, 1, self.page_stride)
+        )
         self.index_buffer = host_tensor(shape, torch.uint8, pin_memory=pin_memory)
         super().__init__(
             layout=layout,

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from hicache_storage.pools.arguments import check_counts, check_layout, check_size, check_state_shapes, dtype_name
+from hicache_storage.pools.arguments import (
+    check_counts,
+    check_layout,
+    check_size,
+    check_state_shapes,
+    dtype_name,
+)
 from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
 
@@ -15,18 +21,20 @@ if TYPE_CHECKING:
 
 
 class MambaHostPool(HostPoolBase):
-    """The state after a prefix: one temporal (SSM) state and one or more convolution windows per layer.
+    """The state after a prefix: one temporal (SSM) state and one or more convolution windows per
+    layer.
 
-    A slot is a whole state, so a page is one slot. With S slots and L layers, `temporal_buffer` and each of
-    `conv_buffers` have the shape
+    A slot is a whole state, so a page is one slot. With S slots and L layers, `temporal_buffer` and
+    each of `conv_buffers` have the shape
 
     | layout | shape | components of a page |
     |---|---|---|
     | `layer_first` | (L, S, *state) | temporal of layer 0, 1, ..., then the first window of layer 0, 1, ..., and so on |
     | `page_first`, `page_first_direct` | (S, L, 1, *state) | temporal, first window, second window, ... |
 
-    A model without a temporal state has one with a 0 in its shape; it is no component. A flat page is the bytes
-    (uint8) of the temporal state and the windows one after the other; they are the same in all layouts.
+    A model without a temporal state has one with a 0 in its shape; it is no component. A flat page
+    is the bytes (uint8) of the temporal state and the windows one after the other; they are the
+    same in all layouts.
     """
 
     LAYOUTS: ClassVar[tuple[str, ...]] = ("layer_first", "page_first", "page_first_direct")
@@ -59,12 +67,15 @@ class MambaHostPool(HostPoolBase):
             pin_memory: lock the memory for CUDA copies, where CUDA is available.
 
         Raises:
-            InvalidPoolError: an argument is out of range, a page would be empty, or there is not that much memory.
+            InvalidPoolError: an argument is out of range, a page would be empty, or there is not
+            that much memory.
         """
         check_size(size, 1)
         check_counts(layer_num=layer_num)
         check_layout(layout, self.LAYOUTS)
-        name = f"{dtype_name(temporal_dtype, 'temporal_dtype')}+{dtype_name(conv_dtype, 'conv_dtype')}"
+        name = (
+            f"{dtype_name(temporal_dtype, 'temporal_dtype')}+{dtype_name(conv_dtype, 'conv_dtype')}"
+        )
         check_state_shapes(temporal_shape, conv_shapes)
         self.layer_num = layer_num
         self.temporal_shape = tuple(temporal_shape)
@@ -74,8 +85,13 @@ class MambaHostPool(HostPoolBase):
 
         by_layer = layout == "layer_first"
         leading = (layer_num, size) if by_layer else (size, layer_num, 1)
-        self.temporal_buffer = host_tensor((*leading, *temporal_shape), temporal_dtype, pin_memory=pin_memory)
-        self.conv_buffers = tuple(host_tensor((*leading, *shape), conv_dtype, pin_memory=pin_memory) for shape in conv_shapes)
+        self.temporal_buffer = host_tensor(
+            (*leading, *temporal_shape), temporal_dtype, pin_memory=pin_memory
+        )
+        self.conv_buffers = tuple(
+            host_tensor((*leading, *shape), conv_dtype, pin_memory=pin_memory)
+            for shape in conv_shapes
+        )
         buffers = (self.temporal_buffer, *self.conv_buffers)
         super().__init__(
             layout=layout,

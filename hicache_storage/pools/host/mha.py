@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class MHAHostPool(HostPoolBase):
     """K and V of every layer.
 
-    With S slots in N pages of P, L layers, H heads and D elements a head, `k_buffer` and `v_buffer` have the shape
+    With S slots in N pages of P, L layers, H heads and D elements a head, `k_buffer` and `v_buffer`
+    have the shape
 
     | layout | shape | components of a page |
     |---|---|---|
@@ -24,11 +25,16 @@ class MHAHostPool(HostPoolBase):
     | `page_first_direct` | (N, L, P, H, D) | the same |
     | `page_head` | (N, H, P, L, D) | the same |
 
-    and are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than those of K, they are two
-    tensors. A flat page is all of K, then all of V.
+    and are the halves of one tensor (2, ...). Where the heads of V are longer or shorter than those
+    of K, they are two tensors. A flat page is all of K, then all of V.
     """
 
-    LAYOUTS: ClassVar[tuple[str, ...]] = ("layer_first", "page_first", "page_first_direct", "page_head")
+    LAYOUTS: ClassVar[tuple[str, ...]] = (
+        "layer_first",
+        "page_first",
+        "page_first_direct",
+        "page_head",
+    )
 
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
@@ -64,7 +70,9 @@ class MHAHostPool(HostPoolBase):
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_size(size, page_size)
-        check_counts(layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim)
+        check_counts(
+            layer_num=layer_num, head_num=head_num, head_dim=head_dim, v_head_dim=v_head_dim
+        )
         check_layout(layout, self.LAYOUTS)
         name = dtype_name(dtype)
         self.dtype = dtype
@@ -74,7 +82,8 @@ class MHAHostPool(HostPoolBase):
         self.v_head_dim = v_head_dim
 
         k_shape, v_shape = (
-            _shape(layout, size // page_size, page_size, layer_num, head_num, dim) for dim in (head_dim, v_head_dim)
+            _shape(layout, size // page_size, page_size, layer_num, head_num, dim)
+            for dim in (head_dim, v_head_dim)
         )
         halves = head_dim == v_head_dim
         shapes = [(2, *k_shape)] if halves else [k_shape, v_shape]
@@ -94,10 +103,16 @@ class MHAHostPool(HostPoolBase):
         )
 
     def _layers(self) -> list[torch.Tensor]:
-        return [half for layer in zip(self.k_buffer.unbind(), self.v_buffer.unbind(), strict=True) for half in layer]
+        return [
+            half
+            for layer in zip(self.k_buffer.unbind(), self.v_buffer.unbind(), strict=True)
+            for half in layer
+        ]
 
 
-def _shape(layout: str, pages: int, page_size: int, layers: int, heads: int, dim: int) -> tuple[int, ...]:
+def _shape(
+    layout: str, pages: int, page_size: int, layers: int, heads: int, dim: int
+) -> tuple[int, ...]:
     return {
         "layer_first": (layers, pages * page_size, heads, dim),
         "page_first": (pages * page_size, layers, heads, dim),

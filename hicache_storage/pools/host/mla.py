@@ -45,7 +45,8 @@ class MLAHostPool(HostPoolBase):
             size: slots (tokens), a multiple of `page_size`.
             page_size: slots per page.
             layer_num: layers held by this rank.
-            kv_cache_dim: elements per row: latent and rope part together, or the width of a packed row.
+            kv_cache_dim: elements per row: latent and rope part together, or the width of a packed
+                row.
             dtype: element type as stored.
             layout: one of `LAYOUTS`.
             pin_memory: lock the memory for CUDA copies, where CUDA is available.

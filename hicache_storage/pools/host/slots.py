@@ -14,7 +14,8 @@ NAMED_SLOTS = 8
 
 
 class SlotAllocator:
-    """Hands out a host pool's slots in whole pages, the longest free ones first, and never one that is in use.
+    """Hands out a host pool's slots in whole pages, the longest free ones first, and never one that
+    is in use.
 
     Thread-safe. A call that raises changes nothing.
 
@@ -40,14 +41,17 @@ class SlotAllocator:
         self._reset()
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots: int64 on the CPU, in pages of consecutive slots. None if fewer are free.
+        """Take `count` slots: int64 on the CPU, in pages of consecutive slots. None if fewer are
+        free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
         """
         pages, rest = divmod(count, self.page_size)
         if rest or pages < 1:
-            raise SlotError(f"slots come in pages: ask for a positive multiple of {self.page_size}, not {count}")
+            raise SlotError(
+                f"slots come in pages: ask for a positive multiple of {self.page_size}, not {count}"
+            )
         with self._lock:
             if pages > self._free:
                 return None
@@ -61,7 +65,8 @@ class SlotAllocator:
         """Give back slots in whole pages, each of consecutive slots; returns their number.
 
         Raises:
-            SlotError: a slot is out of range, was not handed out, is given back twice, or comes without its page.
+            SlotError: a slot is out of range, was not handed out, is given back twice, or comes
+            without its page.
         """
         pages = self._whole_pages(indices)
         ordered = pages.sort().values
@@ -86,7 +91,8 @@ class SlotAllocator:
             self._reset()
 
     def _reset(self) -> None:
-        # A ring of free pages: `_free` of them from `_head` on, in the order in which they are handed out.
+        # A ring of free pages: `_free` of them from `_head` on, in the order in which they are
+        # handed out.
         self._queue = torch.arange(self._pages)
         self._head = 0
         self._free = self._pages
@@ -108,12 +114,16 @@ class SlotAllocator:
         pages = slots[:: self.page_size] // self.page_size
         if not torch.equal(self._slots_of(pages), slots):
             stray = _named(_without_page(slots, self.page_size))
-            raise SlotError(f"slots must be given back in whole pages of {self.page_size} consecutive ones, not {stray}")
+            raise SlotError(
+                f"slots must be given back in whole pages of {self.page_size} consecutive ones, "
+                f"not {stray}"
+            )
         return pages
 
 
 def _without_page(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots whose page is not there as a whole or, where all are, those that do not stand in order."""
+    """The slots whose page is not there as a whole or, where all are, those that do not stand in
+    order."""
     pages = slots // page_size
     partial = slots[torch.bincount(pages)[pages] % page_size != 0]
     if partial.numel():

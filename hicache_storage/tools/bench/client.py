@@ -28,7 +28,8 @@ STAMP: Final = struct.Struct("<qq")
 
 
 class WrongAnswerError(Exception):
-    """A page was not stored, not found, not delivered, or has other bytes; the measurement is void."""
+    """A page was not stored, not found, not delivered, or has other bytes; the measurement is
+    void."""
 
 
 @dataclass(slots=True)
@@ -56,7 +57,8 @@ class CallSample:
 
 
 def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
-    """Make a host pool for some clients, filled, so that no call is charged for the page faults of its memory.
+    """Make a host pool for some clients, filled, so that no call is charged for the page faults of
+    its memory.
 
     Raises:
         InvalidPoolError: there is not enough memory.
@@ -66,9 +68,13 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
     from hicache_storage.pools import MHAHostPool
 
     pool = MHAHostPool(
-        size=2 * clients * workload.batch_pages * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=1, head_num=1,
-        head_dim=workload.page_bytes // (2 * PAGE_SIZE), dtype=torch.uint8,
-    )  # fmt: skip
+        size=2 * clients * workload.batch_pages * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        layer_num=1,
+        head_num=1,
+        head_dim=workload.page_bytes // (2 * PAGE_SIZE),
+        dtype=torch.uint8,
+    )
     for buffer in pool.buffers:
         # Eight bytes at a time: random bytes one by one take longer than the benchmark.
         buffer.view(-1).view(torch.int64).random_()
@@ -76,7 +82,8 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
 
 
 class Client:
-    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next ones.
+    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next
+    ones.
 
     Args:
         run: prefix of the keys of this run, different from those of all others.
@@ -85,7 +92,14 @@ class Client:
     """
 
     def __init__(
-        self, storage: HiCacheStorage, pool: MHAHostPool, workload: BenchWorkload, *, run: str, number: int, place: int
+        self,
+        storage: HiCacheStorage,
+        pool: MHAHostPool,
+        workload: BenchWorkload,
+        *,
+        run: str,
+        number: int,
+        place: int,
     ) -> None:
         self._storage = storage
         self._pool = pool
@@ -94,7 +108,9 @@ class Client:
         self._pages = workload.batch_pages
         start = 2 * place * workload.batch_pages * PAGE_SIZE
         self._source = range(start, start + workload.batch_pages * PAGE_SIZE)
-        self._target = range(self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE)
+        self._target = range(
+            self._source.stop, self._source.stop + workload.batch_pages * PAGE_SIZE
+        )
         self._keys = dict[int, list[str]]()
 
     def prepare(self, batches: range) -> None:
@@ -108,7 +124,11 @@ class Client:
         Raises:
             WrongAnswerError: an answer is wrong.
         """
-        calls = {Operation.WRITE: self._write, Operation.EXISTS: self._exists, Operation.READ: self._read}
+        calls = {
+            Operation.WRITE: self._write,
+            Operation.EXISTS: self._exists,
+            Operation.READ: self._read,
+        }
         repeats = LOOKUPS if operation is Operation.EXISTS else 1
         sample = CallSample(time.perf_counter(), 0.0)
         for batch in batches:
@@ -155,7 +175,9 @@ class Client:
 
     def _expect_all(self, call: str, answer: list[bool]) -> None:
         if answer != [True] * self._pages:
-            raise WrongAnswerError(f"a {call} of {self._pages} pages answered False for {answer.count(False)} of them")
+            raise WrongAnswerError(
+                f"a {call} of {self._pages} pages answered False for {answer.count(False)} of them"
+            )
 
     def _stamp(self, batch: int) -> None:
         """Write the number of a batch into the first bytes of the source pages."""
@@ -173,7 +195,9 @@ class Client:
         for buffer in (self._pool.k_buffer, self._pool.v_buffer):
             sent, came = (buffer[span.start : span.stop] for span in (self._source, self._target))
             if not torch.equal(sent, came):
-                raise WrongAnswerError("a get answered True and delivered other bytes than were stored")
+                raise WrongAnswerError(
+                    "a get answered True and delivered other bytes than were stored"
+                )
 
     def _key(self, batch: int, page: int) -> str:
         return hashlib.sha256(f"{self._run}/{self._number}/{batch}/{page}".encode()).hexdigest()

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hicache_storage.plugins import create_storage, registry
 from hicache_storage.spec import StorageIdentity
-from hicache_storage.tools.bench.client import PAGE_SIZE, CallSample, Client, WrongAnswerError, make_pool
+from hicache_storage.tools.bench.client import (
+    PAGE_SIZE,
+    CallSample,
+    Client,
+    WrongAnswerError,
+    make_pool,
+)
 from hicache_storage.tools.bench.settings import ClientKind, Operation
 
 if TYPE_CHECKING:
@@ -68,7 +74,9 @@ def open_clients(candidate: Candidate, workload: BenchWorkload, run: str) -> Cli
 class ThreadClients:
     """Clients that share one storage, with a thread each."""
 
-    def __init__(self, candidate: Candidate, workload: BenchWorkload, run: str, numbers: range) -> None:
+    def __init__(
+        self, candidate: Candidate, workload: BenchWorkload, run: str, numbers: range
+    ) -> None:
         self._storage = open_storage(candidate, run)
         try:
             pool = make_pool(workload, len(numbers))
@@ -80,7 +88,8 @@ class ThreadClients:
         self.verifies_checksums = self._storage.get_stats().verifies_checksums
         self.deletes = self._storage.capabilities.deletes
         self._clients = [
-            Client(self._storage, pool, workload, run=run, number=number, place=place) for place, number in enumerate(numbers)
+            Client(self._storage, pool, workload, run=run, number=number, place=place)
+            for place, number in enumerate(numbers)
         ]
         self._threads = ThreadPoolExecutor(len(self._clients), thread_name_prefix="hicache-bench")
 
@@ -120,7 +129,9 @@ class ProcessClients:
         try:
             for number in range(workload.clients):
                 self._workers.append(_WorkerProcess(candidate, workload, run, number))
-            ready = [cast("tuple[bool, bool]", worker.receive(SETUP_SECONDS)) for worker in self._workers]
+            ready = [
+                cast("tuple[bool, bool]", worker.receive(SETUP_SECONDS)) for worker in self._workers
+            ]
             self.verifies_checksums = all(verifies for verifies, _ in ready)
             self.deletes = all(deletes for _, deletes in ready)
         except BaseException:
@@ -151,10 +162,14 @@ class ProcessClients:
 class _WorkerProcess:
     """The parent's side of a process with one client."""
 
-    def __init__(self, candidate: Candidate, workload: BenchWorkload, run: str, number: int) -> None:
+    def __init__(
+        self, candidate: Candidate, workload: BenchWorkload, run: str, number: int
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, candidate, workload, run, number), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, candidate, workload, run, number), daemon=True
+        )
         self._process.start()
         theirs.close()
 
@@ -174,7 +189,9 @@ class _WorkerProcess:
             answer: object = self._pipe.recv()
         except EOFError:
             self._process.join(5.0)
-            raise WrongAnswerError(f"a client's process ended with status {self._process.exitcode}") from None
+            raise WrongAnswerError(
+                f"a client's process ended with status {self._process.exitcode}"
+            ) from None
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -188,7 +205,9 @@ class _WorkerProcess:
             self._process.join()
 
 
-def _serve(pipe: Connection, candidate: Candidate, workload: BenchWorkload, run: str, number: int) -> None:
+def _serve(
+    pipe: Connection, candidate: Candidate, workload: BenchWorkload, run: str, number: int
+) -> None:
     """Serve requests in a worker process, until the pipe is closed."""
     clients: ThreadClients | None = None
     answer: object
@@ -222,10 +241,12 @@ def open_storage(candidate: Candidate, run: str) -> HiCacheStorage:
     Raises:
         HiCacheError: the storage cannot be constructed or opened.
     """
-    # A store that is cleared needs a namespace of this run alone. Pages that are deleted need none, and a namespace for
-    # each run would stay in the store.
+    # A store that is cleared needs a namespace of this run alone. Pages that are deleted need none,
+    # and a namespace for each run would stay in the store.
     salt = "" if registry().get(candidate.driver).capabilities.deletes else run
-    identity = StorageIdentity(model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first", salt=salt)
+    identity = StorageIdentity(
+        model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first", salt=salt
+    )
     storage = create_storage(candidate.driver, identity, candidate.options)
     try:
         storage.open()

@@ -30,25 +30,42 @@ UNITS: Final = {Operation.WRITE: "GB/s", Operation.EXISTS: "million keys/s", Ope
 def plot(report: Report) -> str:
     """Draw one panel for each operation: rate by page size.
 
-    There is a line for each candidate and number of clients, with bars from the minimum to the maximum of the rounds.
+    There is a line for each candidate and number of clients, with bars from the minimum to the
+    maximum of the rounds.
     """
     series = sorted({(measure.label, measure.clients) for measure in report.measurements})
     width, height = WIDTH * len(Operation), HEIGHT + LEGEND_LINE * (len(series) + 1)
-    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} {height}", "role": "img"})
-    _draw(svg, "title").text = "hicache bench: " + ", ".join(candidate.label for candidate in report.candidates)
+    svg = ET.Element(
+        "svg",
+        {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} {height}", "role": "img"},
+    )
+    _draw(svg, "title").text = "hicache bench: " + ", ".join(
+        candidate.label for candidate in report.candidates
+    )
     _draw(svg, "style").text = STYLE
     for index, operation in enumerate(Operation):
         panel = _draw(svg, "g", transform=f"translate({index * WIDTH},0)")
-        _panel(panel, operation, [m for m in report.measurements if m.operation is operation], series)
+        _panel(
+            panel, operation, [m for m in report.measurements if m.operation is operation], series
+        )
     for index, (label, clients) in enumerate(series):
         y = HEIGHT + LEGEND_LINE * (index + 1)
         _stroke(_draw(svg, "line", x1=LEFT, x2=LEFT + 24, y1=y - 4, y2=y - 4), index)
-        kind = str(report.client_kind) if clients > 1 else str(report.client_kind).removesuffix("es").removesuffix("s")
+        kind = (
+            str(report.client_kind)
+            if clients > 1
+            else str(report.client_kind).removesuffix("es").removesuffix("s")
+        )
         _text(svg, LEFT + 32, y, f"{label}, {clients} {kind}")
     return ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def _panel(panel: ET.Element, operation: Operation, measurements: Sequence[Measurement], series: list[tuple[str, int]]) -> None:
+def _panel(
+    panel: ET.Element,
+    operation: Operation,
+    measurements: Sequence[Measurement],
+    series: list[tuple[str, int]],
+) -> None:
     sizes = sorted({measure.page_bytes for measure in measurements})
     top = _round_up(max((measure.rates()[2] for measure in measurements), default=1.0))
     _text(panel, LEFT, 20, f"{operation}, {UNITS[operation]}", kind="title")
@@ -60,10 +77,21 @@ def _panel(panel: ET.Element, operation: Operation, measurements: Sequence[Measu
         name = f"{size >> 20} MiB" if not size % (1 << 20) else f"{size >> 10} KiB"
         _text(panel, _x(size, sizes), HEIGHT - BOTTOM + 18, name, anchor="middle")
     for index, (label, clients) in enumerate(series):
-        mine = [measure for measure in measurements if (measure.label, measure.clients) == (label, clients)]
+        mine = [
+            measure
+            for measure in measurements
+            if (measure.label, measure.clients) == (label, clients)
+        ]
         # Side by side, so that bars of several lines do not cover each other.
         shift = 4 * (index - (len(series) - 1) / 2)
-        _line(panel, index, [(_x(m.page_bytes, sizes) + shift, [_y(rate, top) for rate in m.rates()]) for m in mine])
+        _line(
+            panel,
+            index,
+            [
+                (_x(m.page_bytes, sizes) + shift, [_y(rate, top) for rate in m.rates()])
+                for m in mine
+            ],
+        )
     _draw(panel, "path", d=f"M{LEFT},{TOP} V{HEIGHT - BOTTOM} H{WIDTH - RIGHT}", kind="axis")
 
 
@@ -86,7 +114,8 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, so that quarters of an axis are short numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, so that quarters of an axis are short
+    numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -100,14 +129,18 @@ def _stroke(line: ET.Element, index: int) -> None:
         line.set("stroke-dasharray", "5 3")
 
 
-def _text(parent: ET.Element, x: float, y: float, text: str, *, kind: str = "", anchor: str = "start") -> None:
+def _text(
+    parent: ET.Element, x: float, y: float, text: str, *, kind: str = "", anchor: str = "start"
+) -> None:
     _draw(parent, "text", x=x, y=y, text_anchor=anchor, kind=kind).text = text
 
 
 def _draw(parent: ET.Element, tag: str, *, kind: str = "", **attributes: str | float) -> ET.Element:
     """Add an element; `kind` is its CSS class, and underscores stand for hyphens."""
     written = {
-        name.replace("_", "-"): f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else str(value)
+        name.replace("_", "-"): f"{value:.1f}".removesuffix(".0")
+        if isinstance(value, float)
+        else str(value)
         for name, value in attributes.items()
     }
     return ET.SubElement(parent, tag, written | ({"class": kind} if kind else {}))

@@ -48,12 +48,14 @@ def check_space(sweep: Sweep) -> None:
         free = shutil.disk_usage(places[device]).free
         if needed > free:
             raise InsufficientSpaceError(
-                f"{places[device]} has {_gib(free)} free and {_gib(needed)} may be needed; give a smaller --max-stored"
+                f"{places[device]} has {_gib(free)} free and {_gib(needed)} may be needed; give a "
+                f"smaller --max-stored"
             )
     available = _available_memory()
     if memory > 0.8 * available:
         raise InsufficientSpaceError(
-            f"{_gib(memory)} of memory may be needed and {_gib(available)} is available; give a smaller --concurrency, smaller --pages, "
+            f"{_gib(memory)} of memory may be needed and {_gib(available)} is available; give a "
+            f"smaller --concurrency, smaller --pages, "
             "or a smaller --max-stored"
         )
 
@@ -61,12 +63,14 @@ def check_space(sweep: Sweep) -> None:
 def _check_workload(workload: BenchWorkload, space: int) -> None:
     if workload.page_bytes < MIN_PAGE_BYTES or workload.page_bytes % MIN_PAGE_BYTES:
         raise InsufficientSpaceError(
-            f"pages of {workload.page_bytes} bytes cannot be measured; give multiples of {MIN_PAGE_BYTES}"
+            f"pages of {workload.page_bytes} bytes cannot be measured; give multiples of "
+            f"{MIN_PAGE_BYTES}"
         )
     required = workload.clients * workload.batch_bytes
     if required > space:
         raise InsufficientSpaceError(
-            f"{workload.clients} clients with {workload.batch_pages} pages of {workload.page_bytes} bytes store {_gib(required)} at a time, more than "
+            f"{workload.clients} clients with {workload.batch_pages} pages of "
+            f"{workload.page_bytes} bytes store {_gib(required)} at a time, more than "
             f"--max-stored {_gib(space)}"
         )
 
@@ -78,12 +82,17 @@ def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
     options = {name: getattr(config, name) for name in model.__struct_fields__}
     if not (spec.capabilities.deletes or spec.capabilities.clears or sweep.keeps_pages):
         raise InsufficientSpaceError(
-            f"driver {spec.name!r} can neither delete nor clear, so that its pages would stay; allow that with --keep-pages"
+            f"driver {spec.name!r} can neither delete nor clear, so that its pages would stay; "
+            f"allow that with --keep-pages"
         )
     capacity = options.get(spec.capacity_option) if spec.capacity_option else None
-    if isinstance(capacity, (int, str)) and parse_bytes(capacity) < HEADROOM * sweep.max_stored_bytes:
+    if (
+        isinstance(capacity, (int, str))
+        and parse_bytes(capacity) < HEADROOM * sweep.max_stored_bytes
+    ):
         raise InsufficientSpaceError(
-            f"driver {spec.name!r} would evict pages before they are read: its {spec.capacity_option} is {capacity}, and "
+            f"driver {spec.name!r} would evict pages before they are read: its "
+            f"{spec.capacity_option} is {capacity}, and "
             f"{_gib(HEADROOM * sweep.max_stored_bytes)} may be needed; give a smaller --max-stored"
         )
     return options

@@ -112,19 +112,22 @@ class Report:
 
     def of(self, label: str) -> dict[tuple[int, int, Operation], Measurement]:
         """Return the measurements of one candidate, by workload and operation."""
-        return {(m.page_bytes, m.clients, m.operation): m for m in self.measurements if m.label == label}
+        return {
+            (m.page_bytes, m.clients, m.operation): m for m in self.measurements if m.label == label
+        }
 
 
 def compare(
     those: Iterable[Measurement], these: Iterable[Measurement], *, paired: bool
 ) -> list[tuple[Measurement, Measurement, Ratio]]:
-    """Pair the measurements that two results have in common, with the ratio of the second rate to the first.
+    """Pair the measurements that two results have in common, with the ratio of the second rate to
+    the first.
 
     Args:
         those: the baseline.
         these: the measurements to compare with it.
-        paired: the rounds of both were interleaved, and are compared one by one; otherwise the minimum is the ratio of
-            the slowest round to the fastest of the baseline.
+        paired: the rounds of both were interleaved, and are compared one by one; otherwise the
+            minimum is the ratio of the slowest round to the fastest of the baseline.
     """
     peers = {(m.page_bytes, m.clients, m.operation): m for m in those}
     return [
@@ -142,7 +145,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def this_machine() -> dict[str, str]:
     """Describe hardware and versions, on which the figures depend."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "cpu": f"{model}, {os.cpu_count()} cores",

@@ -23,11 +23,14 @@ ROUNDS: Final = 5
 """Rounds that a workload is planned to have; slow stores have fewer, at least one."""
 
 
-def run_sweep(sweep: Sweep, progress: Callable[[str, float], None] = lambda _text, _share: None) -> Report:
+def run_sweep(
+    sweep: Sweep, progress: Callable[[str, float], None] = lambda _text, _share: None
+) -> Report:
     """Measure every workload, and remove the stored pages, also after an error.
 
     Args:
-        progress: called with a description of the workload, and the part of the sweep that is done, 0 to 1.
+        progress: called with a description of the workload, and the part of the sweep that is done,
+            0 to 1.
 
     Raises:
         InsufficientSpaceError: the sweep does not fit; nothing has been written.
@@ -36,7 +39,10 @@ def run_sweep(sweep: Sweep, progress: Callable[[str, float], None] = lambda _tex
     """
     check_space(sweep)
     report = Report(
-        [CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options)) for candidate in sweep.candidates],
+        [
+            CandidateInfo(candidate.label, candidate.driver, redacted(candidate.options))
+            for candidate in sweep.candidates
+        ],
         batch_pages=sweep.workloads[0].batch_pages,
         client_kind=sweep.workloads[0].client_kind,
         seconds=sweep.seconds,
@@ -44,7 +50,11 @@ def run_sweep(sweep: Sweep, progress: Callable[[str, float], None] = lambda _tex
     )
     for number, workload in enumerate(sweep.workloads):
         text = f"{workload.page_bytes >> 10} KiB, {workload.clients} {workload.client_kind}"
-        verifies = _run_workload(sweep, workload, report, lambda share: progress(text, (number + share) / len(sweep.workloads)))  # noqa: B023
+
+        def report_share(share: float, text: str = text, number: int = number) -> None:
+            progress(text, (number + share) / len(sweep.workloads))
+
+        verifies = _run_workload(sweep, workload, report, report_share)
         report.candidates = [
             CandidateInfo(candidate.label, candidate.driver, candidate.options, verified)
             for candidate, verified in zip(report.candidates, verifies, strict=True)
@@ -52,7 +62,9 @@ def run_sweep(sweep: Sweep, progress: Callable[[str, float], None] = lambda _tex
     return report
 
 
-def _run_workload(sweep: Sweep, workload: BenchWorkload, report: Report, progress: Callable[[float], None]) -> list[bool]:
+def _run_workload(
+    sweep: Sweep, workload: BenchWorkload, report: Report, progress: Callable[[float], None]
+) -> list[bool]:
     with ExitStack() as stack:
         runs = list[_CandidateRun]()
         for candidate in sweep.candidates:
@@ -86,11 +98,15 @@ class _CandidateRun:
         self._free_batches = sweep.max_stored_bytes // (workload.clients * workload.batch_bytes)
         """Batches that each client may still store."""
         # Without deletion, all rounds share the space.
-        self._max_batches = self._free_batches if pool.deletes else max(1, self._free_batches // (ROUNDS + 1))
+        self._max_batches = (
+            self._free_batches if pool.deletes else max(1, self._free_batches // (ROUNDS + 1))
+        )
         self._target_seconds = sweep.seconds / (ROUNDS + 1)
         self._batches = 1
         self._next = 0
-        self._measurements = {op: Measurement(label, workload.page_bytes, workload.clients, op) for op in Operation}
+        self._measurements = {
+            op: Measurement(label, workload.page_bytes, workload.clients, op) for op in Operation
+        }
         self._seconds = {op: list[float]() for op in Operation}
 
     @property
@@ -99,7 +115,8 @@ class _CandidateRun:
         return self._batches <= self._free_batches
 
     def warm_up(self) -> None:
-        """Run a round that does not count; its duration decides the number of batches of the others."""
+        """Run a round that does not count; its duration decides the number of batches of the
+        others."""
         started = time.monotonic()
         self.round()
         seconds = max(1e-3, time.monotonic() - started)
@@ -118,7 +135,9 @@ class _CandidateRun:
         self.pool.prepare(batches)
         for operation in Operation:
             sample = self.pool.run(operation, batches)
-            self._measurements[operation].rounds.append(sample.pages / (sample.ended - sample.started))
+            self._measurements[operation].rounds.append(
+                sample.pages / (sample.ended - sample.started)
+            )
             self._seconds[operation] += sample.seconds
         self.pool.remove()
         if not self.pool.deletes:

@@ -1,7 +1,7 @@
 """The process that runs the checks. A driver can hang or crash it; `supervisor` detects that.
 
-It reads a `CheckTask` from its standard input and writes one `Note` a line to the descriptor that its argument names. Its
-standard output is left to the driver, which may print.
+It reads a `CheckTask` from its standard input and writes one `Note` a line to the descriptor that
+its argument names. Its standard output is left to the driver, which may print.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import config_model, driver_class, registry
-from hicache_storage.spec import Capabilities, DriverError, Durability, HiCacheStorage, Sharing, parse_config
+from hicache_storage.spec import (
+    Capabilities,
+    DriverError,
+    Durability,
+    HiCacheStorage,
+    Sharing,
+    parse_config,
+)
 from hicache_storage.tools.doctor.finding import Finding, Status, fail, ok, warn
 
 if TYPE_CHECKING:
@@ -30,11 +37,25 @@ OPTIONAL: Final = {
 }
 """Methods that declared capabilities require, by base class."""
 METHODS: Final = {
-    ObjectStorage: ("objects_exist", "read_objects", "write_objects", "delete_objects", "clear_namespaces", "discard_objects"),
-    HiCacheStorage: (
-        "register_mem_host_pool_v2", "batch_exists_v2", "batch_get_v2", "batch_set_v2", "delete", "clear", "get_stats", "health",
+    ObjectStorage: (
+        "objects_exist",
+        "read_objects",
+        "write_objects",
+        "delete_objects",
+        "clear_namespaces",
+        "discard_objects",
     ),
-}  # fmt: skip
+    HiCacheStorage: (
+        "register_mem_host_pool_v2",
+        "batch_exists_v2",
+        "batch_get_v2",
+        "batch_set_v2",
+        "delete",
+        "clear",
+        "get_stats",
+        "health",
+    ),
+}
 """Methods whose signatures the contract determines, by base class."""
 
 
@@ -50,7 +71,8 @@ def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_requirement(name: str, owner: str) -> Iterator[Finding]:
-    """Check that the distribution requires a version of the SDK, and that the installed one fits."""
+    """Check that the distribution requires a version of the SDK, and that the installed one
+    fits."""
     check, installed = f"{name}: contract", version(SDK)
     if owner == SDK:
         yield ok(check, f"HiCacheStorage v2, part of {SDK} {installed}")
@@ -60,21 +82,30 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
     except PackageNotFoundError:
         yield warn(check, f"{owner} has no metadata", f"reinstall {owner}")
         return
-    asked = [requirement for text in package.requires or () if (requirement := _requirement(text)) and requirement.name == SDK]
+    asked = [
+        requirement
+        for text in package.requires or ()
+        if (requirement := _requirement(text)) and requirement.name == SDK
+    ]
     if not asked:
         fix = f'dependencies = ["{SDK}>={installed.rpartition(".")[0] or installed}"] in its pyproject.toml'
         yield warn(check, f"{owner} {package.version} does not say which {SDK} it needs", fix)
-    elif not all(requirement.specifier.contains(installed, prereleases=True) for requirement in asked):
+    elif not all(
+        requirement.specifier.contains(installed, prereleases=True) for requirement in asked
+    ):
         wanted = ", ".join(str(requirement.specifier) for requirement in asked)
         yield fail(
-            check, f"{owner} {package.version} needs {SDK}{wanted}; {installed} is installed", f"pip install '{SDK}{wanted}'"
+            check,
+            f"{owner} {package.version} needs {SDK}{wanted}; {installed} is installed",
+            f"pip install '{SDK}{wanted}'",
         )
     else:
         yield ok(check, f"HiCacheStorage v2; {owner} {package.version} fits {SDK} {installed}")
 
 
 def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
-    """Check that the class can be imported, is complete, has the contract's signatures and declared capabilities."""
+    """Check that the class can be imported, is complete, has the contract's signatures and declared
+    capabilities."""
     check = f"{spec.name}: class"
     try:
         driver = driver_class(spec)
@@ -86,7 +117,9 @@ def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
     yield from check_capabilities(spec.name, spec.capabilities, driver)
 
 
-def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheStorage]) -> Iterator[Finding]:
+def check_capabilities(
+    name: str, declared: Capabilities, driver: type[HiCacheStorage]
+) -> Iterator[Finding]:
     """Check declared capabilities against implemented methods, and against each other."""
     check, wrong = f"{name}: capabilities", list[Finding]()
     base = _base(driver)
@@ -102,7 +135,11 @@ def check_capabilities(name: str, declared: Capabilities, driver: type[HiCacheSt
             )
         if implemented and not getattr(declared, capability):
             wrong.append(
-                warn(check, f"implements {method}() and does not declare {capability!r}: calls of it raise", f"{capability}=True")
+                warn(
+                    check,
+                    f"implements {method}() and does not declare {capability!r}: calls of it raise",
+                    f"{capability}=True",
+                )
             )
     if declared.networked and not declared.may_hang:
         detail = "declares networked and may_hang=False: a silent server stops the engine, because no deadline is kept for it"
@@ -143,17 +180,31 @@ def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> l
 def _flaws(check: str, driver: type[HiCacheStorage]) -> Iterator[Finding]:
     missing = sorted(driver.__abstractmethods__)
     if missing:
-        yield fail(check, f"{driver.__name__} does not implement {', '.join(missing)}", "implement them")
+        yield fail(
+            check, f"{driver.__name__} does not implement {', '.join(missing)}", "implement them"
+        )
     base = _base(driver)
     for name in METHODS[base]:
         if not _takes_arguments_of(getattr(driver, name), getattr(base, name)):
             wanted = f"{name}{inspect.signature(getattr(base, name))}"
-            yield fail(check, f"{driver.__name__}.{name}() does not take the contract's arguments", f"def {wanted}")
+            yield fail(
+                check,
+                f"{driver.__name__}.{name}() does not take the contract's arguments",
+                f"def {wanted}",
+            )
     if base is ObjectStorage:
-        mine = {name for owner in driver.__mro__[: driver.__mro__.index(ObjectStorage)] for name in vars(owner)}
+        mine = {
+            name
+            for owner in driver.__mro__[: driver.__mro__.index(ObjectStorage)]
+            for name in vars(owner)
+        }
         for name in sorted(mine & set(vars(ObjectStorage))):
             if re.match(r"_(?!_|abc_)", name) and callable(getattr(ObjectStorage, name)):
-                yield fail(check, f"{driver.__name__}.{name}() replaces a method that ObjectStorage needs", f"rename {name}()")
+                yield fail(
+                    check,
+                    f"{driver.__name__}.{name}() replaces a method that ObjectStorage needs",
+                    f"rename {name}()",
+                )
 
 
 def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> Iterator[Finding]:
@@ -168,16 +219,38 @@ def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> It
     ]
     if undocumented:
         fix = 'Annotated[..., msgspec.Meta(description="...")]'
-        yield warn(check, f"{', '.join(undocumented)}: `hicache drivers {spec.name}` has nothing to say about it", fix)
+        yield warn(
+            check,
+            f"{', '.join(undocumented)}: `hicache drivers {spec.name}` has nothing to say about it",
+            fix,
+        )
     if not model.__struct_config__.forbid_unknown_fields:
-        yield warn(check, "misspelt options are ignored", "leave forbid_unknown_fields as DriverConfig sets it")
+        yield warn(
+            check,
+            "misspelt options are ignored",
+            "leave forbid_unknown_fields as DriverConfig sets it",
+        )
     if spec.capacity_option and spec.capacity_option not in model.__struct_fields__:
-        yield fail(check, f"capacity_option names {spec.capacity_option!r}, which is no option", "correct the DriverSpec")
+        yield fail(
+            check,
+            f"capacity_option names {spec.capacity_option!r}, which is no option",
+            "correct the DriverSpec",
+        )
     if spec.capabilities.evicts and not spec.capacity_option:
         fix = "capacity_option=... in the DriverSpec"
-        yield warn(check, "declares evicts and names no capacity option: the suite cannot fill the store", fix)
+        yield warn(
+            check,
+            "declares evicts and names no capacity option: the suite cannot fill the store",
+            fix,
+        )
     try:
-        parse_config(model, {name: re.sub(r"\{port:\w+\}", "1", value) for name, value in spec.trial_config.items()})
+        parse_config(
+            model,
+            {
+                name: re.sub(r"\{port:\w+\}", "1", value)
+                for name, value in spec.trial_config.items()
+            },
+        )
     except DriverError as error:
         fix = "give each option without a default a value in trial_config of the DriverSpec"
         yield warn(check, f"no throwaway store can be made of trial_config: {error}", fix)
@@ -185,7 +258,9 @@ def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> It
 
 def _unavailable(check: str, spec: DriverSpec, error: DriverError, *, named: bool) -> Finding:
     fix = (
-        f"pip install {' '.join(spec.requires)}" if spec.requires else f"see `python -c 'import {spec.target.partition(':')[0]}'`"
+        f"pip install {' '.join(spec.requires)}"
+        if spec.requires
+        else f"see `python -c 'import {spec.target.partition(':')[0]}'`"
     )
     # A driver that is not the target may lack its packages, because it is not used.
     return Finding(check, Status.FAIL if named else Status.WARN, str(error), fix)
@@ -195,8 +270,12 @@ def _takes_arguments_of(method: object, contract: object) -> bool:
     if not callable(method) or not callable(contract):
         return False
     parameters = inspect.signature(contract).parameters.values()
-    positional = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
-    by_name = {parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    positional = [
+        parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    by_name = {
+        parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    }
     try:
         inspect.signature(method).bind(*positional, **by_name)
     except (TypeError, ValueError):
@@ -210,9 +289,12 @@ def _base(driver: type[HiCacheStorage]) -> type[HiCacheStorage]:
 
 def _declared(capabilities: Capabilities) -> list[str]:
     return [
-        field.name if getattr(capabilities, field.name) is True else f"{field.name}={getattr(capabilities, field.name)}"
+        field.name
+        if getattr(capabilities, field.name) is True
+        else f"{field.name}={getattr(capabilities, field.name)}"
         for field in fields(Capabilities)
-        if getattr(capabilities, field.name) not in (False, None) and field.name not in ("may_hang", "max_key_bytes")
+        if getattr(capabilities, field.name) not in (False, None)
+        and field.name not in ("may_hang", "max_key_bytes")
     ]
 
 

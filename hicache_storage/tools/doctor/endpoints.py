@@ -40,8 +40,13 @@ def check_directories(target: DoctorTarget) -> Iterator[Finding]:
         if not path.is_dir() and path.exists():
             yield fail(check, f"{path} is no directory", f"choose another {option}")
         elif not path.parent.is_dir():
-            # Drivers do not create it either: a missing mount must not be replaced by an empty directory.
-            yield fail(check, f"{path.parent} does not exist", "mount the file system that belongs there, or make the directory")
+            # Drivers do not create it either: a missing mount must not be replaced by an empty
+            # directory.
+            yield fail(
+                check,
+                f"{path.parent} does not exist",
+                "mount the file system that belongs there, or make the directory",
+            )
         elif not os.access(place, os.W_OK | os.X_OK):
             yield fail(check, f"{place} is not writable for this user", f"chown or chmod {place}")
         else:
@@ -63,21 +68,31 @@ def check_servers(target: DoctorTarget) -> Iterator[Finding]:
                 socket.create_connection((host, port), timeout=target.deadline_seconds).close()
             except OSError as error:
                 fix = f"start the server, open the firewall, or correct {option}"
-                yield fail(check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix)
+                yield fail(
+                    check, f"{host}:{port} cannot be reached: {error.strerror or error}", fix
+                )
             else:
-                yield ok(check, f"{host}:{port} accepts connections ({(time.perf_counter() - started) * 1e3:.1f} ms)")
+                yield ok(
+                    check,
+                    f"{host}:{port} accepts connections "
+                    f"({(time.perf_counter() - started) * 1e3:.1f} ms)",
+                )
 
 
 def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
     usage, inodes = shutil.disk_usage(place), os.statvfs(place)
     if inodes.f_files and not inodes.f_favail:
-        yield fail(check, f"{place}: no inode is free", "remove files, or choose another file system")
+        yield fail(
+            check, f"{place}: no inode is free", "remove files, or choose another file system"
+        )
     if capacity is not None and capacity > usage.total:
         fix = "a smaller capacity, or a larger file system"
         yield fail(check, f"capacity {size(capacity)} on a file system of {size(usage.total)}", fix)
     elif usage.free < LITTLE_SPACE_BYTES:
         yield warn(
-            check, f"{place}: {size(usage.free)} free of {size(usage.total)}", "free some space, or choose another directory"
+            check,
+            f"{place}: {size(usage.free)} free of {size(usage.total)}",
+            "free some space, or choose another directory",
         )
     else:
         yield ok(check, f"{place}: {size(usage.free)} free of {size(usage.total)}")
@@ -87,7 +102,11 @@ def _file_system(check: str, place: Path) -> Iterator[Finding]:
     try:
         direct, skew = _probe_file_system(place)
     except OSError as error:
-        yield fail(check, f"cannot write in {place}: {error.strerror or error}", "mount it writable, or choose another directory")
+        yield fail(
+            check,
+            f"cannot write in {place}: {error.strerror or error}",
+            "mount it writable, or choose another directory",
+        )
         return
     kind = _kind(place)
     if direct:

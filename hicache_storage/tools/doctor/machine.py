@@ -30,7 +30,11 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def check_python(target: DoctorTarget) -> Iterator[Finding]:
     """Report the versions of Python and the SDK."""
-    yield ok("python", f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract HiCacheStorage v2")
+    yield ok(
+        "python",
+        f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract "
+        f"HiCacheStorage v2",
+    )
 
 
 def check_torch(target: DoctorTarget) -> Iterator[Finding]:
@@ -48,7 +52,11 @@ def check_torch(target: DoctorTarget) -> Iterator[Finding]:
         yield ok("gpu", ", ".join(names))
     elif devices:
         fix = "install a torch built for CUDA, and a driver that it supports; `python -m torch.utils.collect_env` says which"
-        yield warn("gpu", f"{', '.join(devices)} present, and this torch cannot use it: host pools are not locked", fix)
+        yield warn(
+            "gpu",
+            f"{', '.join(devices)} present, and this torch cannot use it: host pools are not locked",
+            fix,
+        )
     else:
         yield ok("gpu", "none; storing and loading pages needs none")
 
@@ -63,13 +71,26 @@ def check_locked_memory(target: DoctorTarget) -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
     elif _has_capability(CAP_IPC_LOCK):
-        yield ok("locked memory", f"limit {size(soft)}, which does not apply to this process (CAP_IPC_LOCK)")
+        yield ok(
+            "locked memory",
+            f"limit {size(soft)}, which does not apply to this process (CAP_IPC_LOCK)",
+        )
     elif target.pinned_bytes is not None and soft < target.pinned_bytes:
-        yield fail("locked memory", f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools do not fit", fix)
+        yield fail(
+            "locked memory",
+            f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools do not fit",
+            fix,
+        )
     elif target.pinned_bytes is not None:
-        yield ok("locked memory", f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools fit")
+        yield ok(
+            "locked memory", f"limit {size(soft)}; {size(target.pinned_bytes)} of host pools fit"
+        )
     else:
-        yield warn("locked memory", f"limit {size(soft)}; host pools beyond it cannot be registered for RDMA", fix)
+        yield warn(
+            "locked memory",
+            f"limit {size(soft)}; host pools beyond it cannot be registered for RDMA",
+            fix,
+        )
 
 
 def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
@@ -78,14 +99,22 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY or soft >= ENOUGH_FILES:
         yield ok("open files", f"limit {soft}")
     else:
-        fix = "ulimit -n 65536" + ("" if hard == resource.RLIM_INFINITY or hard >= 65536 else " (as root: the hard limit is low)")
+        fix = "ulimit -n 65536" + (
+            ""
+            if hard == resource.RLIM_INFINITY or hard >= 65536
+            else " (as root: the hard limit is low)"
+        )
         yield warn(
-            "open files", f"limit {soft}; an engine and its connections can use them up, and stored pages become misses", fix
+            "open files",
+            f"limit {soft}; an engine and its connections can use them up, and stored pages become "
+            f"misses",
+            fix,
         )
 
 
 def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that this process can create an io_uring, by the system call itself, because containers filter it."""
+    """Check that this process can create an io_uring, by the system call itself, because containers
+    filter it."""
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 1, None)
     error = ctypes.get_errno()
@@ -96,9 +125,14 @@ def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
         return
     fix = {
         errno.ENOSYS: "use a kernel of 5.1 or later with CONFIG_IO_URING",
-        errno.EPERM: "sysctl kernel.io_uring_disabled=0; in a container, allow io_uring_setup in its seccomp profile",
+        errno.EPERM: "sysctl kernel.io_uring_disabled=0; in a container, allow io_uring_setup in "
+        "its seccomp profile",
     }.get(error, "see `man 2 io_uring_setup`")
-    yield warn("io_uring", f"not available ({os.strerror(error)}); drivers that can use it fall back to threads", fix)
+    yield warn(
+        "io_uring",
+        f"not available ({os.strerror(error)}); drivers that can use it fall back to threads",
+        fix,
+    )
 
 
 def check_huge_pages(target: DoctorTarget) -> Iterator[Finding]:
@@ -106,12 +140,20 @@ def check_huge_pages(target: DoctorTarget) -> Iterator[Finding]:
     try:
         text = _THP.read_text()
     except OSError:
-        yield warn("huge pages", "this kernel has none: the first touch of a host pool takes longer", "use another kernel")
+        yield warn(
+            "huge pages",
+            "this kernel has none: the first touch of a host pool takes longer",
+            "use another kernel",
+        )
         return
     mode = text.partition("[")[2].partition("]")[0]
     if mode == "never":
         fix = f"echo madvise > {_THP}"
-        yield warn("huge pages", "switched off: the first touch of a host pool takes more than twice as long", fix)
+        yield warn(
+            "huge pages",
+            "switched off: the first touch of a host pool takes more than twice as long",
+            fix,
+        )
     else:
         yield ok("huge pages", mode)
 
@@ -122,7 +164,9 @@ def check_clock(target: DoctorTarget) -> Iterator[Finding]:
     # struct timex has 208 bytes; all zeros read the state and change nothing.
     state = libc.adjtimex(ctypes.create_string_buffer(512))
     if state < 0:
-        yield warn("clock", "its state cannot be read in this container", "check on the host: timedatectl")
+        yield warn(
+            "clock", "its state cannot be read in this container", "check on the host: timedatectl"
+        )
     elif state == TIME_ERROR:
         yield warn(
             "clock",

@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
-CLEAN_UP: Final = "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
+CLEAN_UP: Final = (
+    "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
+)
 LEFTOVER_SECONDS: Final = 1.0
-"""Time to remove the namespace of an earlier run: it is unused, or another run uses it meanwhile."""
+"""Time to remove the namespace of an earlier run: it is unused, or another run uses it
+meanwhile."""
 QUARANTINE_SECONDS: Final = 10.0
 """Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
 PAGES: Final = 4
@@ -59,7 +62,8 @@ def usable_options(target: DoctorTarget) -> dict[str, object]:
     """Return the target's options with their defaults, or those of a throwaway store.
 
     Raises:
-        UnusableOptionsError: the driver refuses its options or is unknown, or a throwaway store would need servers.
+        UnusableOptionsError: the driver refuses its options or is unknown, or a throwaway store
+        would need servers.
     """
     check = f"{target.driver}: options"
     try:
@@ -68,11 +72,21 @@ def usable_options(target: DoctorTarget) -> dict[str, object]:
         chosen = target.options or trial_options(spec, target.throwaway)
         if chosen is None:
             needs = ", ".join(f"-c {name}=..." for name in spec.trial_config)
-            raise UnusableOptionsError(warn(check, "none given, and a throwaway store needs a server: it was not opened", needs))
+            raise UnusableOptionsError(
+                warn(
+                    check,
+                    "none given, and a throwaway store needs a server: it was not opened",
+                    needs,
+                )
+            )
         config = parse_config(model, chosen)
     except ConfigError as error:
         raise UnusableOptionsError(
-            fail(check, str(error), f"`hicache drivers {target.driver}` lists the options; -c key=value")
+            fail(
+                check,
+                str(error),
+                f"`hicache drivers {target.driver}` lists the options; -c key=value",
+            )
         ) from error
     except DriverError as error:
         raise UnusableOptionsError(fail(check, str(error), "see above")) from error
@@ -92,7 +106,8 @@ def check_options(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
-    """Construct a storage, open it, query its health, set, find, get and remove pages, and close it."""
+    """Construct a storage, open it, query its health, set, find, get and remove pages, and close
+    it."""
     check = f"{target.driver}: round trip"
     try:
         usable_options(target)
@@ -103,25 +118,38 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
         try:
             yield from _examine(check, spec, target)
         except DriverError as error:
-            yield fail(check, f"cannot be constructed: {error}", "correct the driver or its options")
+            yield fail(
+                check, f"cannot be constructed: {error}", "correct the driver or its options"
+            )
         except StorageUnavailableError as error:
-            yield fail(check, f"cannot be opened: {error}", "start the store, or correct the options")
+            yield fail(
+                check, f"cannot be opened: {error}", "start the store, or correct the options"
+            )
         except _RoundTripError as error:
             log = f" ({messages[0]})" if messages else ""
             fix = f"`hicache conformance run {spec.name}` finds the rule that it breaks, unless the store is at fault"
             yield fail(check, f"{error}{log}", fix)
         except HiCacheError as error:
             yield fail(
-                check, f"{type(error).__name__}: {error}", f"`hicache conformance run {spec.name}` finds the rule that it breaks"
+                check,
+                f"{type(error).__name__}: {error}",
+                f"`hicache conformance run {spec.name}` finds the rule that it breaks",
             )
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
-            yield fail(check, f"raises {type(error).__name__}: {error}", "a fault of the driver: no call may raise it")
+            yield fail(
+                check,
+                f"raises {type(error).__name__}: {error}",
+                "a fault of the driver: no call may raise it",
+            )
 
 
 def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Finding]:
     options = target.options or trial_options(spec, target.throwaway) or {}
     storage = create_storage(
-        spec.name, _identity(), options, options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0)
+        spec.name,
+        _identity(),
+        options,
+        options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0),
     )
     try:
         exceeds = undeclared_capabilities(storage.capabilities, spec.capabilities)
@@ -134,7 +162,11 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
         storage.open()
         health = storage.health()
         if not health.ok:
-            yield fail(check, f"opened, and health() answers: {health.detail or 'not ok'}", "start or repair the store")
+            yield fail(
+                check,
+                f"opened, and health() answers: {health.detail or 'not ok'}",
+                "start or repair the store",
+            )
             return
         if storage.capabilities.deletes or not target.options:
             yield from _round_trip(check, storage, target)
@@ -147,21 +179,34 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
 
 def _round_trip(check: str, storage: HiCacheStorage, target: DoctorTarget) -> Iterator[Finding]:
     trip = _RoundTrip.prepare(storage)
-    # The namespace of an earlier run may have been created with other options, which conflict with these.
+    # The namespace of an earlier run may have been created with other options, which conflict with
+    # these.
     trip.remove_namespace(LEFTOVER_SECONDS)
     try:
         milliseconds = [f"{name} {trip.time(step) * 1e3:.1f} ms" for name, step in trip.steps()]
     finally:
         left = trip.remove()
-    yield ok(check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}")
+    yield ok(
+        check, f"{PAGES} pages of {trip.pool.geometry.page_bytes} bytes: {', '.join(milliseconds)}"
+    )
     if target.options and not left and not trip.remove_namespace(QUARANTINE_SECONDS):
-        yield warn(check, "the namespace of this run is still in the store: its slots are not free yet", CLEAN_UP)
+        yield warn(
+            check,
+            "the namespace of this run is still in the store: its slots are not free yet",
+            CLEAN_UP,
+        )
     if left and target.options:
         yield warn(
-            check, f"{left} pages are still there after delete()", f"`hicache conformance run {storage.get_stats().driver}`"
+            check,
+            f"{left} pages are still there after delete()",
+            f"`hicache conformance run {storage.get_stats().driver}`",
         )
     if not storage.get_stats().verifies_checksums:
-        yield warn(check, "checksums are not verified: damage would be served as a hit", "leave verify_checksums on")
+        yield warn(
+            check,
+            "checksums are not verified: damage would be served as a hit",
+            "leave verify_checksums on",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +224,14 @@ class _RoundTrip:
         from hicache_storage.pools import MHAHostPool
 
         pool = MHAHostPool(
-            size=2 * PAGES * PAGE_SIZE, page_size=PAGE_SIZE, layer_num=LAYERS, head_num=HEADS, head_dim=HEAD_DIM,
-            dtype=torch.uint8, pin_memory=False,
-        )  # fmt: skip
+            size=2 * PAGES * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            layer_num=LAYERS,
+            head_num=HEADS,
+            head_dim=HEAD_DIM,
+            dtype=torch.uint8,
+            pin_memory=False,
+        )
         for buffer in pool.buffers:
             buffer.random_(0, 256)
         storage.register_mem_host_pool_v2(pool, "kv")
@@ -211,7 +261,9 @@ class _RoundTrip:
         if answer != {"kv": [True] * PAGES}:
             raise _RoundTripError(f"{PAGES} pages were stored, and a get answered {dict(answer)}")
         for page in range(PAGES):
-            sent, came = (self.pool.page_buffers([first * PAGE_SIZE])[0] for first in (page, PAGES + page))
+            sent, came = (
+                self.pool.page_buffers([first * PAGE_SIZE])[0] for first in (page, PAGES + page)
+            )
             if list(map(bytes, sent)) != list(map(bytes, came)):
                 raise _RoundTripError(f"page {page} was read with other bytes")
 
@@ -239,8 +291,11 @@ class _RoundTrip:
 
 
 def _identity() -> StorageIdentity:
-    # Always the same identity: some stores keep a record of each one, which would grow with every run.
-    return StorageIdentity(model="hicache-doctor", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first")
+    # Always the same identity: some stores keep a record of each one, which would grow with every
+    # run.
+    return StorageIdentity(
+        model="hicache-doctor", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first"
+    )
 
 
 @contextmanager

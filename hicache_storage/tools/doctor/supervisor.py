@@ -1,4 +1,5 @@
-"""Supervisor of the process that runs the checks: restarts it after a check that hangs or crashes."""
+"""Supervisor of the process that runs the checks: restarts it after a check that hangs or
+crashes."""
 
 from __future__ import annotations
 
@@ -24,14 +25,20 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
 GRACE_SECONDS: Final = 20.0
-"""Time that a check may take beyond two deadlines; importing torch from a cold disk is its slowest part."""
+"""Time that a check may take beyond two deadlines; importing torch from a cold disk is its slowest
+part."""
 
 
-def examine(target: DoctorTarget, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS) -> Iterator[Finding]:
-    """Run all checks, or those named, and yield their findings as they come. A driver's failure raises nothing."""
+def examine(
+    target: DoctorTarget, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS
+) -> Iterator[Finding]:
+    """Run all checks, or those named, and yield their findings as they come. A driver's failure
+    raises nothing."""
     remaining = _planned(target) if checks is None else list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
-    with tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(
+        prefix="hicache-doctor-", ignore_cleanup_errors=True
+    ) as directory:
         target = replace(target, throwaway=directory)
         while remaining:
             running = remaining[0]
@@ -65,7 +72,11 @@ class _Child:
         command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.child", str(inner)]
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, pass_fds=[inner]
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=[inner],
             )
         finally:
             os.close(inner)
@@ -87,7 +98,9 @@ class _Child:
         """Yield notes until the child ends, or sends none for `limit` seconds."""
         rest, until = b"", time.monotonic() + limit
         while True:
-            readable, _, _ = select.select([self._notes], [], [], max(0.0, until - time.monotonic()))
+            readable, _, _ = select.select(
+                [self._notes], [], [], max(0.0, until - time.monotonic())
+            )
             if not readable:
                 self._hung = True
                 return
@@ -106,7 +119,11 @@ class _Child:
             return fail(check, f"hung for {limit:.0f} s and was ended", fix)
         status = self._process.wait()
         if status < 0:
-            return fail(check, f"took the process down with {signal.Signals(-status).name}", "report it to the driver's authors")
+            return fail(
+                check,
+                f"took the process down with {signal.Signals(-status).name}",
+                "report it to the driver's authors",
+            )
         self._errors.seek(0)
         messages = self._errors.read().decode(errors="replace").strip().splitlines()
         return fail(

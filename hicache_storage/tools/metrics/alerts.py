@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from hicache_storage.observability import metric_defs as v
-from hicache_storage.tools.metrics.queries import grown, now, quantile, rate, selected, share, summed
+from hicache_storage.tools.metrics.queries import (
+    grown,
+    now,
+    quantile,
+    rate,
+    selected,
+    share,
+    summed,
+)
 
 PAGE: Final = "docs/observability.md"
 TOKEN_SECONDS: Final = 7 * 24 * 3600
@@ -15,11 +23,12 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
 """Time before the expiry of a certificate; automatic renewal starts a month before it."""
 SPARE_SHARE: Final = 32
-"""Slots of a full scope for each one that the server keeps free or quarantined (`hicache_metadata_server.core.scope`)."""
+"""Slots of a full scope for each one that the server keeps free or quarantined
+(`hicache_metadata_server.core.scope`)."""
 
 MAX_FAILOVERS: Final = 3
-"""Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three to 3.2 at one
-scrape a minute; hence the half in the rule."""
+"""Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three
+to 3.2 at one scrape a minute; hence the half in the rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,176 +53,298 @@ class Alert:
 
 
 def _hits(window: str) -> str:
-    hit, miss = (rate(v.LOOKED_UP_KEYS, window, f'result="{result}"', by=("scope",)) for result in ("hit", "miss"))
+    hit, miss = (
+        rate(v.LOOKED_UP_KEYS, window, f'result="{result}"', by=("scope",))
+        for result in ("hit", "miss")
+    )
     return share(hit, miss)
 
 
 _WHOLE: Final = '{{ printf "%.0f" $value }}'
 """Increase of a counter, rounded: Prometheus extrapolates it to the window, as to 1.07 pages."""
 _FAILED: Final = summed(
-    f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""", "route"
+    f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""",
+    "route",
 )
-"""Failed requests, except of a server that drains: it refuses leases, and its clients use another server."""
+"""Failed requests, except of a server that drains: it refuses leases, and its clients use another
+server."""
 _LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
 _SLOTS: Final = now(v.SLOTS, by=("scope",))
-_QUARANTINED: Final = f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
+_QUARANTINED: Final = (
+    f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
+)
 
 ALERTS: Final = (
     Alert(
-        "HiCacheStoreFailing", f"{v.STORE_FAILING.name} == 1", "1m", "critical",
+        "HiCacheStoreFailing",
+        f"{v.STORE_FAILING.name} == 1",
+        "1m",
+        "critical",
         "The metadata server {{ $labels.instance }} cannot write its store.",
-        "Changes are answered 503: nothing is stored any more. Lookups go on, and what is stored can be read.",
-        "The server's log has a line `store_failing` with the reason: the disk is full or has failed, or Redis does not answer or is out of "
-        "memory. Repair it; the server tries again every second, goes on by itself, and logs `store_serving`. Nothing that was acknowledged "
+        "Changes are answered 503: nothing is stored any more. Lookups go on, and what is stored "
+        "can be read.",
+        "The server's log has a line `store_failing` with the reason: the disk is full or has "
+        "failed, or Redis does not answer or is out of "
+        "memory. Repair it; the server tries again every second, goes on by itself, and logs "
+        "`store_serving`. Nothing that was acknowledged "
         "is lost.",
     ),
     Alert(
-        "HiCacheServerNotReady", f"{v.READY.name} == 0 and {v.DRAINING.name} == 0", "2m", "critical",
+        "HiCacheServerNotReady",
+        f"{v.READY.name} == 0 and {v.DRAINING.name} == 0",
+        "2m",
+        "critical",
         "The metadata server {{ $labels.instance }} is not ready.",
         "`/readyz` answers 503 though nobody drains the server.",
-        "`curl http://HOST:18000/readyz` says why. With a failing store, see [HiCacheStoreFailing](#hicachestorefailing).",
+        "`curl http://HOST:18000/readyz` says why. With a failing store, see "
+        "[HiCacheStoreFailing](#hicachestorefailing).",
     ),
     Alert(
-        "HiCacheServerAbsent", f"absent({v.READY.name})", "2m", "critical",
+        "HiCacheServerAbsent",
+        f"absent({v.READY.name})",
+        "2m",
+        "critical",
         "No metadata server is scraped.",
-        "There is none, or Prometheus cannot reach any. The drivers answer misses; engines compute what they would have fetched.",
-        "See whether the process runs, and whether Prometheus has a read token for `/metrics`. One of several that is gone is not seen here, "
-        "since nothing but your scrape configuration knows how many there are: `up == 0` of their job tells.",
+        "There is none, or Prometheus cannot reach any. The drivers answer misses; engines compute "
+        "what they would have fetched.",
+        "See whether the process runs, and whether Prometheus has a read token for `/metrics`. One "
+        "of several that is gone is not seen here, "
+        "since nothing but your scrape configuration knows how many there are: `up == 0` of their "
+        "job tells.",
     ),
     Alert(
-        "HiCacheServerDraining", f"{v.DRAINING.name} == 1", "30m", "warning",
+        "HiCacheServerDraining",
+        f"{v.DRAINING.name} == 1",
+        "30m",
+        "warning",
         "The metadata server {{ $labels.instance }} has drained for half an hour.",
-        "It gives no new leases, so that nothing new is stored. Somebody has forgotten it, or a restart has failed.",
+        "It gives no new leases, so that nothing new is stored. Somebody has forgotten it, or a "
+        "restart has failed.",
         "`hicache metadata drain --off`, or finish the restart.",
     ),
     Alert(
-        "HiCacheRecoveryProblems", f"{v.RECOVERY_PROBLEMS.name} > 0", "0m", "warning",
-        "The metadata server {{ $labels.instance }} has found {{ $value }} contradictions in its store.",
-        "They were left out at the last start: pages that are lost, never pages that are wrong. The store was damaged by something else.",
-        "Look at the lines `left_out` in its log; run `hicache metadata fsck`; look at the disk. The number is back at 0 after a start that "
+        "HiCacheRecoveryProblems",
+        f"{v.RECOVERY_PROBLEMS.name} > 0",
+        "0m",
+        "warning",
+        "The metadata server {{ $labels.instance }} has found {{ $value }} contradictions in its "
+        "store.",
+        "They were left out at the last start: pages that are lost, never pages that are wrong. "
+        "The store was damaged by something else.",
+        "Look at the lines `left_out` in its log; run `hicache metadata fsck`; look at the disk. "
+        "The number is back at 0 after a start that "
         "finds none.",
     ),
     Alert(
-        "HiCacheServerErrors", f"{_FAILED} / {rate(v.REQUESTS, '5m', by=('route',))} > 0.01", "5m", "critical",
+        "HiCacheServerErrors",
+        f"{_FAILED} / {rate(v.REQUESTS, '5m', by=('route',))} > 0.01",
+        "5m",
+        "critical",
         "{{ $value | humanizePercentage }} of the requests to {{ $labels.route }} fail.",
-        "The server answers 5xx, and does not drain. 503 means that it cannot write; 500 is a fault in it.",
-        "Each 500 has a line `request_failed` with a trace and the request's id in the log: report it.",
+        "The server answers 5xx, and does not drain. 503 means that it cannot write; 500 is a "
+        "fault in it.",
+        "Each 500 has a line `request_failed` with a trace and the request's id in the log: report "
+        "it.",
     ),
     Alert(
         "HiCacheHitRatioDrop",
-        f"{_hits('30m')} < 0.5 * {_hits('1d')} and {rate(v.LOOKED_UP_KEYS, '30m', by=('scope',))} > 1", "30m", "warning",
-        "The hit ratio of {{ $labels.scope }} is {{ $value | humanizePercentage }}, less than half of the last day's.",
-        "Engines ask for other pages than were stored (a new model, tokenizer, salt or page size), the cache was emptied, or it is too small "
+        f"{_hits('30m')} < 0.5 * {_hits('1d')} and {rate(v.LOOKED_UP_KEYS, '30m', by=('scope',))} "
+        f"> 1",
+        "30m",
+        "warning",
+        "The hit ratio of {{ $labels.scope }} is {{ $value | humanizePercentage }}, less than half "
+        "of the last day's.",
+        "Engines ask for other pages than were stored (a new model, tokenizer, salt or page size), "
+        "the cache was emptied, or it is too small "
         "for what is asked for now.",
-        "Compare `hicache_metadata_evicted_pages_total` (too small), the scopes' live slots (emptied), and whether new scopes have appeared "
+        "Compare `hicache_metadata_evicted_pages_total` (too small), the scopes' live slots "
+        "(emptied), and whether new scopes have appeared "
         "(another identity).",
     ),
     Alert(
-        "HiCacheLeasesExpire", f"{rate(v.EXPIRED_LEASES, '10m', by=('scope',))} > 0.1", "15m", "warning",
+        "HiCacheLeasesExpire",
+        f"{rate(v.EXPIRED_LEASES, '10m', by=('scope',))} > 0.1",
+        "15m",
+        "warning",
         "{{ $value | humanize }} leases a second of {{ $labels.scope }} are never committed.",
-        "Writers reserve slots and do not come back: they die, or a write takes longer than a lease.",
-        "Look for engines that restart, and at `hicache_storage_call_seconds` of `set`. If writes are slow, raise the driver's "
+        "Writers reserve slots and do not come back: they die, or a write takes longer than a "
+        "lease.",
+        "Look for engines that restart, and at `hicache_storage_call_seconds` of `set`. If writes "
+        "are slow, raise the driver's "
         "`lease_seconds`.",
     ),
     Alert(
-        "HiCacheLeasedSlots", f"{_LEASED} / {_SLOTS} > 0.25", "15m", "warning",
+        "HiCacheLeasedSlots",
+        f"{_LEASED} / {_SLOTS} > 0.25",
+        "15m",
+        "warning",
         "{{ $value | humanizePercentage }} of the slots of {{ $labels.scope }} are leased.",
-        "Slots that are being written hold no page that can be read. Many for long means writers that are stuck.",
-        "As for [HiCacheLeasesExpire](#hicacheleasesexpire); or there are too few slots for so many writers.",
+        "Slots that are being written hold no page that can be read. Many for long means writers "
+        "that are stuck.",
+        "As for [HiCacheLeasesExpire](#hicacheleasesexpire); or there are too few slots for so "
+        "many writers.",
     ),
     Alert(
-        "HiCacheQuarantineShort", f"{_QUARANTINED} > {_SLOTS} / {SPARE_SHARE}", "10m", "warning",
+        "HiCacheQuarantineShort",
+        f"{_QUARANTINED} > {_SLOTS} / {SPARE_SHARE}",
+        "10m",
+        "warning",
         "{{ $labels.scope }} evicts faster than its slots leave quarantine.",
-        f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in the time that a slot is quarantined, so "
+        f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in "
+        f"the time that a slot is quarantined, so "
         "that sets wait for slots, and some are refused.",
-        "Make the file larger (`file_size`), or shorten `QUARANTINE_SECONDS`, which must stay longer than a reader takes from lookup to the "
+        "Make the file larger (`file_size`), or shorten `QUARANTINE_SECONDS`, which must stay "
+        "longer than a reader takes from lookup to the "
         "last byte.",
     ),
     Alert(
-        "HiCacheRequestsSlow", f"{quantile(0.99, v.REQUEST_SECONDS, '5m', by=('route',))} > 0.05", "10m", "warning",
+        "HiCacheRequestsSlow",
+        f"{quantile(0.99, v.REQUEST_SECONDS, '5m', by=('route',))} > 0.05",
+        "10m",
+        "warning",
         "The 99th percentile of {{ $labels.route }} is {{ $value | humanizeDuration }}.",
-        "The metadata server is at its limit (one core a process), its store is slow, or requests are very long.",
-        "Compare `process_cpu_seconds_total` (near 1 a second: add a server) and `hicache_metadata_transaction_seconds` (slow store). "
+        "The metadata server is at its limit (one core a process), its store is slow, or requests "
+        "are very long.",
+        "Compare `process_cpu_seconds_total` (near 1 a second: add a server) and "
+        "`hicache_metadata_transaction_seconds` (slow store). "
         "`HICACHE_METADATA_SLOW_SECONDS=0.05` logs each slow request with what it asked for.",
     ),
     Alert(
-        "HiCacheReloadFails", f"{v.RELOAD_FAILING.name} == 1", "2m", "critical",
+        "HiCacheReloadFails",
+        f"{v.RELOAD_FAILING.name} == 1",
+        "2m",
+        "critical",
         "The metadata server {{ $labels.instance }} cannot take its {{ $labels.what }}.",
-        "A file of tokens, tenants or certificates was changed, and cannot be used as it is. What it held before counts: a token that was "
+        "A file of tokens, tenants or certificates was changed, and cannot be used as it is. What "
+        "it held before counts: a token that was "
         "revoked there still opens the door, and the server would not start again with this file.",
-        "The server's log has a line `reload_failed` with the reason. `hicache metadata token check --file FILE` says the same of tokens. The "
+        "The server's log has a line `reload_failed` with the reason. `hicache metadata token "
+        "check --file FILE` says the same of tokens. The "
         "server takes the file within a second of its repair.",
     ),
     Alert(
-        "HiCacheTokenExpires", f"{v.NEXT_TOKEN_EXPIRY.name} - time() < {TOKEN_SECONDS}", "0m", "warning",
+        "HiCacheTokenExpires",
+        f"{v.NEXT_TOKEN_EXPIRY.name} - time() < {TOKEN_SECONDS}",
+        "0m",
+        "warning",
         "A token of {{ $labels.instance }} expires in {{ $value | humanizeDuration }}.",
         "Whoever sends it is refused then. An engine goes on with misses.",
-        "`hicache metadata token list` names it. Make another (`token new`), give it to those who need it, and revoke the old one.",
+        "`hicache metadata token list` names it. Make another (`token new`), give it to those who "
+        "need it, and revoke the old one.",
     ),
     Alert(
-        "HiCacheCertificateExpires", f"{v.CERTIFICATE_EXPIRY.name} - time() < {CERTIFICATE_SECONDS}", "0m", "warning",
-        "A certificate in {{ $labels.file }} of {{ $labels.instance }} expires in {{ $value | humanizeDuration }}.",
-        "Every client refuses the server then, or the server its clients, if it is the authority's. Whatever renews it has not done so.",
-        "Put the new certificate in the place of the old one: the server takes it within a second, and connections go on.",
+        "HiCacheCertificateExpires",
+        f"{v.CERTIFICATE_EXPIRY.name} - time() < {CERTIFICATE_SECONDS}",
+        "0m",
+        "warning",
+        "A certificate in {{ $labels.file }} of {{ $labels.instance }} expires in {{ $value | "
+        "humanizeDuration }}.",
+        "Every client refuses the server then, or the server its clients, if it is the "
+        "authority's. Whatever renews it has not done so.",
+        "Put the new certificate in the place of the old one: the server takes it within a second, "
+        "and connections go on.",
     ),
     Alert(
-        "HiCacheAuditFails", f"{grown(v.AUDIT_FAILURES, '15m')} > 0", "0m", "warning",
+        "HiCacheAuditFails",
+        f"{grown(v.AUDIT_FAILURES, '15m')} > 0",
+        "0m",
+        "warning",
         f"{_WHOLE} audit lines could not be written to their file.",
         "They are in the server's log instead. Calls go on.",
-        "The line `audit_failed` in the log has the reason: the disk is full, or the directory is not writable for the server's user.",
+        "The line `audit_failed` in the log has the reason: the disk is full, or the directory is "
+        "not writable for the server's user.",
     ),
     Alert(
-        "HiCacheTenantThrottled", f"{rate(v.THROTTLED, '10m', by=('tenant',))} > 1", "15m", "warning",
-        "{{ $value | humanize }} requests a second of tenant {{ $labels.tenant }} are beyond its rate.",
+        "HiCacheTenantThrottled",
+        f"{rate(v.THROTTLED, '10m', by=('tenant',))} > 1",
+        "15m",
+        "warning",
+        "{{ $value | humanize }} requests a second of tenant {{ $labels.tenant }} are beyond its "
+        "rate.",
         "They are answered 429, which its engines take for misses.",
-        "Raise `requests_per_second` of the tenant, or find out who asks so much; other tenants are not affected.",
+        "Raise `requests_per_second` of the tenant, or find out who asks so much; other tenants "
+        "are not affected.",
     ),
     Alert(
-        "HiCacheCallsSlow", f"{quantile(0.99, v.CALL_SECONDS, '5m', by=('driver', 'operation'))} > 2", "10m", "warning",
-        "The 99th percentile of {{ $labels.operation }} by {{ $labels.driver }} is {{ $value | humanizeDuration }}.",
+        "HiCacheCallsSlow",
+        f"{quantile(0.99, v.CALL_SECONDS, '5m', by=('driver', 'operation'))} > 2",
+        "10m",
+        "warning",
+        "The 99th percentile of {{ $labels.operation }} by {{ $labels.driver }} is {{ $value | "
+        "humanizeDuration }}.",
         "The store behind the driver is slow. Calls that reach their deadline become misses.",
-        "`hicache doctor` and `hicache bench` on that node tell storage and network apart; traces tell the metadata server from the data.",
+        "`hicache doctor` and `hicache bench` on that node tell storage and network apart; traces "
+        "tell the metadata server from the data.",
     ),
     Alert(
-        "HiCacheDamagedPages", f"{grown(v.DAMAGED_PAGES, '15m', by=('driver', 'pool'))} > 0", "0m", "critical",
-        f"{{{{ $labels.driver }}}} has found {_WHOLE} pages of {{{{ $labels.pool }}}} with wrong bytes.",
-        "Bytes were read that are not the page that was asked for. They were found by length, envelope or checksum, and answered as "
-        "misses; nothing wrong has reached an engine. Disk, memory, network or another program has changed them.",
-        "The SDK's log names the first key of each call. Look at the disk's and the kernel's log; see that nobody else writes into the "
+        "HiCacheDamagedPages",
+        f"{grown(v.DAMAGED_PAGES, '15m', by=('driver', 'pool'))} > 0",
+        "0m",
+        "critical",
+        f"{{{{ $labels.driver }}}} has found {_WHOLE} pages of {{{{ $labels.pool }}}} with wrong "
+        f"bytes.",
+        "Bytes were read that are not the page that was asked for. They were found by length, "
+        "envelope or checksum, and answered as "
+        "misses; nothing wrong has reached an engine. Disk, memory, network or another program has "
+        "changed them.",
+        "The SDK's log names the first key of each call. Look at the disk's and the kernel's log; "
+        "see that nobody else writes into the "
         "directory. Damaged pages are replaced when they are stored again.",
     ),
     Alert(
-        "HiCacheBreakerOpen", f"{v.BREAKER_OPEN.name} == 1", "2m", "critical",
+        "HiCacheBreakerOpen",
+        f"{v.BREAKER_OPEN.name} == 1",
+        "2m",
+        "critical",
         "{{ $labels.instance }} does not ask its store any more ({{ $labels.driver }}).",
-        "Several calls in a row have failed. All calls are misses; every few seconds one is let through to try.",
-        "The SDK's log says what failed first (`answering misses`). Repair the store; the breaker closes by itself.",
+        "Several calls in a row have failed. All calls are misses; every few seconds one is let "
+        "through to try.",
+        "The SDK's log says what failed first (`answering misses`). Repair the store; the breaker "
+        "closes by itself.",
     ),
     Alert(
-        "HiCacheFaults", f"{rate(v.FAULTS, '5m', by=('driver',))} > 0.1", "10m", "warning",
+        "HiCacheFaults",
+        f"{rate(v.FAULTS, '5m', by=('driver',))} > 0.1",
+        "10m",
+        "warning",
         "{{ $value | humanize }} calls of {{ $labels.driver }} fail in a second.",
         "Calls of the driver raise, or do not come back in time, and are answered as misses.",
-        "As for [HiCacheBreakerOpen](#hicachebreakeropen). `hicache_storage_missed_deadlines_total` tells slow from broken.",
+        "As for [HiCacheBreakerOpen](#hicachebreakeropen). "
+        "`hicache_storage_missed_deadlines_total` tells slow from broken.",
     ),
     Alert(
-        "HiCacheFailovers", f"increase({selected(v.FAILOVERS)}[15m]) > {MAX_FAILOVERS + 0.5}", "0m", "warning",
-        f"A client at {{{{ $labels.instance }}}} has left a metadata server {_WHOLE} times in 15 minutes.",
-        "A server answers some requests and not others, or several have failed one after another. Calls have gone on elsewhere.",
-        "The client's log names the server that was left and why. A single restart is one failover for each client.",
+        "HiCacheFailovers",
+        f"increase({selected(v.FAILOVERS)}[15m]) > {MAX_FAILOVERS + 0.5}",
+        "0m",
+        "warning",
+        f"A client at {{{{ $labels.instance }}}} has left a metadata server {_WHOLE} times in 15 "
+        f"minutes.",
+        "A server answers some requests and not others, or several have failed one after another. "
+        "Calls have gone on elsewhere.",
+        "The client's log names the server that was left and why. A single restart is one failover "
+        "for each client.",
     ),
     Alert(
-        "HiCacheStuckCalls", f"{v.STUCK_CALLS.name} > 0", "10m", "warning",
+        "HiCacheStuckCalls",
+        f"{v.STUCK_CALLS.name} > 0",
+        "10m",
+        "warning",
         "{{ $value }} calls of the storage have not come back on {{ $labels.instance }}.",
-        "The hybrid controller has left them behind; the host memory that they could still write to is out of use until they return.",
-        "Something below hangs without an end: a mount, a device. Restart the engine when it is repaired.",
+        "The hybrid controller has left them behind; the host memory that they could still write "
+        "to is out of use until they return.",
+        "Something below hangs without an end: a mount, a device. Restart the engine when it is "
+        "repaired.",
     ),
     Alert(
         "HiCacheDroppedBackups",
-        f"{share(rate(v.DROPPED_PAGES, '15m'), rate(v.BACKED_UP_PAGES, '15m'))} > 0.05", "15m", "warning",
+        f"{share(rate(v.DROPPED_PAGES, '15m'), rate(v.BACKED_UP_PAGES, '15m'))} > 0.05",
+        "15m",
+        "warning",
         "{{ $value | humanizePercentage }} of the pages are given up on their way to storage.",
         "Sets are refused again and again: no room, pages too large, or a store that fails.",
         "`hicache_storage_refused_pages_total` and `hicache_storage_faults_total` tell which.",
     ),
-)  # fmt: skip
+)
 
 
 def rules(page: str = "") -> str:
@@ -222,7 +353,13 @@ def rules(page: str = "") -> str:
     Args:
         page: URL of the published page `observability`; "" for a path in the repository.
     """
-    lines = ["# Made by `make metrics` out of the declared metrics; docs/observability.md says what each means.", "groups:"]
+    lines = [
+        (
+            "# Made by `make metrics` out of the declared metrics; docs/observability.md says what "
+            "each means."
+        ),
+        "groups:",
+    ]
     lines += ["  - name: hicache", "    rules:"]
     for alert in ALERTS:
         annotations = {

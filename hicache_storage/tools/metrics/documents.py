@@ -10,7 +10,8 @@ from hicache_storage.tools.metrics.alerts import ALERTS
 
 EXPORTERS: Final = {
     "storage": "Drivers: `hicache_storage.observability.prometheus.StorageCollector`",
-    "controller": "Hybrid controller: `hicache_storage.observability.prometheus.ControllerCollector`",
+    "controller": "Hybrid controller: "
+    "`hicache_storage.observability.prometheus.ControllerCollector`",
     "cache": "Radix cache: `hicache_storage.observability.prometheus.CacheCollector`",
     "server": "Metadata server: `GET /metrics`",
     "process": "Metadata server's process: `GET /metrics`, on Linux",
@@ -35,7 +36,12 @@ def alert_sections() -> str:
     parts = list[str]()
     for alert in ALERTS:
         lasts = f"for {alert.lasts}" if alert.lasts != "0m" else "at once"
-        parts += [f"### {alert.name}\n", f"{alert.severity.capitalize()}, {lasts}: `{alert.expr}`\n", f"{alert.means}\n", f"**Do:** {alert.do}\n"]  # fmt: skip
+        parts += [
+            f"### {alert.name}\n",
+            f"{alert.severity.capitalize()}, {lasts}: `{alert.expr}`\n",
+            f"{alert.means}\n",
+            f"**Do:** {alert.do}\n",
+        ]
     return "\n".join(parts)
 
 

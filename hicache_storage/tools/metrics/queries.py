@@ -20,7 +20,9 @@ def selected(metric: Metric, *matchers: str, suffix: str = "") -> str:
         label = matcher.partition("=")[0].rstrip("!~")
         if label not in (*metric.labels, "job"):
             raise ValueError(f"{metric.name} has no label {label!r}")
-    return f"{metric.name}{suffix}{{{','.join(matchers)}}}" if matchers else f"{metric.name}{suffix}"
+    return (
+        f"{metric.name}{suffix}{{{','.join(matchers)}}}" if matchers else f"{metric.name}{suffix}"
+    )
 
 
 def summed(expression: str, *by: str) -> str:
@@ -29,7 +31,8 @@ def summed(expression: str, *by: str) -> str:
 
 
 def total(metric: Metric, expression: str, *by: str) -> str:
-    """Sum an expression of a metric's series; equal series of several servers of one store count once."""
+    """Sum an expression of a metric's series; equal series of several servers of one store count
+    once."""
     if not metric.of_store:
         return summed(expression, *by)
     once = f"max by ({', '.join(metric.labels)}) ({expression})"
@@ -54,7 +57,9 @@ def grown(metric: Metric, window: str, by: tuple[str, ...] = ()) -> str:
     return total(metric, f"increase({selected(metric)}[{window}])", *by)
 
 
-def quantile(share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()) -> str:
+def quantile(
+    share: float, metric: Metric, window: str, *matchers: str, by: tuple[str, ...] = ()
+) -> str:
     """Query a histogram's quantile."""
     assert metric.kind is MetricKind.HISTOGRAM, metric.name
     buckets = summed(f"rate({selected(metric, *matchers, suffix='_bucket')}[{window}])", "le", *by)

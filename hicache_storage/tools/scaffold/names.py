@@ -33,11 +33,13 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
     """The names of the package of a driver called `name`.
 
     Raises:
-        ValueError: it cannot be a driver's name, or `repository` is not `OWNER/NAME`; the message says what would do.
+        ValueError: it cannot be a driver's name, or `repository` is not `OWNER/NAME`; the message
+        says what would do.
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(
-            f"{name!r} cannot be a driver's name: at most {MAX_NAME_CHARACTERS} lower-case letters and digits, "
+            f"{name!r} cannot be a driver's name: at most {MAX_NAME_CHARACTERS} lower-case letters "
+            f"and digits, "
             "in words joined by - or _, beginning with a letter, such as 'acme' or 'acme-kv'"
         )
     words = re.split("[-_]", name)

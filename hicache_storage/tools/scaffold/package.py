@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from hicache_storage.tools.scaffold.names import PackageNames
 
-# The suffix keeps tools that look for Python sources, and git's own look at .gitignore, away from the templates.
+# The suffix keeps tools that look for Python sources, and git's own look at .gitignore, away from
+# the templates.
 FILES: Final = {
     "pyproject.toml": "pyproject.toml.in",
     "README.md": "README.md.in",
@@ -30,7 +31,8 @@ FILES: Final = {
 
 
 class _Template(string.Template):
-    """Placeholders are `%%{name}`: neither Python, TOML, Markdown nor GitHub's workflows mean anything by that."""
+    """Placeholders are `%%{name}`: neither Python, TOML, Markdown nor GitHub's workflows mean
+    anything by that."""
 
     delimiter = "%%"
 

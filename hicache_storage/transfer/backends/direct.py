@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class DirectCopies:
     """One call for each layer and part, with the addresses of all pages.
 
-    Pages that are adjacent on both sides are one piece where their rows are. Where a layer's rows lie apart in host memory,
-    every row is a piece.
+    Pages that are adjacent on both sides are one piece where their rows are. Where a layer's rows
+    lie apart in host memory, every row is a piece.
     """
 
     def __init__(self, device_pages: LayeredPages, host_pages: LayeredPages) -> None:
@@ -32,10 +32,17 @@ class DirectCopies:
         rows, name = RowRuns(moves.device, moves.host), named_pages("device", moves.device)
         for layer in range(self._device_pages.layer_num):
             what = f"write-back of layer {layer} of {name}"
-            _copy(stream, self._device_pages.layer(layer), self._host_pages.layer(layer), rows, what)
+            _copy(
+                stream, self._device_pages.layer(layer), self._host_pages.layer(layer), rows, what
+            )
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        return partial(self._load_layer, stream, RowRuns(moves.host, moves.device), named_pages("device", moves.device))
+        return partial(
+            self._load_layer,
+            stream,
+            RowRuns(moves.host, moves.device),
+            named_pages("device", moves.device),
+        )
 
     def _load_layer(self, stream: Stream, rows: RowRuns, name: str, layer: int) -> None:
         what = f"load of layer {layer} into {name}"
@@ -43,7 +50,11 @@ class DirectCopies:
 
 
 def _copy(
-    stream: Stream, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], rows: RowRuns, what: str
+    stream: Stream,
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    rows: RowRuns,
+    what: str,
 ) -> None:
     for source, destination in zip(sources, destinations, strict=True):
         stream.copy_rows(destination, source, rows, what)

@@ -1,4 +1,5 @@
-"""The I/O backend `kernel`: pages are gathered and scattered on the device, and cross the bus in large pieces."""
+"""The I/O backend `kernel`: pages are gathered and scattered on the device, and cross the bus in
+large pieces."""
 
 from __future__ import annotations
 
@@ -35,12 +36,14 @@ class _Piece(NamedTuple):
 class GatheredCopies:
     """Moves pages between the device's layers and the host through staging buffers on the device.
 
-    A buffer is laid out as the host pool is. A write-back gathers all layers of a number of pages there, and copies them
-    to the host whole: one call for each part, wherever the pages are. A load copies one layer of a number of pages there,
-    and scatters it. Copies are long where host pages are adjacent; neither cares for the order of the device pages.
+    A buffer is laid out as the host pool is. A write-back gathers all layers of a number of pages
+    there, and copies them to the host whole: one call for each part, wherever the pages are. A load
+    copies one layer of a number of pages there, and scatters it. Copies are long where host pages
+    are adjacent; neither cares for the order of the device pages.
 
     Args:
-        pair: its device makes the streams that fill the buffers, and their memory: two for each direction, of one page at least.
+        pair: its device makes the streams that fill the buffers, and their memory: two for each
+            direction, of one page at least.
     """
 
     def __init__(self, pair: StagedPair) -> None:
@@ -58,14 +61,25 @@ class GatheredCopies:
         staging = self._out
         staging.begin(stream)
         for piece in self._pieces(staging.filler, staging.pages, moves, outwards=True):
-            staging.through(stream, partial(self._gather, staging.filler, piece), partial(self._copy_out, stream, piece))
+            staging.through(
+                stream,
+                partial(self._gather, staging.filler, piece),
+                partial(self._copy_out, stream, piece),
+            )
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
         staging = self._in
         staging.begin(stream)
-        return partial(self._load_layer, stream, staging, self._pieces(stream, staging.pages, moves, outwards=False))
+        return partial(
+            self._load_layer,
+            stream,
+            staging,
+            self._pieces(stream, staging.pages, moves, outwards=False),
+        )
 
-    def _load_layer(self, stream: Stream, staging: Staging, pieces: Sequence[_Piece], layer: int) -> None:
+    def _load_layer(
+        self, stream: Stream, staging: Staging, pieces: Sequence[_Piece], layer: int
+    ) -> None:
         for piece in pieces:
             fill = partial(self._copy_in, staging.filler, piece, layer)
             staging.through(stream, fill, partial(self._scatter, stream, piece, layer))
@@ -73,7 +87,9 @@ class GatheredCopies:
     def _gather(self, stream: Stream, piece: _Piece, buffer: LaidOutPages) -> None:
         for layer in range(self._host_pages.layer_num):
             what = f"write-back of layer {layer} of {piece.name}"
-            for source, staged in zip(self._device_pages.layer(layer), buffer.layer(layer), strict=True):
+            for source, staged in zip(
+                self._device_pages.layer(layer), buffer.layer(layer), strict=True
+            ):
                 stream.gather(staged.narrow(0, 0, piece.pages), source, piece.device, what)
 
     def _copy_out(self, stream: Stream, piece: _Piece, buffer: LaidOutPages) -> None:
@@ -88,11 +104,16 @@ class GatheredCopies:
 
     def _scatter(self, stream: Stream, piece: _Piece, layer: int, buffer: LaidOutPages) -> None:
         what = f"load of layer {layer} into {piece.name}"
-        for staged, destination in zip(buffer.layer(0), self._device_pages.layer(layer), strict=True):
+        for staged, destination in zip(
+            buffer.layer(0), self._device_pages.layer(layer), strict=True
+        ):
             stream.scatter(destination, piece.device, staged.narrow(0, 0, piece.pages), what)
 
-    def _pieces(self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool) -> list[_Piece]:
-        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that gathers or scatters."""
+    def _pieces(
+        self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool
+    ) -> list[_Piece]:
+        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that
+        gathers or scatters."""
         device, host = in_order(moves)
         uploaded = kernels.upload(device)
         pieces: list[_Piece] = []
@@ -106,7 +127,15 @@ class GatheredCopies:
 
     def _staging(self, name: str, drainer: Stream, layers: int) -> Staging:
         filler = self._device.stream(name)
-        layer_bytes = sum(part[0].numel() * part.element_size() for part in self._host_pages.layer(0))
-        pages = max(1, min(self._staging_bytes // (layers * layer_bytes), self._host_pages.page_num))
+        layer_bytes = sum(
+            part[0].numel() * part.element_size() for part in self._host_pages.layer(0)
+        )
+        pages = max(
+            1, min(self._staging_bytes // (layers * layer_bytes), self._host_pages.page_num)
+        )
         allocate = partial(self._device.scratch, streams=(filler, drainer))
-        return Staging(self._device, filler, [self._host_pages.alike(pages, layers, allocate) for _ in range(2)])
+        return Staging(
+            self._device,
+            filler,
+            [self._host_pages.alike(pages, layers, allocate) for _ in range(2)],
+        )

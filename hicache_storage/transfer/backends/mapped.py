@@ -1,4 +1,5 @@
-"""The I/O backend `mapped`: kernels read and write page-locked host memory themselves, wherever its pages lie."""
+"""The I/O backend `mapped`: kernels read and write page-locked host memory themselves, wherever its
+pages lie."""
 
 from __future__ import annotations
 
@@ -30,11 +31,13 @@ class _Moved(NamedTuple):
 class MappedCopies:
     """One kernel for each layer and part, on the transfer's own stream.
 
-    How many calls that takes depends on neither the pages nor the layout. Where the device has no kernel that moves rows
-    directly, two do it through a buffer, as many rows at a time as that takes; for each direction there is one.
+    How many calls that takes depends on neither the pages nor the layout. Where the device has no
+    kernel that moves rows directly, two do it through a buffer, as many rows at a time as that
+    takes; for each direction there is one.
 
     Args:
-        pair: its device allocates the buffers, of one page of one layer's part at least, and makes host memory visible to kernels.
+        pair: its device allocates the buffers, of one page of one layer's part at least, and makes
+            host memory visible to kernels.
 
     Raises:
         InvalidPoolError: kernels cannot reach the host memory, or there is none for a buffer.
@@ -46,7 +49,9 @@ class MappedCopies:
         self._out: torch.Tensor | None = None
         self._in: torch.Tensor | None = None
         if not pair.device.moves_rows:
-            largest = max(part[0].numel() * part.element_size() for part in pair.device_pages.layer(0))
+            largest = max(
+                part[0].numel() * part.element_size() for part in pair.device_pages.layer(0)
+            )
             size = max(1, min(pair.staging_bytes // largest, pair.device_pages.page_num)) * largest
             self._out, self._in = (pair.device.scratch(size, [stream]) for stream in pair.streams)
         for stream in pair.streams:
@@ -56,7 +61,9 @@ class MappedCopies:
         moved = _uploaded(stream, moves)
         for layer in range(self._device_pages.layer_num):
             what = f"write-back of layer {layer} of {moved.name}"
-            for source, destination in zip(self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True):
+            for source, destination in zip(
+                self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True
+            ):
                 _move(stream, destination, moved.host, source, moved.device, self._out, what)
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
@@ -64,7 +71,9 @@ class MappedCopies:
 
     def _load_layer(self, stream: Stream, moved: _Moved, layer: int) -> None:
         what = f"load of layer {layer} into {moved.name}"
-        for destination, source in zip(self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True):
+        for destination, source in zip(
+            self._device_pages.layer(layer), self._host_pages.layer(layer), strict=True
+        ):
             _move(stream, destination, moved.device, source, moved.host, self._in, what)
 
 

@@ -26,7 +26,8 @@ class StagedPair(NamedTuple):
 
 
 class Staging:
-    """Device memory that pages pass through, piece by piece: one buffer is filled while the other is drained.
+    """Device memory that pages pass through, piece by piece: one buffer is filled while the other
+    is drained.
 
     Args:
         filler: the stream that fills; it belongs to this.
@@ -47,8 +48,14 @@ class Staging:
         """Let the filling wait for what another stream holds now."""
         self.filler.wait_event(recorded(self._device, behind))
 
-    def through(self, drainer: Stream, fill: Callable[[LaidOutPages], None], drain: Callable[[LaidOutPages], None]) -> None:
-        """Enqueue one piece: `fill` enqueues on the filler, `drain` on `drainer`, each given the buffer."""
+    def through(
+        self,
+        drainer: Stream,
+        fill: Callable[[LaidOutPages], None],
+        drain: Callable[[LaidOutPages], None],
+    ) -> None:
+        """Enqueue one piece: `fill` enqueues on the filler, `drain` on `drainer`, each given the
+        buffer."""
         buffer, drained = self._buffers[self._turn], self._drained[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         self._before_fill(drained)

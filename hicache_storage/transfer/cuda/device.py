@@ -11,7 +11,12 @@ import torch
 
 from hicache_storage.pools.cuda_runtime import cuda_runtime
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.cuda.runtime import copy_rows, copy_with_gaps, is_capturing, mapped_tensor
+from hicache_storage.transfer.cuda.runtime import (
+    copy_rows,
+    copy_with_gaps,
+    is_capturing,
+    mapped_tensor,
+)
 from hicache_storage.transfer.regions.rows import gather_rows, scatter_rows
 from hicache_storage.transfer.streams import Rows, StreamFailedError
 from hicache_storage.transfer.uploads import UploadBuffers
@@ -32,7 +37,8 @@ class CudaEvent:
     """A `torch.cuda.Event` without timing.
 
     Args:
-        pool: where it comes from and goes back to; making an event of CUDA for every copy costs as much as a small copy.
+        pool: where it comes from and goes back to; making an event of CUDA for every copy costs as
+            much as a small copy.
     """
 
     _pool: deque[torch.cuda.Event] | None = None
@@ -71,10 +77,11 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A `torch.cuda.Stream`; wrap `torch.cuda.current_stream()` to have copies wait for a model's kernels.
+    """A `torch.cuda.Stream`; wrap `torch.cuda.current_stream()` to have copies wait for a model's
+    kernels.
 
-    After a kernel has failed, CUDA refuses every further call on the device: what waits raises `StreamFailedError`, what
-    enqueues torch's own error.
+    After a kernel has failed, CUDA refuses every further call on the device: what waits raises
+    `StreamFailedError`, what enqueues torch's own error.
 
     Args:
         native: the stream.
@@ -102,12 +109,16 @@ class CudaStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
-            if destination.device == source.device or (destination.is_contiguous() and source.is_contiguous()):
+            if destination.device == source.device or (
+                destination.is_contiguous() and source.is_contiguous()
+            ):
                 destination.copy_(source, non_blocking=True)
             else:
                 copy_with_gaps(destination, source, self.native)
 
-    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str) -> None:
+    def copy_rows(
+        self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+    ) -> None:
         with torch.cuda.stream(self.native):
             copy_rows(destination, source, rows, self.native)
 
@@ -115,27 +126,39 @@ class CudaStream:
         pinned, uploaded = self._uploads.take(len(rows))
         pinned.copy_(rows)
         with torch.cuda.stream(self.native):
-            # Of this stream's own memory, which comes again only to what is enqueued behind the kernels that read it.
+            # Of this stream's own memory, which comes again only to what is enqueued behind the
+            # kernels that read it.
             device = torch.empty(len(rows), dtype=torch.int64, device=self.native.device)
             device.copy_(pinned, non_blocking=True)
         uploaded.record(self)
         return Rows(rows.clone(), device)
 
-    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+    def gather(
+        self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str
+    ) -> None:
         with torch.cuda.stream(self.native):
             gather_rows(destination, source, rows.device)
 
-    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+    def scatter(
+        self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
+    ) -> None:
         with torch.cuda.stream(self.native):
             scatter_rows(destination, rows.device, source)
 
     def move_rows(
-        self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
+        self,
+        destination: torch.Tensor,
+        destination_rows: Rows,
+        source: torch.Tensor,
+        source_rows: Rows,
+        what: str,
     ) -> None:
         from hicache_storage.transfer.cuda.row_kernel import launch
 
         with torch.cuda.stream(self.native):
-            launch(destination, destination_rows.device, source, source_rows.device, self._copy_blocks)
+            launch(
+                destination, destination_rows.device, source, source_rows.device, self._copy_blocks
+            )
 
     def synchronize(self) -> None:
         _wait(self.native)
@@ -144,8 +167,9 @@ class CudaStream:
 class CudaDevice:
     """Makes streams of one CUDA device.
 
-    Its streams have the lowest priority that CUDA knows, so that the blocks of a model's kernels go first where the model
-    runs on a stream of a higher one, such as `torch.cuda.Stream(priority=-1)`.
+    Its streams have the lowest priority that CUDA knows, so that the blocks of a model's kernels go
+    first where the model runs on a stream of a higher one, such as
+    `torch.cuda.Stream(priority=-1)`.
 
     Args:
         device: such as `"cuda:0"`; without a number, or None, the one that is current now.
@@ -155,7 +179,9 @@ class CudaDevice:
         ConfigError: there is no such device, or `copy_blocks` is not positive.
     """
 
-    def __init__(self, device: torch.device | str | None = None, *, copy_blocks: int = COPY_BLOCKS) -> None:
+    def __init__(
+        self, device: torch.device | str | None = None, *, copy_blocks: int = COPY_BLOCKS
+    ) -> None:
         if copy_blocks < 1:
             raise ConfigError(f"copy_blocks must be at least 1, got {copy_blocks}")
         self._device = cuda_device("cuda" if device is None else device)
@@ -166,7 +192,8 @@ class CudaDevice:
 
     @property
     def moves_rows(self) -> bool:
-        """Check that Triton is installed and compiles for this device; tried once, which takes a second or two."""
+        """Check that Triton is installed and compiles for this device; tried once, which takes a
+        second or two."""
         if self._moves_rows is None:
             self._moves_rows = self._compiles()
         return self._moves_rows
@@ -177,12 +204,19 @@ class CudaDevice:
         try:
             from hicache_storage.transfer.cuda.row_kernel import launch
 
-            rows, memory = torch.zeros(1, dtype=torch.int64, device=self._device), torch.zeros(2, 8, device=self._device)
+            rows, memory = (
+                torch.zeros(1, dtype=torch.int64, device=self._device),
+                torch.zeros(2, 8, device=self._device),
+            )
             with torch.cuda.device(self._device):
                 launch(memory, rows, memory, rows + 1, 1)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # noqa: BLE001 - a compiler can fail in any way, and there is another kernel
-            logger.warning("Triton cannot compile for %s; 'mapped' copies through a buffer: %r", self._device, error)
+            logger.warning(
+                "Triton cannot compile for %s; 'mapped' copies through a buffer: %r",
+                self._device,
+                error,
+            )
             return False
         return True
 
@@ -198,7 +232,8 @@ class CudaDevice:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise InvalidPoolError(
-                f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a smaller staging_bytes, "
+                f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
+                f"smaller staging_bytes, "
                 "or the backend 'direct', which needs none"
             ) from error
         for native in (_cuda(stream).native for stream in streams):
@@ -215,7 +250,8 @@ class CudaDevice:
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
-    """A CUDA device with its number; each thread has a current device of its own, and a new thread's is the first.
+    """A CUDA device with its number; each thread has a current device of its own, and a new
+    thread's is the first.
 
     Raises:
         ConfigError: it is no CUDA device, or not there.
@@ -225,7 +261,10 @@ def cuda_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"device must be a CUDA device such as 'cuda:0', got {str(device)!r}")
     index = place.index if ":" in str(place) else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
-        raise ConfigError(f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        raise ConfigError(
+            f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, "
+            f"counted from 0"
+        )
     return torch.device("cuda", index)
 
 
@@ -234,10 +273,12 @@ def _pinned(rows: int) -> torch.Tensor:
 
 
 def _refuse_capture(native: torch.cuda.Stream) -> None:
-    """Refuse what would put copies into a graph, or end its capture: each replay needs events and pages of its own."""
+    """Refuse what would put copies into a graph, or end its capture: each replay needs events and
+    pages of its own."""
     if is_capturing(native.cuda_stream):
         raise InvalidTransferError(
-            "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait for the graph's last layer, "
+            "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait "
+            "for the graph's last layer, "
             "before the graph is replayed"
         )
 
@@ -251,5 +292,7 @@ def _wait(native: torch.cuda.Event | torch.cuda.Stream) -> None:
 
 def _cuda(stream: Stream) -> CudaStream:
     if not isinstance(stream, CudaStream):
-        raise TypeError(f"a CUDA event is recorded on a CUDA stream, not on {type(stream).__name__}")
+        raise TypeError(
+            f"a CUDA event is recorded on a CUDA stream, not on {type(stream).__name__}"
+        )
     return stream

@@ -86,12 +86,26 @@ def launch(
     to, origin = as_words(destination, source)
     shape, size = row_shape(to, origin), to.element_size()
     if len(shape.axes) > 2:
-        raise InvalidPoolError(f"rows with gaps along {len(shape.axes)} axes are not known to the kernel; pass another backend")
+        raise InvalidPoolError(
+            f"rows with gaps along {len(shape.axes)} axes are not known to the kernel; pass "
+            f"another backend"
+        )
     axes = [(axis.steps, axis.to // size, axis.origin // size) for axis in shape.axes]
     outer, inner = [NO_AXIS] * (2 - len(axes)) + axes
     width = shape.width // size
     block = min(1 << (width - 1).bit_length(), TILE_WORDS)
     _copy_rows[(blocks,)](
-        to, origin, destination_rows, source_rows, len(destination_rows), shape.pitch // size, shape.source_pitch // size,
-        *outer, *inner, width, PIECES=TILE_WORDS // block, BLOCK=block, num_warps=WARPS,
-    )  # fmt: skip
+        to,
+        origin,
+        destination_rows,
+        source_rows,
+        len(destination_rows),
+        shape.pitch // size,
+        shape.source_pitch // size,
+        *outer,
+        *inner,
+        width,
+        PIECES=TILE_WORDS // block,
+        BLOCK=block,
+        num_warps=WARPS,
+    )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.regions.runs import RowRuns
 
 FEW_CALLS: Final = 8
-"""Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a batch as its rows."""
+"""Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a
+batch as its rows."""
 _DEFAULT_KIND = 4
 """cudaMemcpyDefault: the direction follows from the addresses."""
 _STREAM_ORDER = 1
@@ -36,10 +37,14 @@ _DL_CUDA = 2
 """DLPack's number for memory of a CUDA device."""
 
 
-def copy_with_gaps(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Enqueue a copy between page-locked host memory and the device; the stream's device is the current one.
+def copy_with_gaps(
+    destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
+) -> None:
+    """Enqueue a copy between page-locked host memory and the device; the stream's device is the
+    current one.
 
-    torch itself would gather the host's side in memory that is not page-locked, and wait for the stream.
+    torch itself would gather the host's side in memory that is not page-locked, and wait for the
+    stream.
 
     Raises:
         StreamFailedError: CUDA refuses it.
@@ -47,10 +52,14 @@ def copy_with_gaps(destination: torch.Tensor, source: torch.Tensor, stream: torc
     _copy_rectangles(rectangles(destination, source), stream.cuda_stream)
 
 
-def copy_rows(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, stream: torch.cuda.Stream) -> None:
-    """Enqueue copies of rows between page-locked host memory and the device; the stream's device is the current one.
+def copy_rows(
+    destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, stream: torch.cuda.Stream
+) -> None:
+    """Enqueue copies of rows between page-locked host memory and the device; the stream's device is
+    the current one.
 
-    That is one call of CUDA, or a few where the rows are a few rectangles. Before CUDA 12.8 it is one for each piece.
+    That is one call of CUDA, or a few where the rows are a few rectangles. Before CUDA 12.8 it is
+    one for each piece.
 
     Raises:
         StreamFailedError: CUDA refuses it.
@@ -60,17 +69,25 @@ def copy_rows(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, st
         _copy_rectangles(few, stream.cuda_stream)
         return
     pieces = pieces_of(destination, source, rows)
-    destinations, sources = pieces.destinations + destination.data_ptr(), pieces.sources + source.data_ptr()
+    destinations, sources = (
+        pieces.destinations + destination.data_ptr(),
+        pieces.sources + source.data_ptr(),
+    )
     error = _copy_batch(destinations, sources, pieces.sizes, stream.cuda_stream)
     if error:
         _refused(error, f"copy of {len(destinations)} pieces")
 
 
-def _few_rectangles(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns) -> list[Rectangle] | None:
+def _few_rectangles(
+    destination: torch.Tensor, source: torch.Tensor, rows: RowRuns
+) -> list[Rectangle] | None:
     """The rectangles that the rows consist of; None if they are many."""
     if rows.run_num > FEW_CALLS:
         return None
-    each = (rectangles(destination.narrow(0, to, count), source.narrow(0, origin, count)) for origin, to, count in rows.runs())
+    each = (
+        rectangles(destination.narrow(0, to, count), source.narrow(0, origin, count))
+        for origin, to, count in rows.runs()
+    )
     few = list(itertools.islice(itertools.chain.from_iterable(each), FEW_CALLS + 1))
     return few if len(few) <= FEW_CALLS else None
 
@@ -81,22 +98,31 @@ def _copy_rectangles(wanted: Iterable[Rectangle], stream: int) -> None:
             # A block may be longer than a pitch.
             error = _memcpy()(to, origin, width, _DEFAULT_KIND, stream)
         else:
-            error = _memcpy_2d()(to, to_pitch, origin, origin_pitch, width, height, _DEFAULT_KIND, stream)
+            error = _memcpy_2d()(
+                to, to_pitch, origin, origin_pitch, width, height, _DEFAULT_KIND, stream
+            )
         if error:
             _refused(error, f"copy of {height} rows of {width} bytes")
 
 
-def _copy_batch(destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int) -> int:
+def _copy_batch(
+    destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int
+) -> int:
     batch = memcpy_batch()
     # The default stream takes no batches.
     if batch is not None and stream:
-        error = batch(destinations.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes), stream)
+        error = batch(
+            destinations.data_ptr(), sources.data_ptr(), sizes.data_ptr(), len(sizes), stream
+        )
         if error not in _NO_BATCHES:
             return error
         forget_error()
     copy = _memcpy()
     arrays = (cast("list[int]", numbers.tolist()) for numbers in (destinations, sources, sizes))
-    errors = (copy(to, origin, size, _DEFAULT_KIND, stream) for to, origin, size in zip(*arrays, strict=True))
+    errors = (
+        copy(to, origin, size, _DEFAULT_KIND, stream)
+        for to, origin, size in zip(*arrays, strict=True)
+    )
     return next(filter(None, errors), 0)
 
 
@@ -121,17 +147,22 @@ def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     if error or not address.value:
         forget_error()
         raise InvalidPoolError(
-            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool with pin_memory=True, "
+            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool with "
+            f"pin_memory=True, "
             "or pass another backend"
         )
     flat = relabelled(memory.view(-1).view(torch.uint8), address.value, _DL_CUDA, device.index)
     return flat.view(memory.dtype).view(memory.shape)
 
 
-def relabelled(memory: torch.Tensor, address: int, device_type: int, device_id: int) -> torch.Tensor:
-    """The same memory as a tensor that is said to lie at another address, on another device; keeps the memory alive.
+def relabelled(
+    memory: torch.Tensor, address: int, device_type: int, device_id: int
+) -> torch.Tensor:
+    """The same memory as a tensor that is said to lie at another address, on another device; keeps
+    the memory alive.
 
-    `__cuda_array_interface__` would need NumPy, and put the tensor on the device that was current when the memory was locked.
+    `__cuda_array_interface__` would need NumPy, and put the tensor on the device that was current
+    when the memory was locked.
 
     Args:
         memory: uint8, of one axis.
@@ -148,7 +179,11 @@ def relabelled(memory: torch.Tensor, address: int, device_type: int, device_id: 
 class _Lent(ctypes.Structure):
     """The beginning of DLPack's `DLManagedTensor`."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+    )
 
 
 def _capsule_pointer(capsule: object, name: bytes) -> int:
@@ -186,7 +221,13 @@ def _stream_is_capturing() -> Callable[..., int]:
 @functools.cache
 def _memcpy() -> Callable[..., int]:
     function = cuda_runtime().cudaMemcpyAsync
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
     function.restype = ctypes.c_int
     return function
 
@@ -194,7 +235,12 @@ def _memcpy() -> Callable[..., int]:
 @functools.cache
 def _memcpy_2d() -> Callable[..., int]:
     function = cuda_runtime().cudaMemcpy2DAsync
-    sizes = (ctypes.c_void_p, ctypes.c_size_t) * 2 + (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    sizes = (ctypes.c_void_p, ctypes.c_size_t) * 2 + (
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
     function.argtypes = sizes
     function.restype = ctypes.c_int
     return function
@@ -219,7 +265,8 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
-    """`cudaMemcpyBatchAsync` of the loaded runtime: arrays of destinations, sources and sizes, their length, a stream.
+    """`cudaMemcpyBatchAsync` of the loaded runtime: arrays of destinations, sources and sizes,
+    their length, a stream.
 
     None before CUDA 12.8. CUDA 13 has dropped the argument that tells which copy was refused.
     """
@@ -230,7 +277,17 @@ def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
     attributes, first = _Attributes(source_access_order=_STREAM_ORDER), ctypes.c_size_t(0)
     failed = (ctypes.byref(ctypes.c_size_t(0)),) if version < _FIRST_WITHOUT_FAILED_INDEX else ()
     array, pointers = ctypes.c_void_p, (ctypes.c_void_p,) * len(failed)
-    function.argtypes = (array, array, array, ctypes.c_size_t, array, array, ctypes.c_size_t, *pointers, ctypes.c_void_p)
+    function.argtypes = (
+        array,
+        array,
+        array,
+        ctypes.c_size_t,
+        array,
+        array,
+        ctypes.c_size_t,
+        *pointers,
+        ctypes.c_void_p,
+    )
     function.restype = ctypes.c_int
 
     def copy(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:

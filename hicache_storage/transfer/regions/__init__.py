@@ -1,1 +1,2 @@
-"""Regions of memory that copies move: rows, runs of rows, contiguous pieces, rectangles of bytes."""
+"""Regions of memory that copies move: rows, runs of rows, contiguous pieces, rectangles of
+bytes."""

@@ -1,6 +1,8 @@
-"""Rows with gaps as arrays of contiguous pieces: what one call of CUDA takes, whatever their number.
+"""Rows with gaps as arrays of contiguous pieces: what one call of CUDA takes, whatever their
+number.
 
-torch is imported where it is used: the simulator, which shares modules with this, is imported on machines without it.
+torch is imported where it is used: the simulator, which shares modules with this, is imported on
+machines without it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class RowShape(NamedTuple):
-    """One row of two tensors: pieces of `width` adjacent bytes, repeated along axes that lie apart on some side."""
+    """One row of two tensors: pieces of `width` adjacent bytes, repeated along axes that lie apart
+    on some side."""
 
     axes: Sequence[Axis]
     """From the outermost to the innermost."""
@@ -36,7 +39,8 @@ class RowShape(NamedTuple):
 
 
 def row_shape(destination: torch.Tensor, source: torch.Tensor) -> RowShape:
-    """The pieces that a row consists of, given two tensors with rows of one shape and element type."""
+    """The pieces that a row consists of, given two tensors with rows of one shape and element
+    type."""
     size = destination.element_size()
     axes, width = common_axes(destination[0], source[0]), size
     if axes and axes[-1].to == axes[-1].origin == width:
@@ -62,8 +66,12 @@ def _pieces(shape: RowShape, rows: RowRuns) -> Pieces:
             rows.sources[rows.starts] * shape.source_pitch,
             rows.lengths * shape.width,
         )
-    destinations = _spread(rows.destinations * shape.pitch, [(axis.steps, axis.to) for axis in shape.axes])
-    sources = _spread(rows.sources * shape.source_pitch, [(axis.steps, axis.origin) for axis in shape.axes])
+    destinations = _spread(
+        rows.destinations * shape.pitch, [(axis.steps, axis.to) for axis in shape.axes]
+    )
+    sources = _spread(
+        rows.sources * shape.source_pitch, [(axis.steps, axis.origin) for axis in shape.axes]
+    )
     return Pieces(destinations, sources, destinations.new_full(destinations.shape, shape.width))
 
 

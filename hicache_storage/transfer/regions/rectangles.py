@@ -1,4 +1,5 @@
-"""Copies between tensors with gaps, as rectangles: rows of adjacent bytes at one distance from each other."""
+"""Copies between tensors with gaps, as rectangles: rows of adjacent bytes at one distance from each
+other."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MAX_PITCH = (1 << 31) - 1
 
 
 class Rectangle(NamedTuple):
-    """`height` rows of `width` bytes, from an address on either side, `pitch` bytes from one row to the next."""
+    """`height` rows of `width` bytes, from an address on either side, `pitch` bytes from one row to
+    the next."""
 
     destination: int
     destination_pitch: int
@@ -36,29 +38,46 @@ class Axis(NamedTuple):
 
 
 def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rectangle]:
-    """Split a copy between two tensors of one shape and element type into rectangles; one, if possible."""
+    """Split a copy between two tensors of one shape and element type into rectangles; one, if
+    possible."""
     axes = common_axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
         width *= axes.pop().steps
-    height = max((axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None)
+    height = max(
+        (axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None
+    )
     if height is not None:
         axes.remove(height)
     rows = height or Axis(1, width, width)
     for place in product(*(range(axis.steps) for axis in axes)):
         to = sum(step * axis.to for step, axis in zip(place, axes, strict=True))
         origin = sum(step * axis.origin for step, axis in zip(place, axes, strict=True))
-        yield Rectangle(destination.data_ptr() + to, rows.to, source.data_ptr() + origin, rows.origin, width, rows.steps)
+        yield Rectangle(
+            destination.data_ptr() + to,
+            rows.to,
+            source.data_ptr() + origin,
+            rows.origin,
+            width,
+            rows.steps,
+        )
 
 
 def common_axes(destination: torch.Tensor, source: torch.Tensor) -> list[Axis]:
-    """The tensors' common axes from the outermost to the innermost, those joined that are one on both sides."""
+    """The tensors' common axes from the outermost to the innermost, those joined that are one on
+    both sides."""
     size = destination.element_size()
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
     joined: list[Axis] = []
-    for axis in sorted((Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1), key=_reach):
+    for axis in sorted(
+        (Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1),
+        key=_reach,
+    ):
         last = joined[-1] if joined else None
-        if last is not None and (last.to, last.origin) == (axis.steps * axis.to, axis.steps * axis.origin):
+        if last is not None and (last.to, last.origin) == (
+            axis.steps * axis.to,
+            axis.steps * axis.origin,
+        ):
             joined[-1] = Axis(last.steps * axis.steps, axis.to, axis.origin)
         else:
             joined.append(axis)

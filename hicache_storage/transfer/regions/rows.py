@@ -1,6 +1,7 @@
 """Rows of tensors moved by their numbers, whatever their element type is.
 
-torch is imported where it is used: the simulator, which uses this, is imported on machines without it.
+torch is imported where it is used: the simulator, which uses this, is imported on machines without
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ def gather_rows(destination: torch.Tensor, source: torch.Tensor, rows: torch.Ten
     torch.index_select(origin, 0, rows, out=to)
 
 
-def move_rows(destination: torch.Tensor, destination_rows: torch.Tensor, source: torch.Tensor, source_rows: torch.Tensor) -> None:
+def move_rows(
+    destination: torch.Tensor,
+    destination_rows: torch.Tensor,
+    source: torch.Tensor,
+    source_rows: torch.Tensor,
+) -> None:
     """`destination[destination_rows[i]] = source[source_rows[i]]`, through memory in between."""
     to, origin = as_words(destination, source)
     to.index_copy_(0, destination_rows, origin.index_select(0, source_rows))
@@ -44,13 +50,16 @@ def rows_of(tensor: torch.Tensor, rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views as the widest integers that all allow: kernels move them fastest, and know all of them."""
+    """Views as the widest integers that all allow: kernels move them fastest, and know all of
+    them."""
     import torch
 
     words = (torch.int64, torch.int32, torch.int16, torch.uint8)
     # Words are cut out of a row, never out of several.
     tensors = tuple(tensor.unsqueeze(-1) if tensor.dim() == 1 else tensor for tensor in tensors)
-    fitting = next(word for word in words if all(_holds(tensor, word.itemsize) for tensor in tensors))
+    fitting = next(
+        word for word in words if all(_holds(tensor, word.itemsize) for tensor in tensors)
+    )
     return tuple(tensor.view(fitting) for tensor in tensors)
 
 
@@ -61,4 +70,7 @@ def _holds(tensor: torch.Tensor, word: int) -> bool:
         return True
     if size > word or tensor.stride(-1) != 1 or tensor.data_ptr() % word:
         return False
-    return all(length * size % word == 0 for length in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1]))
+    return all(
+        length * size % word == 0
+        for length in (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    )

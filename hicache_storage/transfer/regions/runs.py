@@ -1,4 +1,5 @@
-"""The pages of a transfer as numbers: adjacent ones joined into runs by vector arithmetic, however many there are."""
+"""The pages of a transfer as numbers: adjacent ones joined into runs by vector arithmetic, however
+many there are."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class RowRuns:
     def __init__(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
         self.destinations, order = destinations.sort()
         self.sources = sources[order]
-        breaks = ((self.destinations.diff() != 1) | (self.sources.diff() != 1)).nonzero().view(-1) + 1
+        breaks = ((self.destinations.diff() != 1) | (self.sources.diff() != 1)).nonzero().view(
+            -1
+        ) + 1
         self.starts = _with_zero(breaks)
         """int64: for each of the longest runs, which of the rows is its first."""
         self.lengths = self.starts.diff(append=self.starts.new_full((1,), len(order)))
@@ -66,7 +69,10 @@ class RowRuns:
 
     def runs(self) -> Iterator[RowRun]:
         """Yield the runs one by one; for few runs."""
-        firsts = (cast("list[int]", numbers[self.starts].tolist()) for numbers in (self.sources, self.destinations))
+        firsts = (
+            cast("list[int]", numbers[self.starts].tolist())
+            for numbers in (self.sources, self.destinations)
+        )
         lengths = cast("list[int]", self.lengths.tolist())
         return (RowRun(*run) for run in zip(*firsts, lengths, strict=True))
 
@@ -79,7 +85,9 @@ def in_order(moves: PageMoves) -> PageMoves:
 
 def named_pages(where: str, numbers: torch.Tensor) -> str:
     """The name of pages in messages."""
-    return f"{where} page {int(numbers[0])}" if len(numbers) == 1 else f"{len(numbers)} {where} pages"
+    return (
+        f"{where} page {int(numbers[0])}" if len(numbers) == 1 else f"{len(numbers)} {where} pages"
+    )
 
 
 def _with_zero(numbers: torch.Tensor) -> torch.Tensor:

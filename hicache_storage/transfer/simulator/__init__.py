@@ -1,6 +1,12 @@
-"""Streams without a GPU: queues run by threads, with a detector of races that does not depend on timing."""
+"""Streams without a GPU: queues run by threads, with a detector of races that does not depend on
+timing."""
 
 from hicache_storage.transfer.simulator.races import Access, Race
-from hicache_storage.transfer.simulator.simulator import Hold, SimulatedEvent, SimulatedStream, StreamSimulator
+from hicache_storage.transfer.simulator.simulator import (
+    Hold,
+    SimulatedEvent,
+    SimulatedStream,
+    StreamSimulator,
+)
 
 __all__ = ["Access", "Hold", "Race", "SimulatedEvent", "SimulatedStream", "StreamSimulator"]

@@ -58,7 +58,8 @@ class Wait:
 
 
 class PiecewiseOperation:
-    """An operation that takes effect piece by piece with pauses in between, so that a missing wait exposes a partial copy.
+    """An operation that takes effect piece by piece with pauses in between, so that a missing wait
+    exposes a partial copy.
 
     Args:
         pause_seconds: the longest pause.
@@ -89,7 +90,11 @@ class Copy(PiecewiseOperation):
     """Copies between tensors of one shape."""
 
     def __init__(
-        self, destination: torch.Tensor, source: torch.Tensor, pause_seconds: float, admitted: Callable[[], None]
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        pause_seconds: float,
+        admitted: Callable[[], None],
     ) -> None:
         super().__init__(pause_seconds, admitted)
         self._destination = destination
@@ -97,7 +102,11 @@ class Copy(PiecewiseOperation):
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         axis = _longest_axis(self._destination)
-        pairs = zip(self._destination.tensor_split(count, axis), self._source.tensor_split(count, axis), strict=True)
+        pairs = zip(
+            self._destination.tensor_split(count, axis),
+            self._source.tensor_split(count, axis),
+            strict=True,
+        )
         return (partial(destination.copy_, source) for destination, source in pairs)
 
 
@@ -118,8 +127,14 @@ class Gather(PiecewiseOperation):
         self._rows = rows
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
-        pairs = zip(self._destination.tensor_split(count), self._rows.tensor_split(count), strict=True)
-        return (partial(gather_rows, destination, self._source, rows) for destination, rows in pairs if len(rows))
+        pairs = zip(
+            self._destination.tensor_split(count), self._rows.tensor_split(count), strict=True
+        )
+        return (
+            partial(gather_rows, destination, self._source, rows)
+            for destination, rows in pairs
+            if len(rows)
+        )
 
 
 class Scatter(PiecewiseOperation):
@@ -140,7 +155,11 @@ class Scatter(PiecewiseOperation):
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
         pairs = zip(self._rows.tensor_split(count), self._source.tensor_split(count), strict=True)
-        return (partial(scatter_rows, self._destination, rows, source) for rows, source in pairs if len(rows))
+        return (
+            partial(scatter_rows, self._destination, rows, source)
+            for rows, source in pairs
+            if len(rows)
+        )
 
 
 class Move(PiecewiseOperation):
@@ -162,8 +181,16 @@ class Move(PiecewiseOperation):
         self._source_rows = source_rows
 
     def pieces(self, count: int) -> Iterator[Callable[[], object]]:
-        pairs = zip(self._destination_rows.tensor_split(count), self._source_rows.tensor_split(count), strict=True)
-        return (partial(move_rows, self._destination, to, self._source, origin) for to, origin in pairs if len(to))
+        pairs = zip(
+            self._destination_rows.tensor_split(count),
+            self._source_rows.tensor_split(count),
+            strict=True,
+        )
+        return (
+            partial(move_rows, self._destination, to, self._source, origin)
+            for to, origin in pairs
+            if len(to)
+        )
 
 
 def _longest_axis(tensor: torch.Tensor) -> int:

@@ -28,7 +28,8 @@ class Access:
     """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
-        """Return True if `other` happened before this access, by the order of a stream, by events, or by the host."""
+        """Return True if `other` happened before this access, by the order of a stream, by events,
+        or by the host."""
         return self.clock.knows(other.actor, other.time)
 
     def __str__(self) -> str:
@@ -50,7 +51,8 @@ class Race:
     def __str__(self) -> str:
         deeds = ("reads", "writes")
         return (
-            f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it behind {self.first}, "
+            f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it "
+            f"behind {self.first}, "
             f"which {deeds[self.first_writes]} it"
         )
 
@@ -82,25 +84,33 @@ class ShadowMemory:
         self._names.append((start, end, name))
 
     def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` reads ranges of addresses; the races that this makes, one for each other operation."""
+        """Note that `access` reads ranges of addresses; the races that this makes, one for each
+        other operation."""
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
                 if cell.write is not None and not access.follows(cell.write):
-                    found.setdefault(cell.write, Race(cell.write, access, True, False, self._describe(run)))
+                    found.setdefault(
+                        cell.write, Race(cell.write, access, True, False, self._describe(run))
+                    )
                 cell.reads[access.actor] = access
         return list(found.values())
 
     def write(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` writes ranges of addresses; the races that this makes, one for each other operation."""
+        """Note that `access` writes ranges of addresses; the races that this makes, one for each
+        other operation."""
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
                 for other in cell.reads.values():
                     if not access.follows(other):
-                        found.setdefault(other, Race(other, access, False, True, self._describe(run)))
+                        found.setdefault(
+                            other, Race(other, access, False, True, self._describe(run))
+                        )
                 if cell.write is not None and not access.follows(cell.write):
-                    found.setdefault(cell.write, Race(cell.write, access, True, True, self._describe(run)))
+                    found.setdefault(
+                        cell.write, Race(cell.write, access, True, True, self._describe(run))
+                    )
                 cell.write = access
                 cell.reads.clear()
         return list(found.values())
@@ -134,7 +144,8 @@ def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
         return []
     size = tensor.element_size()
     starts, length = [tensor.data_ptr()], size
-    # From the innermost axis outwards: an axis that continues the run makes it longer, any other repeats it.
+    # From the innermost axis outwards: an axis that continues the run makes it longer, any other
+    # repeats it.
     axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
     for stride, count in axes:
         if count == 1:

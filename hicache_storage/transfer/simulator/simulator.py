@@ -49,7 +49,11 @@ class Hold:
 
     def concerns(self, runs: Sequence[tuple[int, int]]) -> bool:
         """Return True if one of the ranges overlaps those held."""
-        return any(start < other_end and other < end for start, end in self.runs for other, other_end in runs)
+        return any(
+            start < other_end and other < end
+            for start, end in self.runs
+            for other, other_end in runs
+        )
 
     def wait(self) -> None:
         """Block until it is over."""
@@ -61,10 +65,11 @@ class Hold:
 class StreamSimulator:
     """A device whose streams are threads on the CPU. To be closed, or used in a `with` statement.
 
-    Copies take effect when they run, piece by piece with pauses drawn from the seed, so that an order that nothing
-    enforces sooner or later shows in the bytes. The verdict does not wait for that: `races` has every two operations on
-    the same bytes, one of them writing, that neither a stream's order nor an event nor a wait of the host puts in order.
-    It depends on what was enqueued, in which order, and not on when it ran.
+    Copies take effect when they run, piece by piece with pauses drawn from the seed, so that an
+    order that nothing enforces sooner or later shows in the bytes. The verdict does not wait for
+    that: `races` has every two operations on the same bytes, one of them writing, that neither a
+    stream's order nor an event nor a wait of the host puts in order. It depends on what was
+    enqueued, in which order, and not on when it ran.
 
     The host is one actor: calls from several threads have to be ordered by the caller.
 
@@ -74,7 +79,9 @@ class StreamSimulator:
         moves_rows: whether streams have `move_rows`, as on machines with Triton.
     """
 
-    def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True) -> None:
+    def __init__(
+        self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True
+    ) -> None:
         self.moves_rows = moves_rows
         self.races: list[Race] = []
         """Races found so far, in the order of enqueueing."""
@@ -86,13 +93,19 @@ class StreamSimulator:
         self._streams: list[SimulatedStream] = []
         self._holds: list[Hold] = []
         self._scratch_numbers = count()
-        # Memory that was given back could come again as another tensor's, and its past would be taken for that one's.
+        # Memory that was given back could come again as another tensor's, and its past would be
+        # taken for that one's.
         self._kept = dict[int, "torch.Tensor"]()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def stream(self, name: str) -> SimulatedStream:
@@ -129,14 +142,18 @@ class StreamSimulator:
             with self._lock:
                 self._shadow.name(start, end, name)
 
-    def host(self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()) -> None:
-        """Say that the host touches memory now, itself or through a call that returns before the host goes on."""
+    def host(
+        self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
+    ) -> None:
+        """Say that the host touches memory now, itself or through a call that returns before the
+        host goes on."""
         with self._lock:
             access = Access(what, "host", HOST, self._host.tick(HOST), self._host.copy())
             self._note(access, reads, writes)
 
     def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
-        """Keep copies into these tensors that have not begun from beginning, for so long at most."""
+        """Keep copies into these tensors that have not begun from beginning, for so long at
+        most."""
         hold = Hold([run for tensor in tensors for run in byte_runs(tensor)], seconds)
         with self._lock:
             self._holds.append(hold)
@@ -156,30 +173,64 @@ class StreamSimulator:
         for stream in streams:
             stream.end()
 
-    # What streams and events ask ---------------------------------------------------------------------------------
+    # What streams and events ask
+    # ---------------------------------------------------------------------------------
 
-    def copy(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
+    def copy(
+        self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, what: str
+    ) -> None:
         """Enqueue a copy, and judge it."""
         run = partial(Copy, destination, source)
         self._enqueue(stream, what, run, reads=[source], writes=[destination])
 
     def copy_rows(
-        self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+        self,
+        stream: SimulatedStream,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        rows: RowRuns,
+        what: str,
     ) -> None:
         """Enqueue a copy of rows, and judge it."""
         run = partial(Move, destination, rows.destinations, source, rows.sources)
         reads, writes = rows_of(source, rows.sources), rows_of(destination, rows.destinations)
         self._enqueue(stream, what, run, reads=list(reads), writes=list(writes))
 
-    def gather(self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+    def gather(
+        self,
+        stream: SimulatedStream,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        rows: Rows,
+        what: str,
+    ) -> None:
         """Enqueue a gathering kernel, and judge it."""
         run = partial(Gather, destination, source, rows.device)
-        self._enqueue(stream, what, run, reads=[rows.device, *rows_of(source, rows.host)], writes=[destination])
+        self._enqueue(
+            stream,
+            what,
+            run,
+            reads=[rows.device, *rows_of(source, rows.host)],
+            writes=[destination],
+        )
 
-    def scatter(self, stream: SimulatedStream, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+    def scatter(
+        self,
+        stream: SimulatedStream,
+        destination: torch.Tensor,
+        rows: Rows,
+        source: torch.Tensor,
+        what: str,
+    ) -> None:
         """Enqueue a scattering kernel, and judge it."""
         run = partial(Scatter, destination, rows.device, source)
-        self._enqueue(stream, what, run, reads=[rows.device, source], writes=list(rows_of(destination, rows.host)))
+        self._enqueue(
+            stream,
+            what,
+            run,
+            reads=[rows.device, source],
+            writes=list(rows_of(destination, rows.host)),
+        )
 
     def move_rows(
         self,
@@ -194,7 +245,9 @@ class StreamSimulator:
         run = partial(Move, destination, destination_rows.device, source, source_rows.device)
         numbers = [destination_rows.device, source_rows.device]
         writes = list(rows_of(destination, destination_rows.host))
-        self._enqueue(stream, what, run, reads=[*numbers, *rows_of(source, source_rows.host)], writes=writes)
+        self._enqueue(
+            stream, what, run, reads=[*numbers, *rows_of(source, source_rows.host)], writes=writes
+        )
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""
@@ -227,10 +280,16 @@ class StreamSimulator:
         with self._lock:
             stream.clock.join(self._host)
             time = stream.clock.tick(stream.actor)
-            self._note(Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()), reads, writes)
+            self._note(
+                Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()),
+                reads,
+                writes,
+            )
             stream.enqueue(operation(self._pause_seconds, admission))
 
-    def _note(self, access: Access, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]) -> None:
+    def _note(
+        self, access: Access, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
         for tensor in reads:
             self._kept[tensor.untyped_storage().data_ptr()] = tensor
             self.races += self._shadow.read(access, byte_runs(tensor))
@@ -265,7 +324,9 @@ class SimulatedStream:
 
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, SimulatedEvent):
-            raise TypeError(f"a simulated stream waits for simulated events, not for {type(event).__name__}")
+            raise TypeError(
+                f"a simulated stream waits for simulated events, not for {type(event).__name__}"
+            )
         place = self._simulator.order_behind(self, event)
         if place is not None:
             self.enqueue(Wait(place))
@@ -273,7 +334,9 @@ class SimulatedStream:
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.copy(self, destination, source, what)
 
-    def copy_rows(self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str) -> None:
+    def copy_rows(
+        self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+    ) -> None:
         self._simulator.copy_rows(self, destination, source, rows, what)
 
     def upload(self, rows: torch.Tensor) -> Rows:
@@ -283,14 +346,23 @@ class SimulatedStream:
         self._simulator.copy(self, uploaded.device, host, "upload of row numbers")
         return uploaded
 
-    def gather(self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str) -> None:
+    def gather(
+        self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str
+    ) -> None:
         self._simulator.gather(self, destination, source, rows, what)
 
-    def scatter(self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str) -> None:
+    def scatter(
+        self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
+    ) -> None:
         self._simulator.scatter(self, destination, rows, source, what)
 
     def move_rows(
-        self, destination: torch.Tensor, destination_rows: Rows, source: torch.Tensor, source_rows: Rows, what: str
+        self,
+        destination: torch.Tensor,
+        destination_rows: Rows,
+        source: torch.Tensor,
+        source_rows: Rows,
+        what: str,
     ) -> None:
         self._simulator.move_rows(self, destination, destination_rows, source, source_rows, what)
 
@@ -336,7 +408,10 @@ class SimulatedEvent:
 
     def record(self, stream: Stream) -> None:
         if not isinstance(stream, SimulatedStream):
-            raise TypeError(f"a simulated event is recorded on a simulated stream, not on {type(stream).__name__}")
+            raise TypeError(
+                f"a simulated event is recorded on a simulated stream, not on "
+                f"{type(stream).__name__}"
+            )
         self._simulator.record(self, stream)
 
     def query(self) -> bool:

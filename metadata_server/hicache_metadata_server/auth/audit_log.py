@@ -1,4 +1,5 @@
-"""Who has done what an operator may have to answer for: one JSON object a line, in a file or in the log."""
+"""Who has done what an operator may have to answer for: one JSON object a line, in a file or in the
+log."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TEXT: Final = 200
 NAMES: Final = 16
 """Scopes that are named; of more, how many they are."""
 BURST: Final = 10.0
-"""Refusals of one peer that are written one by one; after that, one a second, with the number of those in between."""
+"""Refusals of one peer that are written one by one; after that, one a second, with the number of
+those in between."""
 PEERS: Final = 1024
 
 _log = structlog.get_logger()
@@ -38,7 +40,8 @@ class Entry:
 
 
 class Audit:
-    """Writes events. Used from the event loop; a line goes to the operating system at once, in one call.
+    """Writes events. Used from the event loop; a line goes to the operating system at once, in one
+    call.
 
     Args:
         file: appended to, made with mode 600; None for the log.
@@ -48,7 +51,9 @@ class Audit:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, file: Path | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._file, self._clock = file, clock
         self._descriptor = -1 if file is None else _opened(file)
         self._refusals = _Sieve()
@@ -58,7 +63,11 @@ class Audit:
     def write(self, event: str, **told: Any) -> None:
         """Write one; never raises, because what it tells has happened."""
         if self._file is not None:
-            line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **told}
+            line = {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "event": event,
+                **told,
+            }
             try:
                 os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
             except OSError as error:
@@ -68,17 +77,27 @@ class Audit:
                 return
         _log.info("audit", **{"of": event, **told})
 
-    def request(self, route: str, status: int, caller: Caller, peer: str, about: Mapping[str, Any]) -> None:
+    def request(
+        self, route: str, status: int, caller: Caller, peer: str, about: Mapping[str, Any]
+    ) -> None:
         """An admin call, or one that has emptied scopes."""
         self.write("request", **_who(caller, peer), route=route, **about, status=status)
 
     def refused(self, route: str, status: int, code: str, caller: Caller | None, peer: str) -> None:
-        """A request without the right to be done; of many by the same host, some, with the number of the others."""
+        """A request without the right to be done; of many by the same host, some, with the number
+        of the others."""
         host = peer.rpartition(":")[0]
         passed = self._refusals.pass_on(host, self._clock())
         if passed is not None:
             more = {"not_written": passed} if passed else {}
-            self.write("refused", **_who(caller or ANYBODY, peer), route=route[:TEXT], status=status, code=code, **more)
+            self.write(
+                "refused",
+                **_who(caller or ANYBODY, peer),
+                route=route[:TEXT],
+                status=status,
+                code=code,
+                **more,
+            )
 
     def reopen(self) -> None:
         """Go on in the file that has its name now: the one before may have been moved away."""
@@ -105,7 +124,8 @@ class _Sieve:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, tuple[float, float, int]] = OrderedDict()
-        """How many may pass, since when that holds, and how many did not since the last that did."""
+        """How many may pass, since when that holds, and how many did not since the last that
+        did."""
 
     def pass_on(self, name: str, now: float) -> int | None:
         """How many were held back since the last one that passed; None if this one is, too."""

@@ -1,7 +1,9 @@
-"""Requests that a browser sends for a page of somebody else, refused where no token tells them from others.
+"""Requests that a browser sends for a page of somebody else, refused where no token tells them from
+others.
 
-A page of any site can make a browser send requests to this machine. A request across sites says so in `Origin` or `Sec-Fetch-Site`; a site
-whose name was pointed at this machine (DNS rebinding) is told by `Host`.
+A page of any site can make a browser send requests to this machine. A request across sites says so
+in `Origin` or `Sec-Fetch-Site`; a site whose name was pointed at this machine (DNS rebinding) is
+told by `Host`.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _OWN_SITE: Final = (b"same-origin", b"none")
 class Origins:
     """Which requests may come from a browser.
 
-    Known hosts are addresses, names that nobody can point here from outside (without a dot, or ending in one of `PRIVATE`), the machine's own
-    name, and those that are given.
+    Known hosts are addresses, names that nobody can point here from outside (without a dot, or
+    ending in one of `PRIVATE`), the machine's own name, and those that are given.
     """
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
@@ -48,7 +50,10 @@ class Origins:
         if origin is not None:
             self._see_origin(origin, host)
         elif headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
-            raise _refused("a page of another site has sent this request, and this server has no tokens", "Sec-Fetch-Site")
+            raise _refused(
+                "a page of another site has sent this request, and this server has no tokens",
+                "Sec-Fetch-Site",
+            )
 
     def _see_host(self, host: bytes) -> None:
         name = _name_of(host)
@@ -62,7 +67,9 @@ class Origins:
         _, _, place = origin.lower().partition(b"://")
         if not place or (place != host.lower() and _name_of(place) not in self._allowed):
             raise _refused(
-                f"a page of {origin[:100].decode('latin-1')!r} has sent this request, and this server has no tokens", "Origin"
+                f"a page of {origin[:100].decode('latin-1')!r} has sent this request, and this "
+                f"server has no tokens",
+                "Origin",
             )
 
     def _is_private(self, name: str) -> bool:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.tenants import Caller, Quotas, Tenants
 
 ENDS: Final = frozenset(("commit", "abort", "renew", "unpin", "confirm_write"))
-"""Requests that go on with what was begun: refused, they would waste the pages that are written, and hold on to slots."""
+"""Requests that go on with what was begun: refused, they would waste the pages that are written,
+and hold on to slots."""
 
 
 class _Bucket:
@@ -35,7 +36,8 @@ class _Bucket:
 
 
 class Rates:
-    """A bucket of requests for each tenant that has a limit; of this process, and from one event loop."""
+    """A bucket of requests for each tenant that has a limit; of this process, and from one event
+    loop."""
 
     def __init__(self, tenants: Tenants, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tenants, self._clock = tenants, clock
@@ -60,15 +62,21 @@ class Rates:
         bucket = self._buckets.get(tenant) if tenant in self._buckets else self._open(tenant)
         if bucket is None:
             return
-        seconds = bucket.take(self._clock(), -bucket.burst if route.rpartition("/")[2] in ENDS else 0.0)
+        seconds = bucket.take(
+            self._clock(), -bucket.burst if route.rpartition("/")[2] in ENDS else 0.0
+        )
         if seconds:
             self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
             message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
-            raise RefusedError(429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds))
+            raise RefusedError(
+                429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
+            )
 
     def _open(self, tenant: str) -> _Bucket | None:
         quota = self._quotas.of(tenant)
         rate = quota.requests_per_second
-        bucket = None if rate is None else _Bucket(rate, max(1.0, quota.burst or rate), self._clock())
+        bucket = (
+            None if rate is None else _Bucket(rate, max(1.0, quota.burst or rate), self._clock())
+        )
         self._buckets[tenant] = bucket
         return bucket

@@ -1,4 +1,5 @@
-"""What stands between a client and the service: tokens, rates, the audit log, and the files that they come from."""
+"""What stands between a client and the service: tokens, rates, the audit log, and the files that
+they come from."""
 
 from __future__ import annotations
 
@@ -45,9 +46,12 @@ class Owned(Protocol):
 
 
 class Security:
-    """Of one server. Without arguments it asks nobody for anything, and writes its audit lines to the log."""
+    """Of one server. Without arguments it asks nobody for anything, and writes its audit lines to
+    the log."""
 
-    def __init__(self, service: Owned, tokens: Tokens | None = None, audit: Audit | None = None) -> None:
+    def __init__(
+        self, service: Owned, tokens: Tokens | None = None, audit: Audit | None = None
+    ) -> None:
         self._service = service
         self.tokens = tokens or Tokens()
         self.audit = audit or Audit()
@@ -162,8 +166,20 @@ class Security:
                 _log.warning("readable_by_all", file=str(file))
         short = [kind for token, kind in settings.tokens().items() if len(token) < LEAST_CHARACTERS]
         for kind in short:
-            _log.warning("short_token", variable=f"HICACHE_METADATA_{kind.upper()}_TOKEN", least_characters=LEAST_CHARACTERS)
+            _log.warning(
+                "short_token",
+                variable=f"HICACHE_METADATA_{kind.upper()}_TOKEN",
+                least_characters=LEAST_CHARACTERS,
+            )
         if not self.tokens and settings.host not in ("127.0.0.1", "::1", "localhost"):
-            _log.warning("no_tokens", host=settings.host, consequence="everybody who reaches the port may do everything")
-        if self.tokens and self.tls is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
+            _log.warning(
+                "no_tokens",
+                host=settings.host,
+                consequence="everybody who reaches the port may do everything",
+            )
+        if (
+            self.tokens
+            and self.tls is None
+            and settings.host not in ("127.0.0.1", "::1", "localhost")
+        ):
             _log.warning("no_tls", host=settings.host, consequence="tokens travel in the clear")

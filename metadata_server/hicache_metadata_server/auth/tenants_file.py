@@ -41,7 +41,13 @@ class TenantQuota(BaseModel):
     @property
     def quota(self) -> Quota:
         """As the service counts it."""
-        return Quota(self.most_scopes, self.most_slots, self.most_bytes, self.requests_per_second, self.burst or 0.0)
+        return Quota(
+            self.most_scopes,
+            self.most_slots,
+            self.most_bytes,
+            self.requests_per_second,
+            self.burst or 0.0,
+        )
 
 
 class TenantsFile(BaseModel):
@@ -68,7 +74,9 @@ def _told(error: ErrorDetails) -> str:
         return f"{where}: {error['msg']}"
     known = TenantsFile.model_fields if len(error["loc"]) == 1 else TenantQuota.model_fields
     near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-    return f"{where}: there is no such key; " + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}")
+    return f"{where}: there is no such key; " + (
+        f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    )
 
 
 def read_tenants_file(path: Path) -> Quotas:

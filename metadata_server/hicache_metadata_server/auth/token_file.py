@@ -33,7 +33,9 @@ Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
 TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
 
 
-class TokenRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class TokenRecord(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One token, without the token."""
 
     id: Id
@@ -58,7 +60,8 @@ class TokenFileError(ValueError):
 
 
 def digest(token: bytes) -> bytes:
-    """What is kept of a token. It has 256 random bits, so that neither salt nor slowness would make guessing harder."""
+    """What is kept of a token. It has 256 random bits, so that neither salt nor slowness would make
+    guessing harder."""
     return hashlib.sha256(token).digest()
 
 
@@ -68,7 +71,13 @@ def new_token() -> str:
 
 
 def record_of(
-    token: str, right: str, *, name: str = "", tenant: str = "", expires: datetime | None = None, now: datetime | None = None
+    token: str,
+    right: str,
+    *,
+    name: str = "",
+    tenant: str = "",
+    expires: datetime | None = None,
+    now: datetime | None = None,
 ) -> TokenRecord:
     """What is kept of a token.
 
@@ -76,9 +85,13 @@ def record_of(
         TokenFileError: right, name or tenant is none.
     """
     made = {
-        "id": name or secrets.token_hex(4), "sha256": digest(token.encode()).hex(), "right": right, "tenant": tenant,
-        "created": (now or datetime.now(UTC)).replace(microsecond=0), "expires": expires,
-    }  # fmt: skip
+        "id": name or secrets.token_hex(4),
+        "sha256": digest(token.encode()).hex(),
+        "right": right,
+        "tenant": tenant,
+        "created": (now or datetime.now(UTC)).replace(microsecond=0),
+        "expires": expires,
+    }
     try:
         return msgspec.convert(made, TokenRecord)
     except msgspec.ValidationError as error:
@@ -107,9 +120,11 @@ def readable_by_all(path: Path) -> bool:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
-    """The tokens of a file by their ids, to be changed; the file is replaced as a whole when the block ends without an error.
+    """The tokens of a file by their ids, to be changed; the file is replaced as a whole when the
+    block ends without an error.
 
-    A file that is not there, or empty, has none. One that is there keeps its owner; a new one has mode 600.
+    A file that is not there, or empty, has none. One that is there keeps its owner; a new one has
+    mode 600.
 
     Raises:
         TokenFileError: the file is not as it must be.
@@ -120,7 +135,10 @@ def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
         # Two who change it at once do so one after the other.
         fcntl.flock(directory, fcntl.LOCK_EX)
         there = path.stat() if path.exists() else None
-        tokens = {record.id: record for record in (read_token_file(path) if there and there.st_size else [])}
+        tokens = {
+            record.id: record
+            for record in (read_token_file(path) if there and there.st_size else [])
+        }
         yield tokens
         _replace(path, encoded(list(tokens.values())), there)
         os.fsync(directory)
@@ -130,7 +148,8 @@ def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
 
 @contextlib.contextmanager
 def written_once(path: Path | None, content: bytes) -> Generator[None]:
-    """A new file of mode 600, which is gone again if the block ends with an error; nothing for None.
+    """A new file of mode 600, which is gone again if the block ends with an error; nothing for
+    None.
 
     Raises:
         OSError: it is there already, or cannot be written.
@@ -159,8 +178,8 @@ def read_plain_file(path: Path) -> list[TokenRecord]:
     """Records of the tokens in a file of an earlier version: lines of `read|write|admin TOKEN`.
 
     Raises:
-        TokenFileError: a line is not of that form, or its token is so short that its digest would tell it.
-        OSError: the file cannot be read.
+        TokenFileError: a line is not of that form, or its token is so short that its digest would
+        tell it. OSError: the file cannot be read.
     """
     found: dict[str, TokenRecord] = {}
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -169,9 +188,14 @@ def read_plain_file(path: Path) -> list[TokenRecord]:
             continue
         match = _PLAIN_LINE.fullmatch(text)
         if match is None:
-            raise TokenFileError(f"{path}, line {number}: expected read, write or admin, and a token")
+            raise TokenFileError(
+                f"{path}, line {number}: expected read, write or admin, and a token"
+            )
         if len(match[2]) < LEAST_CHARACTERS:
-            raise TokenFileError(f"{path}, line {number}: a token of less than {LEAST_CHARACTERS} characters; make a new one")
+            raise TokenFileError(
+                f"{path}, line {number}: a token of less than {LEAST_CHARACTERS} characters; make "
+                f"a new one"
+            )
         record = record_of(match[2], match[1], name=f"line-{number}")
         if record.sha256 in found:
             raise TokenFileError(f"{path}, line {number}: this token is there already")
@@ -183,9 +207,13 @@ def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
     try:
         found = msgspec.json.decode(content, type=TokenFile).tokens
     except (msgspec.DecodeError, UnicodeError) as error:
-        if any(_PLAIN_LINE.fullmatch(line.strip()) for line in content.decode("utf-8", "replace").splitlines()):
+        if any(
+            _PLAIN_LINE.fullmatch(line.strip())
+            for line in content.decode("utf-8", "replace").splitlines()
+        ):
             raise TokenFileError(
-                f"{path} holds tokens in the clear; keep their digests instead: hicache metadata token convert {path} --file NEW"
+                f"{path} holds tokens in the clear; keep their digests instead: hicache metadata "
+                f"token convert {path} --file NEW"
             ) from None
         raise TokenFileError(f"{path} is no file of tokens: {error}") from error
     for what in ("id", "sha256"):

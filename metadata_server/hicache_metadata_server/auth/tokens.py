@@ -37,10 +37,17 @@ class Tokens:
         clock: seconds since 1970, by which tokens expire.
     """
 
-    def __init__(self, tokens: Mapping[str, Token] | None = None, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, tokens: Mapping[str, Token] | None = None, *, clock: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
         self._fixed = dict(
-            _entry(digest(text.encode()), kind, _NEVER, Caller(f"env-{kind}", kind, "", kind is Token.ADMIN))
+            _entry(
+                digest(text.encode()),
+                kind,
+                _NEVER,
+                Caller(f"env-{kind}", kind, "", kind is Token.ADMIN),
+            )
             for text, kind in (tokens or {}).items()
         )
         self._known = dict(self._fixed)
@@ -50,7 +57,8 @@ class Tokens:
         return self._wanted
 
     def take(self, records: Iterable[TokenRecord]) -> None:
-        """These tokens in the place of those that were taken before. From now on a token is wanted, even if there is none."""
+        """These tokens in the place of those that were taken before. From now on a token is wanted,
+        even if there is none."""
         self._known = self._fixed | dict(_of_record(record) for record in records)
         self._wanted = True
 
@@ -58,7 +66,8 @@ class Tokens:
         """See that a request may be done; returns who asks.
 
         Raises:
-            RefusedError: 401 without a known token, or with one that has expired, 403 with one that permits less.
+            RefusedError: 401 without a known token, or with one that has expired, 403 with one that
+            permits less.
         """
         if not self._wanted or needed is Token.NONE:
             return ANYBODY
@@ -67,7 +76,8 @@ class Tokens:
             raise RefusedError(
                 401,
                 "unauthorized",
-                "this server needs a bearer token that it knows (header Authorization: Bearer TOKEN)",
+                "this server needs a bearer token that it knows (header Authorization: Bearer "
+                "TOKEN)",
                 "Authorization",
             )
         if known.expires <= self._clock():
@@ -91,13 +101,17 @@ class Tokens:
     def next_expiry(self) -> float | None:
         """When the next of those that are valid expires; None if none does."""
         now = self._clock()
-        return min((known.expires for known in self._known.values() if now < known.expires < _NEVER), default=None)
+        return min(
+            (known.expires for known in self._known.values() if now < known.expires < _NEVER),
+            default=None,
+        )
 
     def _find(self, authorization: bytes) -> _Known | None:
         kind, _, token = authorization.partition(b" ")
         if kind.lower() != b"bearer":
             return None
-        # How long this takes tells something of a digest at most, and a digest does not tell its token.
+        # How long this takes tells something of a digest at most, and a digest does not tell its
+        # token.
         found = digest(token.strip())
         known = self._known.get(found[:_HALF])
         return known if known is not None and compare_digest(known.rest, found[_HALF:]) else None

@@ -1,4 +1,5 @@
-"""A snapshot in a file: written aside and then renamed, and verified as a whole before anything of it is used."""
+"""A snapshot in a file: written aside and then renamed, and verified as a whole before anything of
+it is used."""
 
 from __future__ import annotations
 
@@ -70,14 +71,19 @@ class Backup:
             if record is None:
                 raise SnapshotError(f"{self._path} is cut short after {self.tally.pages:,} pages")
             yield part_of(record)
-        if reader.read() is not None or (record.scopes, record.pages) != (len(self.tally.scopes), self.tally.pages):
+        if reader.read() is not None or (record.scopes, record.pages) != (
+            len(self.tally.scopes),
+            self.tally.pages,
+        ):
             raise SnapshotError(f"{self._path} does not end as it was written")
 
     @contextmanager
     def _opened(self) -> Generator[FrameReader]:
         with self._path.open("rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise SnapshotError(f"{self._path} is no backup of a metadata server, or one of another version")
+                raise SnapshotError(
+                    f"{self._path} is no backup of a metadata server, or one of another version"
+                )
             try:
                 yield FrameReader(file)
             except SnapshotError as error:

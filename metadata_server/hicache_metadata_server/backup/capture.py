@@ -28,11 +28,13 @@ def snapshot_of(service: MetadataService, now: float) -> Iterator[Part]:
     yield service.counters()
 
 
-def taken(scope: Scope, first: int, end: int, now: float, most_lease_seconds: float) -> tuple[Pages, Rests]:
+def taken(
+    scope: Scope, first: int, end: int, now: float, most_lease_seconds: float
+) -> tuple[Pages, Rests]:
     """The slots from `first` up to `end` as they are now.
 
-    A leased slot rests as long as any lease may last: its writer does not know that its lease has not travelled. A pinned slot that
-    holds nothing rests as long as its pins.
+    A leased slot rests as long as any lease may last: its writer does not know that its lease has
+    not travelled. A pinned slot that holds nothing rests as long as its pins.
     """
     table = scope.table
     live, others = list[int](), list[int]()
@@ -61,5 +63,9 @@ def _until(scope: Scope, slot: int, now: float, most_lease_seconds: float) -> fl
     if state == LEASED:
         return now + most_lease_seconds
     # A slot that a clear has let go may not have been told yet when its quarantine ends.
-    ends = [scope.table.until[slot], scope.cleared_until, *scope.pins.by_slot.get(slot, {}).values()]
+    ends = [
+        scope.table.until[slot],
+        scope.cleared_until,
+        *scope.pins.by_slot.get(slot, {}).values(),
+    ]
     return min(max(ends), now + most_lease_seconds)

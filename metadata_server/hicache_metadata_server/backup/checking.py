@@ -1,4 +1,5 @@
-"""Pages of a snapshot, compared with the data files of the driver, some at a time and several at once."""
+"""Pages of a snapshot, compared with the data files of the driver, some at a time and several at
+once."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class PageChecker:
         self._files: dict[str, CheckedFile | None] = {}
 
     def enter(self, head: ScopeHead) -> None:
-        """A scope whose pages are going to be asked for. Of others the files are let go: there may be thousands."""
+        """A scope whose pages are going to be asked for. Of others the files are let go: there may
+        be thousands."""
         for file in self._files.values():
             if file is not None:
                 file.close()
@@ -81,8 +83,11 @@ class PageChecker:
         return list(self._threads.map(file.verdict, claims))
 
     def misfits(self, scope: str, pages: Pages) -> list[str]:
-        """What is wrong with each page of a scope that is known, or ""; what cannot be read is taken to be right."""
-        return [str(verdict) if verdict in DEFECTS else "" for verdict in self.verdicts(scope, pages)]
+        """What is wrong with each page of a scope that is known, or ""; what cannot be read is
+        taken to be right."""
+        return [
+            str(verdict) if verdict in DEFECTS else "" for verdict in self.verdicts(scope, pages)
+        ]
 
     def close(self) -> None:
         """End the threads and close the files."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.backup.parts import DIGESTS, Pages, Rests, generations_digest, pages_digest
+from hicache_metadata_server.backup.parts import (
+    DIGESTS,
+    Pages,
+    Rests,
+    generations_digest,
+    pages_digest,
+)
 from hicache_metadata_server.protocol import Exported
 
 if TYPE_CHECKING:
@@ -18,20 +24,45 @@ def piece_digest(pages: Pages, rests: Rests) -> str:
 
 
 def exported(
-    pages: Pages, rests: Rests, now: float, *, used: int, epoch: int, counters: Counters, rows: bool, tenant: str = ""
+    pages: Pages,
+    rests: Rests,
+    now: float,
+    *,
+    used: int,
+    epoch: int,
+    counters: Counters,
+    rows: bool,
+    tenant: str = "",
 ) -> Exported:
     """The answer to a request for slots of a scope; without `rows` only about them."""
     digest = piece_digest(pages, rests)
     if not rows:
         return Exported(
-            used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest, tenant=tenant
-        )  # fmt: skip
+            used=used,
+            epoch=epoch,
+            next_lease=counters.lease,
+            next_pin=counters.pin,
+            digest=digest,
+            tenant=tenant,
+        )
     return Exported(
-        used=used, epoch=epoch, next_lease=counters.lease, next_pin=counters.pin, digest=digest, tenant=tenant, slots=pages.slots,
-        generations=pages.generations, leases=pages.uses, lengths=pages.lengths, checksums=pages.checksums, keys=pages.keys,
-        prefixes=pages.prefixes, other_slots=rests.slots, other_generations=rests.generations,
+        used=used,
+        epoch=epoch,
+        next_lease=counters.lease,
+        next_pin=counters.pin,
+        digest=digest,
+        tenant=tenant,
+        slots=pages.slots,
+        generations=pages.generations,
+        leases=pages.uses,
+        lengths=pages.lengths,
+        checksums=pages.checksums,
+        keys=pages.keys,
+        prefixes=pages.prefixes,
+        other_slots=rests.slots,
+        other_generations=rests.generations,
         other_seconds=[max(0.0, until - now) for until in rests.until],
-    )  # fmt: skip
+    )
 
 
 def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
@@ -41,8 +72,14 @@ def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
         ValueError: its columns are not of one length, or not those of the digest.
     """
     pages = Pages(
-        answer.slots, answer.generations, answer.leases, answer.lengths, answer.checksums, answer.keys, answer.prefixes
-    )  # fmt: skip
+        answer.slots,
+        answer.generations,
+        answer.leases,
+        answer.lengths,
+        answer.checksums,
+        answer.keys,
+        answer.prefixes,
+    )
     until = [now + seconds if seconds > 0 else 0.0 for seconds in answer.other_seconds]
     rests = Rests(answer.other_slots, answer.other_generations, until)
     if piece_digest(pages, rests) != answer.digest or len(until) != len(rests):

@@ -20,7 +20,8 @@ LEAP: Final = 1 << 40
 
 
 def verifiable(parts: Iterable[Part], dropped: Counter[str]) -> Iterator[Part]:
-    """Without the pages that no reader can verify: their slots may hold other pages by now, and nobody would notice."""
+    """Without the pages that no reader can verify: their slots may hold other pages by now, and
+    nobody would notice."""
     for part in parts:
         if not isinstance(part, Pages):
             yield part
@@ -32,8 +33,9 @@ def verifiable(parts: Iterable[Part], dropped: Counter[str]) -> Iterator[Part]:
 
 
 def restored(parts: Iterable[Part], until: float) -> Iterator[Part]:
-    """As a backup is to be taken over: no number is given again that was given since, and all slots that hold nothing rest until then,
-    because a writer may have a lease on them that the backup does not know of."""
+    """As a backup is to be taken over: no number is given again that was given since, and all slots
+    that hold nothing rest until then, because a writer may have a lease on them that the backup
+    does not know of."""
     for part in parts:
         match part:
             case Counters():
@@ -44,7 +46,9 @@ def restored(parts: Iterable[Part], until: float) -> Iterator[Part]:
                 yield part
 
 
-def only_whole(parts: Iterable[Part], checker: PageChecker, dropped: Counter[str]) -> Iterator[Part]:
+def only_whole(
+    parts: Iterable[Part], checker: PageChecker, dropped: Counter[str]
+) -> Iterator[Part]:
     """Without the pages that are not in their slots; those of other directories stay."""
     name = ""
     for part in parts:
@@ -75,9 +79,12 @@ def without(parts: Iterable[Part], going: Container[tuple[str, int]]) -> Iterato
         yield rests_of(gone)
 
 
-def without_scopes(parts: Iterable[Part], names: Collection[str], dropped: Counter[str]) -> Iterator[Part]:
-    """Without some scopes: whoever names one of them later makes it anew. Lease numbers go on in stores that count them for all
-    scopes together; a shared store counts those of each, from the beginning.
+def without_scopes(
+    parts: Iterable[Part], names: Collection[str], dropped: Counter[str]
+) -> Iterator[Part]:
+    """Without some scopes: whoever names one of them later makes it anew. Lease numbers go on in
+    stores that count them for all scopes together; a shared store counts those of each, from the
+    beginning.
 
     Raises:
         SnapshotError: at the end, one of them was not there.
@@ -92,7 +99,10 @@ def without_scopes(parts: Iterable[Part], names: Collection[str], dropped: Count
         elif isinstance(part, Pages):
             dropped[f"scope {name}"] += len(part)
     if missing:
-        raise SnapshotError(f"there is no scope {min(missing)}; --without names those that `hicache metadata scopes` lists")
+        raise SnapshotError(
+            f"there is no scope {min(missing)}; --without names those that `hicache metadata "
+            f"scopes` lists"
+        )
 
 
 def rests_of(pages: Pages) -> Rests:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.backup.parts import Part
 
 _HEAD: Final = struct.Struct("<QQ")
-"""Of a record: the bytes of the payload, and the checksum of its number in the file and the payload."""
+"""Of a record: the bytes of the payload, and the checksum of its number in the file and the
+payload."""
 MOST_BYTES: Final = 256 << 20
 """Of a payload. None is as long; a length that is damaged may say so."""
 
@@ -91,7 +92,9 @@ class FrameReader:
         try:
             record: Record = _DECODER.decode(payload)
         except msgspec.DecodeError as error:
-            raise SnapshotError(f"record {self._number} is of a kind that this version does not know: {error}") from error
+            raise SnapshotError(
+                f"record {self._number} is of a kind that this version does not know: {error}"
+            ) from error
         self._number += 1
         return record
 

@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened_store(url: str, most_lease_seconds: float = DEFAULTS.most_lease_seconds) -> Generator[MetadataService]:
-    """What a store has kept, as a server would take it over; nobody else can open it meanwhile, and nothing in it is changed.
+def opened_store(
+    url: str, most_lease_seconds: float = DEFAULTS.most_lease_seconds
+) -> Generator[MetadataService]:
+    """What a store has kept, as a server would take it over; nobody else can open it meanwhile, and
+    nothing in it is changed.
 
     Raises:
         StoreError: it cannot be read, or a server has it.
         ValueError: the address is not the address of a store.
     """
     if url == MEMORY:
-        raise StoreError("nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB")
+        raise StoreError(
+            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
+        )
     if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
         # It would be made.
         raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")

@@ -1,8 +1,9 @@
 """The parts of a snapshot.
 
-A snapshot is a stream: for each scope a `ScopeHead` and then its slots, some at a time, as `Pages` and `Rests`; at the end `Counters`.
-Each slot that was ever used stands in it once, in any order; the others are free and of generation 0. What is not in it does not
-travel: leases, pins, answers kept for idempotency keys, hits and misses.
+A snapshot is a stream: for each scope a `ScopeHead` and then its slots, some at a time, as `Pages`
+and `Rests`; at the end `Counters`. Each slot that was ever used stands in it once, in any order;
+the others are free and of generation 0. What is not in it does not travel: leases, pins, answers
+kept for idempotency keys, hits and misses.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
     slots: list[int]
     generations: list[int]
     uses: list[int]
-    """The later a page was used, the greater; at least 1, unlike any other's of the scope, and less than the counter `lease`."""
+    """The later a page was used, the greater; at least 1, unlike any other's of the scope, and less
+    than the counter `lease`."""
     lengths: list[int]
     """Bytes; 0 where the writer has not told."""
     checksums: list[int]
@@ -63,7 +65,9 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
 
     def at(self, places: list[int]) -> Pages:
         """Those at some places."""
-        return Pages(*([column[place] for place in places] for column in msgspec.structs.astuple(self)))
+        return Pages(
+            *([column[place] for place in places] for column in msgspec.structs.astuple(self))
+        )
 
 
 def joined(batches: Iterable[Pages]) -> Pages:
@@ -76,7 +80,8 @@ def joined(batches: Iterable[Pages]) -> Pages:
 
 
 class Rests(msgspec.Struct, frozen=True, tag="rests"):
-    """Some slots that were used and hold nothing; what they are given for next has a greater generation."""
+    """Some slots that were used and hold nothing; what they are given for next has a greater
+    generation."""
 
     slots: list[int]
     generations: list[int]
@@ -98,9 +103,12 @@ Part = ScopeHead | Pages | Rests | Counters
 
 
 def pages_digest(pages: Pages) -> int:
-    """128 bits over what some pages are, without generations and use; those of several batches add up, modulo 2**128, in any order."""
+    """128 bits over what some pages are, without generations and use; those of several batches add
+    up, modulo 2**128, in any order."""
     digest, whole = xxhash.xxh3_128_intdigest, 0
-    for slot, _, _, length, checksum, key, prefix in zip(*msgspec.structs.astuple(pages), strict=True):
+    for slot, _, _, length, checksum, key, prefix in zip(
+        *msgspec.structs.astuple(pages), strict=True
+    ):
         name = key.encode()
         whole += digest(_PAGE.pack(slot, length, checksum, len(name)) + name + prefix.encode())
     return whole % DIGESTS
@@ -110,7 +118,9 @@ def generations_digest(part: Pages | Rests) -> int:
     """The same over the generations of slots."""
     digest, held = xxhash.xxh3_128_intdigest, isinstance(part, Pages)
     rows = zip(part.slots, part.generations, strict=True)
-    return sum(digest(_GENERATION.pack(held, slot, generation)) for slot, generation in rows) % DIGESTS
+    return (
+        sum(digest(_GENERATION.pack(held, slot, generation)) for slot, generation in rows) % DIGESTS
+    )
 
 
 @dataclass(slots=True)
@@ -166,9 +176,15 @@ class Tally:
             if mine is None or its is None:
                 found.append(f"scope {name} is only on one side")
             elif (mine.slots, mine.pages) != (its.slots, its.pages):
-                found.append(f"scope {name} has {mine.pages:,} pages in {mine.slots:,} slots, and {its.pages:,} in {its.slots:,}")
+                found.append(
+                    f"scope {name} has {mine.pages:,} pages in {mine.slots:,} slots, and "
+                    f"{its.pages:,} in {its.slots:,}"
+                )
             elif mine.digest != its.digest:
-                found.append(f"scope {name} has {mine.pages:,} pages on both sides, and they are not the same")
+                found.append(
+                    f"scope {name} has {mine.pages:,} pages on both sides, and they are not the "
+                    f"same"
+                )
         return found
 
 

@@ -1,4 +1,5 @@
-"""Shared stores, filled from a snapshot and read into one. Nothing says whether servers use a store: the operator stops them first."""
+"""Shared stores, filled from a snapshot and read into one. Nothing says whether servers use a
+store: the operator stops them first."""
 
 from __future__ import annotations
 
@@ -50,7 +51,12 @@ class SharedStore:
         """Connected since it was made."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """End the connections."""
         self.close()
 
@@ -61,7 +67,9 @@ class SharedStore:
     def call(self, path: str, request: p.Request | None, kind: type[A]) -> A:
         """Ask as one asks a server: for the scopes, or for slots of one."""
         answer: Any = (
-            self.do(self._listed()) if request is None else self.do(getattr(self.service, path.rpartition("/")[2])(request))
+            self.do(self._listed())
+            if request is None
+            else self.do(getattr(self.service, path.rpartition("/")[2])(request))
         )
         assert isinstance(answer, kind), "asked for something else"
         return answer
@@ -79,8 +87,8 @@ class SharedStore:
 
 
 class RedisTarget:
-    """All of one Redis. Its scopes are in the list of scopes, which servers go by, from `keep` on; with `replace` the old ones go
-    when `load` begins.
+    """All of one Redis. Its scopes are in the list of scopes, which servers go by, from `keep` on;
+    with `replace` the old ones go when `load` begins.
 
     Raises:
         StoreError: Redis is not reached.
@@ -95,7 +103,10 @@ class RedisTarget:
         try:
             self._old = self._store.call("/v2/scopes", None, p.Scopes).scopes
             if self._old and not replace:
-                raise SnapshotError(f"{self._store.service.link.shown} holds scopes already; with --replace they make room")
+                raise SnapshotError(
+                    f"{self._store.service.link.shown} holds scopes already; with --replace they "
+                    f"make room"
+                )
         except BaseException:
             self._store.close()
             raise
@@ -132,7 +143,10 @@ class RedisTarget:
         """Enter the scopes into the list."""
         catalog = self._store.service.catalog
         for tenant in sorted({head.tenant for head in self._heads}):
-            theirs, owner = [head.geometry for head in self._heads if head.tenant == tenant], Caller(tenant=tenant, sees_all=True)
+            theirs, owner = (
+                [head.geometry for head in self._heads if head.tenant == tenant],
+                Caller(tenant=tenant, sees_all=True),
+            )
             self._store.do(catalog.register(theirs, NOT_ONCE, len(self._heads), owner))
         self._kept = True
 
@@ -164,7 +178,8 @@ class RedisTarget:
             await link.command("UNLINK", *ScopeKeys(name).all)
 
     def _fill_holes(self, seen: bytearray) -> None:
-        """Slots before a used one that are not in the snapshot are free; each has a record there."""
+        """Slots before a used one that are not in the snapshot are free; each has a record
+        there."""
         holes = [slot for slot, there in enumerate(seen) if not there]
         if holes:
             rests = Rests(holes, [0] * len(holes), [0.0] * len(holes))
@@ -176,7 +191,9 @@ class RedisTarget:
             yield head
             first, used = 0, 1
             while first < used:
-                read = read_slots(catalog, head.geometry.scope, first, PIECE, now, DEFAULTS.most_lease_seconds)
+                read = read_slots(
+                    catalog, head.geometry.scope, first, PIECE, now, DEFAULTS.most_lease_seconds
+                )
                 pages, rests, used, *_ = self._store.do(read)
                 yield pages
                 yield rests

@@ -1,9 +1,11 @@
 """A snapshot of a server that runs, taken through `POST /v2/export`.
 
-A server that serves changes between two requests. So each piece is asked for twice: first all of it, into a spool; then, when all
-pieces are there, whether it has changed. Of a piece that has, only the slots count that hold the same page of the same generation
-both times. What is left was live at one instant, the one between the two rounds: a page that has come, gone or moved
-since is left out. Of a server that drains and whose leases have ended nothing comes or moves, and the second answer counts.
+A server that serves changes between two requests. So each piece is asked for twice: first all of
+it, into a spool; then, when all pieces are there, whether it has changed. Of a piece that has, only
+the slots count that hold the same page of the same generation both times. What is left was live at
+one instant, the one between the two rounds: a page that has come, gone or moved since is left out.
+Of a server that drains and whose leases have ended nothing comes or moves, and the second answer
+counts.
 """
 
 from __future__ import annotations
@@ -64,7 +66,12 @@ class RemoteSource:
         """Nothing is asked for yet."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """Remove the spool."""
         self._file.close()
 
@@ -89,7 +96,9 @@ class RemoteSource:
                 yield from self._second(name, first, answer.digest, drained=drained)
                 first += PIECE
                 answer = self._told(name, first)
-            counters = Counters(max(counters.lease, answer.next_lease), max(counters.pin, answer.next_pin))
+            counters = Counters(
+                max(counters.lease, answer.next_lease), max(counters.pin, answer.next_pin)
+            )
         yield counters
 
     def changed(self) -> list[str]:
@@ -113,7 +122,10 @@ class RemoteSource:
                 before = self._read(*spooled[:2])[0]
                 known = dict(zip(before.slots, before.generations, strict=True))
                 # In its slot a generation holds one page at most, and holds it once.
-                same = [known.get(slot) == held for slot, held in zip(pages.slots, pages.generations, strict=True)]
+                same = [
+                    known.get(slot) == held
+                    for slot, held in zip(pages.slots, pages.generations, strict=True)
+                ]
                 pages, gone = pages.parted(same.__getitem__)
                 yield rests_of(gone)
         self._given[name, first] = piece_digest(pages, rests)
@@ -146,7 +158,8 @@ class RemoteSource:
 
 
 def served(remote: Asked, wanted: Container[str]) -> Iterator[Part]:
-    """The live pages of a server as they go by: each was there when it was asked for. No counters, and nothing of other slots.
+    """The live pages of a server as they go by: each was there when it was asked for. No counters,
+    and nothing of other slots.
 
     Raises:
         RemoteError: it does not answer.
@@ -170,7 +183,9 @@ def _pieces(remote: Asked, name: str) -> Iterator[tuple[int, Exported]]:
 
 
 def _export(remote: Asked, name: str, first: int, *, rows: bool) -> Exported:
-    return remote.call("/v2/export", Export(scope=name, first=first, count=PIECE, rows=rows), Exported)
+    return remote.call(
+        "/v2/export", Export(scope=name, first=first, count=PIECE, rows=rows), Exported
+    )
 
 
 def _decoded(answer: Exported) -> tuple[Pages, Rests]:
@@ -186,5 +201,9 @@ def _scopes(remote: Asked) -> list[ScopeStatus]:
 
 def _geometry(scope: ScopeStatus) -> ScopeGeometry:
     return ScopeGeometry(
-        scope=scope.scope, slots=scope.slots, slot_bytes=scope.slot_bytes, geometry=scope.geometry, identity=scope.identity
+        scope=scope.scope,
+        slots=scope.slots,
+        slot_bytes=scope.slot_bytes,
+        geometry=scope.geometry,
+        identity=scope.identity,
     )

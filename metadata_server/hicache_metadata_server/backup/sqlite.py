@@ -1,4 +1,5 @@
-"""SQLite stores, filled from a snapshot: in a file aside, which then takes the place of the other."""
+"""SQLite stores, filled from a snapshot: in a file aside, which then takes the place of the
+other."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.backup.capture import snapshot_of
 from hicache_metadata_server.backup.offline import opened_store
-from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError, Tally
+from hicache_metadata_server.backup.parts import (
+    Counters,
+    Pages,
+    Rests,
+    ScopeHead,
+    SnapshotError,
+    Tally,
+)
 from hicache_metadata_server.core.changes import Changes, ScopeRecord
 from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
 from hicache_metadata_server.core.invariants import audit
@@ -42,7 +50,11 @@ class Stamp(NamedTuple):
         """Of the store as it is now."""
         file = Path(url.removeprefix(SQLITE))
         found = file.stat()
-        return cls(found.st_ino, found.st_mtime_ns, sum(path.stat().st_size for path in (file, *_logs(file))))
+        return cls(
+            found.st_ino,
+            found.st_mtime_ns,
+            sum(path.stat().st_size for path in (file, *_logs(file))),
+        )
 
 
 class SqliteTarget:
@@ -86,7 +98,8 @@ class SqliteTarget:
         return tally, problems
 
     def keep(self) -> None:
-        """Rename, with the old file out of the way, so that it never has the new one's log or the new one its."""
+        """Rename, with the old file out of the way, so that it never has the new one's log or the
+        new one its."""
         old = self._file.with_name(f"{self._file.name}{REPLACED}")
         try:
             if any(_logs(self._aside)) or Path(f"{self._aside}-wal").exists():
@@ -116,10 +129,22 @@ def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
         match part:
             case ScopeHead():
                 number, epoch = number + 1, part.epoch
-                yield Changes(scopes=[ScopeRecord(number, part.geometry, epoch, tenant=part.tenant, model=part.model)])
+                yield Changes(
+                    scopes=[
+                        ScopeRecord(
+                            number, part.geometry, epoch, tenant=part.tenant, model=part.model
+                        )
+                    ]
+                )
             case Pages() | Rests():
                 if part:
-                    yield Changes(slots={number: _pages(part, epoch) if isinstance(part, Pages) else _rests(part, epoch)})
+                    yield Changes(
+                        slots={
+                            number: _pages(part, epoch)
+                            if isinstance(part, Pages)
+                            else _rests(part, epoch)
+                        }
+                    )
             case Counters():
                 yield Changes(counters={"lease": part.lease, "pin": part.pin})
 
@@ -128,21 +153,39 @@ def _pages(pages: Pages, epoch: int) -> SlotChanges:
     order = sorted(range(len(pages)), key=pages.slots.__getitem__)
     slots = _wide(pages.slots, order)
     states = SlotStates(
-        epoch, slots, bytes([LIVE]) * len(order), b"", _wide(pages.lengths, order), _wide(pages.checksums, order)
-    )  # fmt: skip
+        epoch,
+        slots,
+        bytes([LIVE]) * len(order),
+        b"",
+        _wide(pages.lengths, order),
+        _wide(pages.checksums, order),
+    )
     leases = SlotLeases(
-        slots, _wide(pages.generations, order), _wide(pages.uses, order), [pages.keys[i] for i in order],
-        [pages.prefixes[i] for i in order], [],
-    )  # fmt: skip
+        slots,
+        _wide(pages.generations, order),
+        _wide(pages.uses, order),
+        [pages.keys[i] for i in order],
+        [pages.prefixes[i] for i in order],
+        [],
+    )
     return SlotChanges(states, leases)
 
 
 def _rests(rests: Rests, epoch: int) -> SlotChanges:
     order = sorted(range(len(rests)), key=rests.slots.__getitem__)
     slots, until = _wide(rests.slots, order), array("d", [rests.until[i] for i in order])
-    states = SlotStates(epoch, slots, bytes(QUARANTINED if end > 0 else FREE for end in until), until.tobytes(), b"", b"")
+    states = SlotStates(
+        epoch,
+        slots,
+        bytes(QUARANTINED if end > 0 else FREE for end in until),
+        until.tobytes(),
+        b"",
+        b"",
+    )
     nothing, names = bytes(8 * len(order)), [""] * len(order)
-    return SlotChanges(states, SlotLeases(slots, _wide(rests.generations, order), nothing, names, [], []))
+    return SlotChanges(
+        states, SlotLeases(slots, _wide(rests.generations, order), nothing, names, [], [])
+    )
 
 
 def _wide(column: Sequence[int], order: Sequence[int]) -> bytes:
@@ -157,7 +200,9 @@ def _holds_scopes(file: Path) -> bool:
     """
     if file.exists() and file.stat().st_size:
         try:
-            with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            with contextlib.closing(
+                sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)
+            ) as database:
                 if database.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
                     raise StoreError(f"{file} is a database of something else")
                 if database.execute("SELECT count(*) FROM scopes").fetchone()[0]:

@@ -27,7 +27,8 @@ class Target(Protocol):
         ...
 
     def read_back(self) -> tuple[Tally, list[str]]:
-        """What was written, as a server would take it over: a tally of it, and what contradicts itself.
+        """What was written, as a server would take it over: a tally of it, and what contradicts
+        itself.
 
         Raises:
             StoreError: it cannot be read.
@@ -66,7 +67,10 @@ def open_target(url: str, *, replace: bool) -> Target:
         from hicache_metadata_server.backup.redis import RedisTarget
 
         return RedisTarget(url, replace=replace)
-    raise ValueError(f"{url!r} is not the address of a store that can be filled; {SQLITE}FILE and redis://HOST:PORT/DB do")
+    raise ValueError(
+        f"{url!r} is not the address of a store that can be filled; {SQLITE}FILE and "
+        f"redis://HOST:PORT/DB do"
+    )
 
 
 def fill(target: Target, parts: Iterable[Part]) -> Tally:
@@ -82,5 +86,7 @@ def fill(target: Target, parts: Iterable[Part]) -> Tally:
     problems += tally.differences(found)
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise SnapshotError(f"what was written is not what was read: {problems[0]}{more}; nothing has changed")
+        raise SnapshotError(
+            f"what was written is not what was read: {problems[0]}{more}; nothing has changed"
+        )
     return tally

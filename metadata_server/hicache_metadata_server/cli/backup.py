@@ -26,28 +26,41 @@ if TYPE_CHECKING:
 
 HTTP: Final = ("http://", "https://")
 LOOK_SECONDS: Final = 0.2
-DRAINS: Final = "It gives no new leases: stop it, start one on the copy, and point the clients there."
+DRAINS: Final = (
+    "It gives no new leases: stop it, start one on the copy, and point the clients there."
+)
 
 Source = Annotated[
     str,
     typer.Argument(
         metavar="STORE_OR_URL",
-        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB, or a server's http(s)://HOST:PORT",
+        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB, or a server's "
+        "http(s)://HOST:PORT",
     ),
 ]
 Target = Annotated[
     str,
-    typer.Argument(metavar="STORE", help="sqlite:///FILE that no server has open, or redis://HOST:PORT/DB that no server uses"),
+    typer.Argument(
+        metavar="STORE",
+        help="sqlite:///FILE that no server has open, or redis://HOST:PORT/DB that no server uses",
+    ),
 ]
-Replace = Annotated[bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")]
+Replace = Annotated[
+    bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")
+]
 Without = Annotated[
     list[str] | None,
-    typer.Option("--without", metavar="SCOPE", help="A scope that is left out, since nobody uses it any more. May be repeated."),
+    typer.Option(
+        "--without",
+        metavar="SCOPE",
+        help="A scope that is left out, since nobody uses it any more. May be repeated.",
+    ),
 ]
 MostLease = Annotated[
     float,
     typer.Option(
-        help="How long a lease may last in a store that no server has open: so long its slot stays in quarantine.",
+        help="How long a lease may last in a store that no server has open: so long its slot stays "
+        "in quarantine.",
         envvar="HICACHE_METADATA_MOST_LEASE_SECONDS",
         min=0.001,
     ),
@@ -59,7 +72,12 @@ def copy(
     store: Target,
     replace: Replace = False,
     without: Without = None,
-    wait: Annotated[float, typer.Option(metavar="SECONDS", min=0, help="For leases that are out, of a server that runs.")] = 60.0,
+    wait: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="For leases that are out, of a server that runs."
+        ),
+    ] = 60.0,
     most_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
@@ -67,8 +85,9 @@ def copy(
 ) -> None:
     """Copy all scopes into another store, and verify them there.
 
-    Of a store that no server has open all is copied. A server goes on serving while most of it is copied; then it drains, and
-    what has changed is copied. It is left draining, or set free again if the copy fails.
+    Of a store that no server has open all is copied. A server goes on serving while most of it is
+    copied; then it drains, and what has changed is copied. It is left draining, or set free again
+    if the copy fails.
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
@@ -88,7 +107,12 @@ def copy(
             tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
             _see_unchanged(taken)
         else:
-            tally = fill(target, without_scopes(stack.enter_context(_stored(source, most_lease_seconds)), names, dropped))
+            tally = fill(
+                target,
+                without_scopes(
+                    stack.enter_context(_stored(source, most_lease_seconds)), names, dropped
+                ),
+            )
         target.keep()
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
     _print_dropped(dropped)
@@ -98,14 +122,17 @@ def copy(
 
 def backup(
     source: Source,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")
+    ],
     replace: Replace = False,
     most_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Write all scopes into one file. A server may go on serving: pages that come, go or move meanwhile are left out."""
+    """Write all scopes into one file. A server may go on serving: pages that come, go or move
+    meanwhile are left out."""
     from hicache_metadata_server.backup.backup_file import write_backup
     from hicache_metadata_server.backup.frames import Origin
     from hicache_metadata_server.shared.address import is_shared
@@ -116,8 +143,14 @@ def backup(
         begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
         parts: Iterable[Part]
         if online:
-            remote = stack.enter_context(_shared(source)) if is_shared(source) else remote_of(source, token_file, ca, certificate)
-            parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(drained=False)
+            remote = (
+                stack.enter_context(_shared(source))
+                if is_shared(source)
+                else remote_of(source, token_file, ca, certificate)
+            )
+            parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(
+                drained=False
+            )
         else:
             parts = stack.enter_context(_stored(source, most_lease_seconds))
         tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
@@ -130,14 +163,23 @@ def restore(
     replace: Replace = False,
     files: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The directory of the driver's files: keep only pages whose bytes are right."),
+        typer.Option(
+            metavar="PATH",
+            help="The directory of the driver's files: keep only pages whose bytes are right.",
+        ),
     ] = None,
     without: Without = None,
     most_lease_seconds: MostLease = 600.0,
 ) -> None:
-    """Fill a store from a backup. Pages that no reader can verify are left out: their slots may hold other pages by now."""
+    """Fill a store from a backup. Pages that no reader can verify are left out: their slots may
+    hold other pages by now."""
     from hicache_metadata_server.backup.backup_file import Backup
-    from hicache_metadata_server.backup.filters import only_whole, restored, verifiable, without_scopes
+    from hicache_metadata_server.backup.filters import (
+        only_whole,
+        restored,
+        verifiable,
+        without_scopes,
+    )
     from hicache_metadata_server.backup.target import fill, open_target
 
     dropped = Counter[str]()
@@ -177,7 +219,8 @@ def _stored(url: str, most_lease_seconds: float) -> Generator[Iterable[Part]]:
         problems = service.recovery_problems
         if problems:
             raise SnapshotError(
-                f"{url} contradicts itself ({problems[0]}); `hicache metadata fsck --store {url} --repair` mends it"
+                f"{url} contradicts itself ({problems[0]}); `hicache metadata fsck --store {url} "
+                f"--repair` mends it"
             )
         yield snapshot_of(service, time.time())
 
@@ -221,12 +264,15 @@ def _see_unchanged(source: RemoteSource) -> None:
     changed = source.changed()
     if changed:
         raise SnapshotError(
-            f"{', '.join(changed)} has changed after it was copied: pages were committed, deleted or cleared. Copy again"
+            f"{', '.join(changed)} has changed after it was copied: pages were committed, deleted "
+            f"or cleared. Copy again"
         )
 
 
 def _print(tally: Tally, what: str) -> None:
-    table = Table("scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False
+    )
     for name, count in sorted(tally.scopes.items()):
         table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.resting:,}")
     Console(highlight=False).print(table)

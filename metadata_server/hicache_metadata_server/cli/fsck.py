@@ -22,10 +22,20 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
 
 Files = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="The directory of the driver's files: compare each page with its slot, too.")
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="The directory of the driver's files: compare each page with its slot, too.",
+    ),
 ]
-Sample = Annotated[int | None, typer.Option(metavar="N", min=1, help="Compare only N pages of each scope, drawn at random.")]
-Repair = Annotated[bool, typer.Option("--repair", help="Drop what is wrong from the map; data files are never written.")]
+Sample = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Compare only N pages of each scope, drawn at random."),
+]
+Repair = Annotated[
+    bool,
+    typer.Option("--repair", help="Drop what is wrong from the map; data files are never written."),
+]
 Shown = tuple[Path | None, Path | None, Path | None]
 """To a server: a file with a token, authorities, a client certificate."""
 
@@ -35,9 +45,17 @@ AT_ONCE: Final = 1024
 
 
 def fsck_with_files(
-    scopes: Sequence[str], url: str, shown: Shown, store: str, files: Path | None, sample: int | None, *, repair: bool
+    scopes: Sequence[str],
+    url: str,
+    shown: Shown,
+    store: str,
+    files: Path | None,
+    sample: int | None,
+    *,
+    repair: bool,
 ) -> int:
-    """Check a store that no server has open, or else the server at `url`; returns the exit status."""
+    """Check a store that no server has open, or else the server at `url`; returns the exit
+    status."""
     from hicache_metadata_server.shared.address import is_shared
 
     if is_shared(store):
@@ -47,12 +65,16 @@ def fsck_with_files(
     if store:
         return fsck_store(store, files, sample, repair=repair)
     if files is None:
-        fail("a server mends nothing by itself: name the data files by --files, or a store that no server has open by --store")
+        fail(
+            "a server mends nothing by itself: name the data files by --files, or a store that no "
+            "server has open by --store"
+        )
     return fsck_server(url, shown, scopes, files, sample, repair=repair)
 
 
 def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
-    """Check a store that no server has open, and write it anew if something is wrong; returns the exit status."""
+    """Check a store that no server has open, and write it anew if something is wrong; returns the
+    exit status."""
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.offline import opened_store
     from hicache_metadata_server.backup.sqlite import Stamp
@@ -71,8 +93,11 @@ def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bo
     return _status(problems, found)
 
 
-def fsck_server(url: str, shown: Shown, scopes: Sequence[str], files: Path, sample: int | None, *, repair: bool) -> int:
-    """Compare what a running server says with the data files, and delete what is wrong there; returns the exit status."""
+def fsck_server(
+    url: str, shown: Shown, scopes: Sequence[str], files: Path, sample: int | None, *, repair: bool
+) -> int:
+    """Compare what a running server says with the data files, and delete what is wrong there;
+    returns the exit status."""
     from hicache_metadata_server.backup.checking import PageChecker, check
     from hicache_metadata_server.backup.remote import served
     from hicache_metadata_server.protocol import Checked as CheckedScopes
@@ -85,7 +110,9 @@ def fsck_server(url: str, shown: Shown, scopes: Sequence[str], files: Path, samp
         with closing(PageChecker(files)) as checker:
             found = check(_some(served(remote, wanted), sample), checker)
             # Pages come and go while their slots are read.
-            found.misfits = [misfit for misfit in found.misfits if _is_still_wrong(remote, misfit, checker)]
+            found.misfits = [
+                misfit for misfit in found.misfits if _is_still_wrong(remote, misfit, checker)
+            ]
         _tell(problems, found)
         if repair:
             _delete(remote, found.misfits)
@@ -109,7 +136,9 @@ def _some(parts: Iterable[Part], sample: int | None) -> Iterable[Part]:
     return sampled(parts, sample, random.Random())
 
 
-def _write_anew(store: str, service: MetadataService, misfits: Iterable[Misfit], stamp: object) -> None:
+def _write_anew(
+    store: str, service: MetadataService, misfits: Iterable[Misfit], stamp: object
+) -> None:
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.filters import without
     from hicache_metadata_server.backup.parts import SnapshotError
@@ -119,21 +148,32 @@ def _write_anew(store: str, service: MetadataService, misfits: Iterable[Misfit],
     going = {(misfit.scope, misfit.slot) for misfit in misfits}
     with closing(open_target(store, replace=True)) as target:
         if Stamp.of(store) != stamp:
-            raise SnapshotError(f"a server has had {store} since it was checked; nothing has changed")
+            raise SnapshotError(
+                f"a server has had {store} since it was checked; nothing has changed"
+            )
         tally = fill(target, without(snapshot_of(service, time.time()), going))
         target.keep()
     typer.echo(f"mended: {tally.pages:,} pages are left", err=True)
 
 
 def _is_still_wrong(remote: Remote, misfit: Misfit, checker: PageChecker) -> bool:
-    """Whether a page is live in the same slot and generation now that the slot has been read, and is read as wrong once more."""
+    """Whether a page is live in the same slot and generation now that the slot has been read, and
+    is read as wrong once more."""
     from hicache_metadata_server.backup.parts import Pages
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
-    [now] = remote.call("/v2/inspect", Inspect(scope=misfit.scope, slots=[misfit.slot]), Inspected).slots
-    if now is None or now.state is not SlotState.LIVE or (now.key, now.generation) != (misfit.key, misfit.generation):
+    [now] = remote.call(
+        "/v2/inspect", Inspect(scope=misfit.scope, slots=[misfit.slot]), Inspected
+    ).slots
+    if (
+        now is None
+        or now.state is not SlotState.LIVE
+        or (now.key, now.generation) != (misfit.key, misfit.generation)
+    ):
         return False
-    page = Pages([now.slot], [now.generation], [1], [now.length], [now.checksum], [now.key], [now.prefix])
+    page = Pages(
+        [now.slot], [now.generation], [1], [now.length], [now.checksum], [now.key], [now.prefix]
+    )
     return bool(checker.misfits(misfit.scope, page)[0])
 
 
@@ -145,7 +185,9 @@ def _delete(remote: Remote, misfits: Sequence[Misfit]) -> None:
     for scope, of_scope in groupby(misfits, key=lambda misfit: misfit.scope):
         left = list(of_scope)
         for some in (left[start : start + AT_ONCE] for start in range(0, len(left), AT_ONCE)):
-            part = DeleteScope(scope=scope, keys=[m.key for m in some], generations=[m.generation for m in some])
+            part = DeleteScope(
+                scope=scope, keys=[m.key for m in some], generations=[m.generation for m in some]
+            )
             gone += sum(remote.call("/v2/delete", Delete(scopes=[part]), Marked).scopes[0].done)
     typer.echo(f"{gone:,} pages deleted", err=True)
 

@@ -19,21 +19,37 @@ FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
 LOCAL: Final = "http://127.0.0.1:18000"
 
-Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server.", envvar="HICACHE_METADATA_URL")]
+Url = Annotated[
+    str, typer.Option(metavar="URL", help="Address of the server.", envvar="HICACHE_METADATA_URL")
+]
 Token = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.")
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.",
+    ),
 ]
 Ca = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", show_default="the system's", help="PEM file of authorities for https, or $HICACHE_METADATA_CA."),
+    typer.Option(
+        metavar="FILE",
+        show_default="the system's",
+        help="PEM file of authorities for https, or $HICACHE_METADATA_CA.",
+    ),
 ]
 Certificate = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE."),
+    typer.Option(
+        metavar="FILE",
+        help="PEM file with a client certificate and its key, or $HICACHE_METADATA_CERTIFICATE.",
+    ),
 ]
 
 
-def remote_of(url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None) -> Remote:
+def remote_of(
+    url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
+) -> Remote:
     """A client of the server there, which has not been asked yet."""
     import os
 
@@ -41,9 +57,20 @@ def remote_of(url: str, token_file: Path | None, ca: Path | None = None, certifi
     from hicache_metadata_server.client.tls import client_context
 
     told = os.environ.get
-    token = token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
-    authorities, shown = ca or told("HICACHE_METADATA_CA", ""), certificate or told("HICACHE_METADATA_CERTIFICATE", "")
-    return Remote(url, token, client_context(ca=str(authorities), certificate=str(shown)) if url.startswith("https:") else None)
+    token = (
+        token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
+    )
+    authorities, shown = (
+        ca or told("HICACHE_METADATA_CA", ""),
+        certificate or told("HICACHE_METADATA_CERTIFICATE", ""),
+    )
+    return Remote(
+        url,
+        token,
+        client_context(ca=str(authorities), certificate=str(shown))
+        if url.startswith("https:")
+        else None,
+    )
 
 
 @contextmanager

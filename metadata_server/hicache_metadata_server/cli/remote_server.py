@@ -51,13 +51,17 @@ class Remote:
         Raises:
             RemoteError: there is no answer, or it is a refusal.
         """
-        status, body = self._send(ROUTES[path].method, path, None if request is None else encode(request))
+        status, body = self._send(
+            ROUTES[path].method, path, None if request is None else encode(request)
+        )
         if status != 200:
             raise self._refused(status, body)
         try:
             return decode(body, kind)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise RemoteError(f"{self._url} answers what a metadata server does not: {error}") from error
+            raise RemoteError(
+                f"{self._url} answers what a metadata server does not: {error}"
+            ) from error
 
     def is_ready(self) -> tuple[bool, str]:
         """Whether it gives leases, and if not, why."""
@@ -79,14 +83,23 @@ class Remote:
                 response = connection.getresponse()
                 return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            # A server that asks for a client certificate ends the connection without a word about it.
-            ended = isinstance(error, (http.client.RemoteDisconnected, ConnectionError)) or "CERTIFICATE_REQUIRED" in str(error)
-            hint = f"; if the server asks for a client certificate: {CERTIFICATE}" if self._secure and ended else ""
+            # A server that asks for a client certificate ends the connection without a word about
+            # it.
+            ended = isinstance(
+                error, (http.client.RemoteDisconnected, ConnectionError)
+            ) or "CERTIFICATE_REQUIRED" in str(error)
+            hint = (
+                f"; if the server asks for a client certificate: {CERTIFICATE}"
+                if self._secure and ended
+                else ""
+            )
             raise RemoteError(f"{self._url} does not answer: {error}{hint}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._secure:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=ANSWER_SECONDS, context=self._tls)
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=ANSWER_SECONDS, context=self._tls
+            )
         return http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
 
     def _refused(self, status: int, body: bytes) -> RefusalError:

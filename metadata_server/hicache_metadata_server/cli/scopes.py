@@ -7,9 +7,19 @@ from typing import Annotated, Final
 
 import typer
 
-from hicache_metadata_server.cli.options import LOCAL, Ca, Certificate, Token, Url, complaints, remote_of
+from hicache_metadata_server.cli.options import (
+    LOCAL,
+    Ca,
+    Certificate,
+    Token,
+    Url,
+    complaints,
+    remote_of,
+)
 
-Named = Annotated[list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")]
+Named = Annotated[
+    list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")
+]
 LOOK_SECONDS: Final = 0.2
 
 
@@ -20,11 +30,14 @@ def clear(
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Forget all pages of some scopes, and the leases on them. The scopes stay, and data files are never written."""
+    """Forget all pages of some scopes, and the leases on them. The scopes stay, and data files are
+    never written."""
     from hicache_metadata_server.protocol import Clear, Cleared
 
     with complaints():
-        cleared = remote_of(url, token_file, ca, certificate).call("/v2/clear", Clear(scopes=scope), Cleared)
+        cleared = remote_of(url, token_file, ca, certificate).call(
+            "/v2/clear", Clear(scopes=scope), Cleared
+        )
     for name, pages in zip(scope, cleared.pages, strict=True):
         typer.echo(f"{name}: {pages:,} pages forgotten")
 
@@ -32,14 +45,19 @@ def clear(
 def drop(
     scope: Named,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Wait so long for slots that are leased or quarantined to be free.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Wait so long for slots that are leased or quarantined to be free.",
+        ),
     ] = 0.0,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Remove empty scopes from the list of scopes, all or none: `clear` them first. An engine that still uses one makes it anew."""
+    """Remove empty scopes from the list of scopes, all or none: `clear` them first. An engine that
+    still uses one makes it anew."""
     from hicache_metadata_server.cli.remote_server import RefusalError
     from hicache_metadata_server.protocol import Drop, Dropped
 

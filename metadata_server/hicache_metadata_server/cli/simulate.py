@@ -42,8 +42,12 @@ def _sizing(text: str, **more: Any) -> Any:
 
 
 def simulate(
-    trace: Annotated[Path | None, typer.Option(help="Replay this file of events instead of a synthetic load.")] = None,
-    write_trace: Annotated[Path | None, typer.Option(help="Write the synthetic load's events to this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay this file of events instead of a synthetic load.")
+    ] = None,
+    write_trace: Annotated[
+        Path | None, typer.Option(help="Write the synthetic load's events to this file.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     engines: Annotated[int, _load("Engines, any of which may get any prompt.")] = 16,
     requests_per_second: Annotated[float, _load("Prompts of all engines together.")] = 20.0,
@@ -51,11 +55,15 @@ def simulate(
     page_tokens: Annotated[int, _load("Tokens in a page.")] = 64,
     prefixes: Annotated[int, _load("Different shared prefixes.")] = 200,
     prefix_tokens: Annotated[int, _load("Mean length of a shared prefix.")] = 2000,
-    zipf: Annotated[float, _load("How unequal their popularity is: number n has a weight of n ** -zipf.")] = 1.0,
+    zipf: Annotated[
+        float, _load("How unequal their popularity is: number n has a weight of n ** -zipf.")
+    ] = 1.0,
     turns: Annotated[float, _load("Mean number of prompts in a conversation.")] = 4.0,
     turn_tokens: Annotated[int, _load("Mean length of what a turn adds.")] = 1000,
     think_seconds: Annotated[float, _load("Mean time between turns.")] = 30.0,
-    affinity: Annotated[float, _load("Share of turns that come to the engine of the turn before.")] = 0.0,
+    affinity: Annotated[
+        float, _load("Share of turns that come to the engine of the turn before.")
+    ] = 0.0,
     engine_failures_per_hour: Annotated[float, _load("Of all engines together.")] = 0.0,
     server_failures_per_hour: Annotated[float, _load("Of the server.")] = 0.0,
     server_down_seconds: Annotated[float, _load("How long nobody answers then.")] = 3.0,
@@ -64,20 +72,36 @@ def simulate(
     ranks: Annotated[int, _cluster("Of an engine, that hold different bytes; for MLA 1.")] = 8,
     page_bytes: Annotated[int, _cluster("Of a page of one rank.")] = 1 << 20,
     local_pages: Annotated[int, _cluster("That a rank keeps on its GPU and host.")] = 0,
-    chains: Annotated[bool, _cluster("Engines tell the key before each, so that tails are evicted before heads.")] = True,
+    chains: Annotated[
+        bool, _cluster("Engines tell the key before each, so that tails are evicted before heads.")
+    ] = True,
     write_seconds: Annotated[float, _cluster("From reserve to commit.")] = 0.05,
-    lease_seconds: Annotated[float, _cluster("How long slots stay with a writer that has died.")] = 10.0,
-    quarantine_seconds: Annotated[float, _cluster("How long freed slots stay in quarantine.")] = 5.0,
+    lease_seconds: Annotated[
+        float, _cluster("How long slots stay with a writer that has died.")
+    ] = 10.0,
+    quarantine_seconds: Annotated[
+        float, _cluster("How long freed slots stay in quarantine.")
+    ] = 5.0,
     warm_up_seconds: Annotated[float, _cluster("Before anything is counted.")] = 0.0,
-    hit_ratio: Annotated[float | None, _sizing("Look for the slots that give this hit ratio.", min=0.0, max=1.0)] = None,
-    utilization: Annotated[float, _sizing("Of a server's core, on the average.", min=0.01, max=1.0)] = 0.5,
+    hit_ratio: Annotated[
+        float | None, _sizing("Look for the slots that give this hit ratio.", min=0.0, max=1.0)
+    ] = None,
+    utilization: Annotated[
+        float, _sizing("Of a server's core, on the average.", min=0.01, max=1.0)
+    ] = 0.5,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure a server on this machine, some ten seconds.", rich_help_panel=SIZING)
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure a server on this machine, some ten seconds.",
+            rich_help_panel=SIZING,
+        ),
     ] = False,
 ) -> None:
     """Play the requests of a cluster to the server's state machine, and tell what it needs.
 
-    Everything but --measure is the same for the same options. docs/capacity.md explains the model and what it leaves out.
+    Everything but --measure is the same for the same options. docs/capacity.md explains the model
+    and what it leaves out.
     """
     from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
     from hicache_metadata_server.simulation.events import written
@@ -91,8 +115,12 @@ def simulate(
         load, settings = _checked(Load, given), _checked(ClusterSettings, given)
         source = _source(trace, load)
         costs = _costs(measure=measure)
-        outcome = Cluster(settings).run(source() if write_trace is None else written(source(), write_trace))
-        needs = needs_of(outcome, costs, ranks=ranks, page_bytes=page_bytes, utilization=utilization)
+        outcome = Cluster(settings).run(
+            source() if write_trace is None else written(source(), write_trace)
+        )
+        needs = needs_of(
+            outcome, costs, ranks=ranks, page_bytes=page_bytes, utilization=utilization
+        )
         wanted = None if hit_ratio is None else slots_for(hit_ratio, settings, source)
     if json:
         typer.echo(_json(outcome, needs, wanted, costs))
@@ -126,26 +154,75 @@ def _costs(*, measure: bool) -> Costs:
 def _json(outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs) -> str:
     import msgspec
 
-    found = {"outcome": outcome, "hit_ratio": outcome.hit_ratio, "needs": needs, "wanted": wanted, "costs": costs}
+    found = {
+        "outcome": outcome,
+        "hit_ratio": outcome.hit_ratio,
+        "needs": needs,
+        "wanted": wanted,
+        "costs": costs,
+    }
     return msgspec.json.encode(found).decode()
 
 
-def _print(outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs, settings: ClusterSettings) -> None:
-    console, each = Console(highlight=False), "" if settings.ranks == 1 else f", {settings.ranks} ranks"
+def _print(
+    outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs, settings: ClusterSettings
+) -> None:
+    console, each = (
+        Console(highlight=False),
+        "" if settings.ranks == 1 else f", {settings.ranks} ranks",
+    )
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in (
         ("simulated", f"{outcome.seconds:,.0f} s, {outcome.prompts:,} prompts{each}"),
-        ("hit ratio", f"{outcome.hit_ratio:.1%} of the pages that were not in an engine's own cache"),
-        ("pages of a rank", f"{outcome.local:,} found locally, {outcome.asked:,} asked for: {outcome.hits:,} hits, {outcome.misses:,} misses; {outcome.not_asked:,} not asked for"),
-        ("stored", f"{outcome.stored:,}; {outcome.existing:,} were there, {outcome.full:,} found no room, {outcome.lost:,} lost, {outcome.unanswered:,} unanswered"),
-        ("scope", f"{outcome.live:,} of {outcome.slots:,} slots live at the end, {outcome.mean_occupancy:.1%} on the average; {outcome.evicted:,} evicted"),
-        *((f"{kind} requests", f"{rate:,.1f} a second, {needs.keys_per_second[kind]:,.0f} keys") for kind, rate in needs.requests_per_second.items()),
+        (
+            "hit ratio",
+            f"{outcome.hit_ratio:.1%} of the pages that were not in an engine's own cache",
+        ),
+        (
+            "pages of a rank",
+            (
+                f"{outcome.local:,} found locally, {outcome.asked:,} asked for: {outcome.hits:,} hits, "
+                f"{outcome.misses:,} misses; {outcome.not_asked:,} not asked for"
+            ),
+        ),
+        (
+            "stored",
+            (
+                f"{outcome.stored:,}; {outcome.existing:,} were there, {outcome.full:,} found no room, "
+                f"{outcome.lost:,} lost, {outcome.unanswered:,} unanswered"
+            ),
+        ),
+        (
+            "scope",
+            (
+                f"{outcome.live:,} of {outcome.slots:,} slots live at the end, "
+                f"{outcome.mean_occupancy:.1%} on the average; {outcome.evicted:,} evicted"
+            ),
+        ),
+        *(
+            (f"{kind} requests", f"{rate:,.1f} a second, {needs.keys_per_second[kind]:,.0f} keys")
+            for kind, rate in needs.requests_per_second.items()
+        ),
         ("busiest second", f"{needs.peak_requests_per_second:,} requests"),
-        ("data", f"{_bytes(needs.read_bytes_per_second)}/s read, {_bytes(needs.written_bytes_per_second)}/s written, {_bytes(needs.data_bytes)} of files"),
+        (
+            "data",
+            (
+                f"{_bytes(needs.read_bytes_per_second)}/s read, "
+                f"{_bytes(needs.written_bytes_per_second)}/s written, {_bytes(needs.data_bytes)} of "
+                f"files"
+            ),
+        ),
         ("processor", f"{needs.cpu:.3f} s a second: {needs.servers} servers"),
         ("memory", f"{_bytes(needs.memory_bytes)} with every slot live"),
-        ("costs", f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, reserve and commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, {costs.page_bytes:.0f} bytes a page ({costs.measured})"),
-    ):  # fmt: skip
+        (
+            "costs",
+            (
+                f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, reserve and "
+                f"commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, "
+                f"{costs.page_bytes:.0f} bytes a page ({costs.measured})"
+            ),
+        ),
+    ):
         table.add_row(name, value)
     if wanted is not None:
         found = (

@@ -21,7 +21,9 @@ from hicache_metadata_server.cli.options import sentence
 if TYPE_CHECKING:
     from hicache_metadata_server.auth.token_file import TokenRecord
 
-app = typer.Typer(help="The tokens of a server: a file that holds their digests.", no_args_is_help=True)
+app = typer.Typer(
+    help="The tokens of a server: a file that holds their digests.", no_args_is_help=True
+)
 
 UNKNOWN: Final = 1
 FAILED: Final = 2
@@ -38,22 +40,36 @@ class Right(StrEnum):
 _UNITS: Final = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN: Final = re.compile(r"([0-9]{1,6})([mhdw])", re.ASCII)
 
-File = Annotated[Path, typer.Option("--file", metavar="FILE", help="The file of tokens.", envvar="HICACHE_METADATA_TOKEN_FILE")]
+File = Annotated[
+    Path,
+    typer.Option(
+        "--file", metavar="FILE", help="The file of tokens.", envvar="HICACHE_METADATA_TOKEN_FILE"
+    ),
+]
 
 
 @app.command()
 def new(
     file: File,
-    right: Annotated[Right, typer.Option(help="What it permits: to read, to write (and read), or all.")],
-    name: Annotated[str, typer.Option("--id", help="What logs call it; drawn if it is left out.")] = "",
+    right: Annotated[
+        Right, typer.Option(help="What it permits: to read, to write (and read), or all.")
+    ],
+    name: Annotated[
+        str, typer.Option("--id", help="What logs call it; drawn if it is left out.")
+    ] = "",
     tenant: Annotated[str, typer.Option(help="Whose scopes it is for; none by default.")] = "",
     expires: Annotated[
-        str, typer.Option(metavar="WHEN", help="In a time such as 12h, 90d, or at a date such as 2027-01-31.")
+        str,
+        typer.Option(
+            metavar="WHEN", help="In a time such as 12h, 90d, or at a date such as 2027-01-31."
+        ),
     ] = "",
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the token into this new file, which nobody else can read, in the place of printing it."
+            metavar="FILE",
+            help="Write the token into this new file, which nobody else can read, in the place of "
+            "printing it.",
         ),
     ] = None,
 ) -> None:
@@ -63,7 +79,9 @@ def new(
     token = new_token()
     try:
         with changing(file) as tokens, written_once(output, f"{token}\n".encode()):
-            record = record_of(token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None)
+            record = record_of(
+                token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
+            )
             if record.id in tokens:
                 raise ValueError(f"{file} has a token {record.id} already")
             tokens[record.id] = record
@@ -85,12 +103,18 @@ def list_tokens(file: File) -> None:
     except (ValueError, OSError) as error:
         _fail(error)
     now = datetime.now(UTC)
-    table = Table("id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False)
+    table = Table(
+        "id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False
+    )
     for record in records:
         expires = "never" if record.expires is None else f"{record.expires:%Y-%m-%d %H:%M}Z"
         gone = record.expires is not None and record.expires <= now
         table.add_row(
-            record.id, record.right, record.tenant, f"{record.created:%Y-%m-%d}", f"{expires}, expired" if gone else expires
+            record.id,
+            record.right,
+            record.tenant,
+            f"{record.created:%Y-%m-%d}",
+            f"{expires}, expired" if gone else expires,
         )
     Console(highlight=False, soft_wrap=True).print(table)
 
@@ -99,7 +123,10 @@ def list_tokens(file: File) -> None:
 def revoke(
     names: Annotated[list[str], typer.Argument(metavar="ID", help="Of tokens.")],
     file: File,
-    after: Annotated[str, typer.Option(metavar="TIME", help="Let them expire in a time such as 24h, instead of now.")] = "",
+    after: Annotated[
+        str,
+        typer.Option(metavar="TIME", help="Let them expire in a time such as 24h, instead of now."),
+    ] = "",
 ) -> None:
     """End tokens; running servers know it within a second or two."""
     from hicache_metadata_server.auth.token_file import changing
@@ -124,10 +151,15 @@ def check(
     file: File,
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A file with nothing but a token, - for standard input, or $HICACHE_METADATA_TOKEN."),
+        typer.Option(
+            metavar="FILE",
+            help="A file with nothing but a token, - for standard input, or "
+            "$HICACHE_METADATA_TOKEN.",
+        ),
     ] = None,
 ) -> None:
-    """See that a server would take the file, and tell what one token is, if one is given. Exits with 1 if it is unknown or has expired."""
+    """See that a server would take the file, and tell what one token is, if one is given. Exits
+    with 1 if it is unknown or has expired."""
     from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
 
     try:
@@ -152,10 +184,13 @@ def check(
 
 @app.command()
 def convert(
-    plain: Annotated[Path, typer.Argument(metavar="OLD", help="A file of lines `read|write|admin TOKEN`.")],
+    plain: Annotated[
+        Path, typer.Argument(metavar="OLD", help="A file of lines `read|write|admin TOKEN`.")
+    ],
     file: File,
 ) -> None:
-    """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that file then."""
+    """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that
+    file then."""
     from hicache_metadata_server.auth.token_file import changing, read_plain_file
 
     try:
@@ -163,7 +198,9 @@ def convert(
         with changing(file) as tokens:
             there = [record.id for record in records if record.id in tokens]
             if there:
-                raise ValueError(f"{file} has tokens {', '.join(there)} already; nothing was taken over")
+                raise ValueError(
+                    f"{file} has tokens {', '.join(there)} already; nothing was taken over"
+                )
             tokens.update((record.id, record) for record in records)
     except (ValueError, OSError) as error:
         _fail(error)
@@ -179,7 +216,9 @@ def _when(text: str) -> datetime:
             return now + timedelta(**{_UNITS[span[2]]: int(span[1])})
         when = datetime.fromisoformat(text)
     except (ValueError, OverflowError):
-        raise ValueError(f"{text!r} is neither a time such as 90d nor a date such as 2027-01-31") from None
+        raise ValueError(
+            f"{text!r} is neither a time such as 90d nor a date such as 2027-01-31"
+        ) from None
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
     if when <= now:
         raise ValueError(f"{text} is over already")

@@ -15,12 +15,16 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: no address, or one that is malformed or repeated; the message names it.
     """
-    urls = tuple(url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given))
+    urls = tuple(
+        url.strip().rstrip("/") for url in (given.split(",") if isinstance(given, str) else given)
+    )
     if not urls:
         raise ValueError("an empty list names no server")
     for url in urls:
         if "@" in url:
-            raise ValueError(f"{url.rpartition('@')[2]!r} is given with a user; servers take tokens")
+            raise ValueError(
+                f"{url.rpartition('@')[2]!r} is given with a user; servers take tokens"
+            )
         if not _is_address(url):
             raise ValueError(f"{url!r} is no http or https address")
         if urls.count(url) > 1:

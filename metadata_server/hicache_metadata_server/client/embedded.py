@@ -42,9 +42,15 @@ class _State:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock_file)
-            raise MetadataError(f"another process uses {path!r} without a metadata server; give both a metadata_url") from error
+            raise MetadataError(
+                f"another process uses {path!r} without a metadata server; give both a metadata_url"
+            ) from error
         unbounded = structs.replace(
-            DEFAULTS, body_bytes=1 << 60, keys=1 << 40, scopes=1 << 20, quarantine_seconds=quarantine_seconds
+            DEFAULTS,
+            body_bytes=1 << 60,
+            keys=1 << 40,
+            scopes=1 << 20,
+            quarantine_seconds=quarantine_seconds,
         )
         self._service = MetadataService(unbounded)
         self._clock = Clock()
@@ -77,7 +83,9 @@ class _State:
             try:
                 return self._operations[path](request, now)
             except RefusedError as error:
-                raise error_of_response(error.status, error.problem.code, error.problem.message) from error
+                raise error_of_response(
+                    error.status, error.problem.code, error.problem.message
+                ) from error
             finally:
                 self._service.forget_changes()
 

@@ -53,7 +53,9 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self.routes = {path: (route.method, URL(self.url + path)) for path, route in p.ROUTES.items()}
+        self.routes = {
+            path: (route.method, URL(self.url + path)) for path, route in p.ROUTES.items()
+        }
         self.failures = 0
         """Failures since the last answered request."""
         self.in_backoff = False
@@ -125,7 +127,9 @@ class ServerPool:
     def describe(self) -> str:
         """The server in use, and the number of servers in backoff."""
         away = sum(server.in_backoff for server in self._all)
-        return f"{self.first.url}, {away} of {len(self._all)} servers away" if away else self.first.url
+        return (
+            f"{self.first.url}, {away} of {len(self._all)} servers away" if away else self.first.url
+        )
 
     def record_success(self, server: Server) -> None:
         """Reset a server's failures and end its backoff, after an answered request."""
@@ -137,7 +141,8 @@ class ServerPool:
             server.probe = None
 
     def record_timeout(self, server: Server) -> None:
-        """Record a request without response: a failure if all requests have been silent for long."""
+        """Record a request without response: a failure if all requests have been silent for
+        long."""
         silent_since = server.silent_since
         # One short deadline says nothing about the server; silence over several requests does.
         if silent_since is not None and time.monotonic() - silent_since >= MIN_ATTEMPT_SECONDS:
@@ -153,7 +158,9 @@ class ServerPool:
         if not self.first.in_backoff:
             server.failed_over = True
             self._on_failover()
-            logger.warning("metadata server %s is left for %s: %s", server.url, self.first.url, reason)
+            logger.warning(
+                "metadata server %s is left for %s: %s", server.url, self.first.url, reason
+            )
 
     def close(self) -> None:
         """Cancel all probes. From now on no server goes into backoff."""

@@ -14,9 +14,19 @@ from multidict import CIMultiDict
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.addresses import addresses
-from hicache_metadata_server.client.errors import DrainingError, MetadataError, RetryableError, UnknownScopeError
+from hicache_metadata_server.client.errors import (
+    DrainingError,
+    MetadataError,
+    RetryableError,
+    UnknownScopeError,
+)
 from hicache_metadata_server.client.failover import ServerPool
-from hicache_metadata_server.client.http_transport import HttpTransport, PendingRequest, add_trace_headers, request_span
+from hicache_metadata_server.client.http_transport import (
+    HttpTransport,
+    PendingRequest,
+    add_trace_headers,
+    request_span,
+)
 from hicache_metadata_server.client.inline_loop import InlineLoop
 from hicache_metadata_server.client.loop_thread import LoopThread
 from hicache_metadata_server.client.metadata_client import MetadataClient
@@ -78,7 +88,12 @@ class HttpMetadataClient(MetadataClient):
         super().__init__()
         self._rng = rng or random.Random()
         self._transport = HttpTransport(tls)
-        self._servers = ServerPool(addresses(urls), rng=self._rng, is_ready=self._transport.is_ready, on_failover=on_failover)
+        self._servers = ServerPool(
+            addresses(urls),
+            rng=self._rng,
+            is_ready=self._transport.is_ready,
+            on_failover=on_failover,
+        )
         headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
@@ -87,7 +102,9 @@ class HttpMetadataClient(MetadataClient):
         self._timeout_seconds = timeout_seconds
         self._inline_loop = InlineLoop(HttpTransport(tls))
         self._loop_thread = LoopThread(
-            "hicache-metadata-client", end=self._end, after=lambda: self._inline_loop.close(CLOSE_SECONDS)
+            "hicache-metadata-client",
+            end=self._end,
+            after=lambda: self._inline_loop.close(CLOSE_SECONDS),
         )
         self._about: p.About | None = None
         self._initialized_at = ""
@@ -111,7 +128,9 @@ class HttpMetadataClient(MetadataClient):
     def refresh(self, call: Call) -> p.About:
         self._about = self._call("/v2", None, p.About, call)
         if self._about.protocol != p.PROTOCOL:
-            raise MetadataError(f"{self.endpoint} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}")
+            raise MetadataError(
+                f"{self.endpoint} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}"
+            )
         return self._about
 
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
@@ -137,7 +156,9 @@ class HttpMetadataClient(MetadataClient):
                 first_error: MetadataError | None = None
                 if plan.server.is_healthy and self._inline_loop.try_acquire():
                     try:
-                        return self._inline_loop.run(lambda transport: self._attempt(transport, pending, plan, seconds))
+                        return self._inline_loop.run(
+                            lambda transport: self._attempt(transport, pending, plan, seconds)
+                        )
                     except (RetryableError, DrainingError) as failure:
                         first_error = failure
                 rest = max(0.0, until - time.monotonic())
@@ -148,7 +169,9 @@ class HttpMetadataClient(MetadataClient):
             message = f"the metadata server {self.endpoint} has not answered within {seconds:.3g} s"
             raise StorageTimeoutError(message) from error
 
-    def _pending(self, path: str, request: p.Request | None, response_type: type[T]) -> PendingRequest[T]:
+    def _pending(
+        self, path: str, request: p.Request | None, response_type: type[T]
+    ) -> PendingRequest[T]:
         headers = self._headers.copy()
         add_trace_headers(headers)
         if p.ROUTES[path].changes:
@@ -159,7 +182,9 @@ class HttpMetadataClient(MetadataClient):
 
     # In either event loop.
 
-    async def _attempt(self, transport: HttpTransport, pending: PendingRequest[T], plan: AttemptPlan, left: float) -> T:
+    async def _attempt(
+        self, transport: HttpTransport, pending: PendingRequest[T], plan: AttemptPlan, left: float
+    ) -> T:
         server = plan.server
         try:
             response = await transport.send(server, pending, min(left, plan.timeout(left)))
@@ -171,7 +196,8 @@ class HttpMetadataClient(MetadataClient):
         return response
 
     def _warn_of_separate_stores(self, server: Server) -> None:
-        """Log that servers may have separate stores: a client cannot tell that from a lost state."""
+        """Log that servers may have separate stores: a client cannot tell that from a lost
+        state."""
         if self._initialized_at not in ("", server.url):
             logger.warning(
                 "metadata server %s does not know the scopes that %s has made: are they one store?",
@@ -181,7 +207,13 @@ class HttpMetadataClient(MetadataClient):
 
     # In the loop thread.
 
-    async def _request(self, pending: PendingRequest[T], plan: AttemptPlan, until: float, error: MetadataError | None) -> T:
+    async def _request(
+        self,
+        pending: PendingRequest[T],
+        plan: AttemptPlan,
+        until: float,
+        error: MetadataError | None,
+    ) -> T:
         """Ask one server after another.
 
         Args:
@@ -218,7 +250,9 @@ class HttpMetadataClient(MetadataClient):
         with request_span(path):
             pending = self._pending(path, request, p.Answer)
             try:
-                await self._request(pending, self._servers.plan(), time.monotonic() + UNAWAITED_SECONDS, None)
+                await self._request(
+                    pending, self._servers.plan(), time.monotonic() + UNAWAITED_SECONDS, None
+                )
             except (MetadataError, TimeoutError):
                 return
 

@@ -41,7 +41,9 @@ class PendingRequest(Generic[T]):
 
     __slots__ = ("body", "headers", "path", "response_type")
 
-    def __init__(self, path: str, headers: CIMultiDict[str], body: bytes | None, response_type: type[T]) -> None:
+    def __init__(
+        self, path: str, headers: CIMultiDict[str], body: bytes | None, response_type: type[T]
+    ) -> None:
         self.path = path
         self.headers = headers
         self.body = body
@@ -75,7 +77,9 @@ class HttpTransport:
         try:
             async with (
                 asyncio.timeout(seconds),
-                session.request(method, url, data=pending.body, headers=pending.headers, allow_redirects=False) as response,
+                session.request(
+                    method, url, data=pending.body, headers=pending.headers, allow_redirects=False
+                ) as response,
             ):
                 server.silent_since = None
                 return _decoded(response, await _body(response), pending.response_type)
@@ -84,7 +88,9 @@ class HttpTransport:
             raise NoResponseError(message) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # A ValueError is a malformed response.
-            message = f"the metadata server {server.url} does not answer: {type(error).__name__}: {error}"
+            message = (
+                f"the metadata server {server.url} does not answer: {type(error).__name__}: {error}"
+            )
             raise RetryableError(message) from error
 
     async def is_ready(self, server: Server) -> bool:
@@ -107,7 +113,9 @@ class HttpTransport:
 
     def _open(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, limit_per_host=MAX_CONNECTIONS, ssl=self._tls or True),
+            connector=aiohttp.TCPConnector(
+                limit=0, limit_per_host=MAX_CONNECTIONS, ssl=self._tls or True
+            ),
             timeout=aiohttp.ClientTimeout(total=None),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
@@ -148,7 +156,9 @@ def _decoded(response: aiohttp.ClientResponse, body: bytes, response_type: type[
         body = EMPTY
     elif response.status != 200:
         raise ValueError(f"status {response.status}")
-    return p.decode(body, response_type, p.MSGPACK if response.status == 204 else response.content_type)
+    return p.decode(
+        body, response_type, p.MSGPACK if response.status == 204 else response.content_type
+    )
 
 
 def add_trace_headers(headers: MutableMapping[str, str]) -> None:

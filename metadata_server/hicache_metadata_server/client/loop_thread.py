@@ -26,7 +26,9 @@ class LoopThread:
         after: called in the thread after the loop was closed.
     """
 
-    def __init__(self, name: str, *, end: Callable[[], Coroutine[Any, Any, None]], after: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, *, end: Callable[[], Coroutine[Any, Any, None]], after: Callable[[], None]
+    ) -> None:
         self._name = name
         self._end = end
         self._after = after
@@ -46,7 +48,9 @@ class LoopThread:
                 raise MetadataError("the client of the metadata server is closed")
             if self._loop is None:
                 self._loop = new_event_loop()
-                self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._serve, args=(self._loop,), name=self._name, daemon=True
+                )
                 self._thread.start()
             return self._loop
 
@@ -87,7 +91,9 @@ class LoopThread:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 
-    def _begin(self, work: Coroutine[Any, Any, Any], start: Callable[[], None]) -> asyncio.AbstractEventLoop:
+    def _begin(
+        self, work: Coroutine[Any, Any, Any], start: Callable[[], None]
+    ) -> asyncio.AbstractEventLoop:
         try:
             loop = self.start()
             loop.call_soon_threadsafe(start)

@@ -82,13 +82,20 @@ class MetadataClient(ABC):
             lease_seconds: length of the leases of its slots.
             is_written: called when the scope is initialized; True if any client may have written
                 into its slots. The server then gives no slot until unknown leases have ended.
-            model: name of the model whose pages these are, for operators; sent once the server has the
-                scope. A server may lack the route.
+            model: name of the model whose pages these are, for operators; sent once the server has
+                the scope. A server may lack the route.
         """
         with self._lock:
             self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
 
-    def lookup(self, scopes: Sequence[p.LookupScope], call: Call, *, pin_seconds: float = 0.0, touch: bool = True) -> Located:
+    def lookup(
+        self,
+        scopes: Sequence[p.LookupScope],
+        call: Call,
+        *,
+        pin_seconds: float = 0.0,
+        touch: bool = True,
+    ) -> Located:
         """Look up the slots of pages, and pin them if `pin_seconds` is not 0."""
         request = p.Lookup(scopes=list(scopes), pin_seconds=pin_seconds, touch=touch)
         done = self._send_split("/v2/lookup", request, p.LookedUp, call)
@@ -102,22 +109,30 @@ class MetadataClient(ABC):
         if pins:
             self.send_later("/v2/unpin", p.Unpin(pins=list(pins)))
 
-    def reserve(self, scopes: Sequence[p.ReserveScope], call: Call, *, owner: str, lease_seconds: float) -> p.Leases:
+    def reserve(
+        self, scopes: Sequence[p.ReserveScope], call: Call, *, owner: str, lease_seconds: float
+    ) -> p.Leases:
         """Lease slots."""
         request = p.Reserve(scopes=list(scopes), owner=owner, lease_seconds=lease_seconds)
         done = self._send_split("/v2/reserve", request, p.Leases, call)
         leased: list[p.Leased] = merge_responses(request, done)
         for columns, part in zip(leased, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
-        return p.Leases(scopes=leased, lease_seconds=min(response.lease_seconds for _, response in done))
+        return p.Leases(
+            scopes=leased, lease_seconds=min(response.lease_seconds for _, response in done)
+        )
 
     def commit(self, scopes: Sequence[p.CommitScope], call: Call) -> list[list[bool]]:
         """Make pages live. False for each lease that is not held any more."""
         return self._settle("/v2/commit", p.Commit(scopes=list(scopes)), call)
 
-    def renew(self, scopes: Sequence[p.LeaseScope], call: Call, *, lease_seconds: float) -> list[list[bool]]:
+    def renew(
+        self, scopes: Sequence[p.LeaseScope], call: Call, *, lease_seconds: float
+    ) -> list[list[bool]]:
         """Renew leases from now on. False for each lease that is not held any more."""
-        return self._settle("/v2/renew", p.Renew(scopes=list(scopes), lease_seconds=lease_seconds), call)
+        return self._settle(
+            "/v2/renew", p.Renew(scopes=list(scopes), lease_seconds=lease_seconds), call
+        )
 
     def abort(self, scopes: Sequence[p.LeaseScope]) -> None:
         """Give leases back, without waiting for the response: lost ones end by themselves."""
@@ -129,19 +144,31 @@ class MetadataClient(ABC):
     def touch(self, scopes: Sequence[p.LookupScope], call: Call) -> list[list[bool]]:
         """Mark pages as used. False for each key that is not live."""
         request = p.Touch(scopes=list(scopes))
-        return [scope.done for scope in merge_responses(request, self._send_split("/v2/touch", request, p.Marked, call))]
+        return [
+            scope.done
+            for scope in merge_responses(
+                request, self._send_split("/v2/touch", request, p.Marked, call)
+            )
+        ]
 
     def delete(self, scopes: Sequence[p.DeleteScope], call: Call) -> list[list[bool]]:
         """Delete pages. False for each key that was not live."""
         request = p.Delete(scopes=list(scopes))
-        return [scope.done for scope in merge_responses(request, self._send_split("/v2/delete", request, p.Marked, call))]
+        return [
+            scope.done
+            for scope in merge_responses(
+                request, self._send_split("/v2/delete", request, p.Marked, call)
+            )
+        ]
 
     def inspect(self, scope: str, slots: Sequence[int], call: Call) -> list[p.SlotStatus]:
         """Request the status of slots."""
         limit, found = self.about.limits.keys, list[p.SlotStatus]()
         for start in range(0, len(slots), limit):
             request = p.Inspect(scope=scope, slots=list(slots[start : start + limit]))
-            found += filter(None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots)
+            found += filter(
+                None, self._with_scopes("/v2/inspect", request, [scope], p.Inspected, call).slots
+            )
         return found
 
     def clear(self, scopes: Sequence[str], call: Call) -> list[int]:
@@ -149,7 +176,9 @@ class MetadataClient(ABC):
         limit, deleted = self.about.limits.scopes, list[int]()
         for start in range(0, len(scopes), limit):
             request = p.Clear(scopes=list(scopes[start : start + limit]))
-            deleted += self._with_scopes("/v2/clear", request, request.scopes, p.Cleared, call).pages
+            deleted += self._with_scopes(
+                "/v2/clear", request, request.scopes, p.Cleared, call
+            ).pages
         return deleted
 
     def drop(self, scopes: Sequence[str], call: Call) -> None:
@@ -170,7 +199,9 @@ class MetadataClient(ABC):
         scopes = merge_responses(request, self._send_split(path, request, p.SettledLeases, call))
         return [[state is p.Settled.DONE for state in scope.states] for scope in scopes]
 
-    def _send_split(self, path: str, request: Any, response_type: type[A], call: Call) -> list[tuple[list[int], A]]:
+    def _send_split(
+        self, path: str, request: Any, response_type: type[A], call: Call
+    ) -> list[tuple[list[int], A]]:
         done = list[tuple[list[int], A]]()
         for indices, subrequest in split_request(request, self.about.limits):
             scopes = [part.scope for part in subrequest.scopes]
@@ -179,7 +210,14 @@ class MetadataClient(ABC):
             done.append((indices, response))
         return done
 
-    def _with_scopes(self, path: str, request: p.Request, scopes: Sequence[str], response_type: type[A], call: Call) -> A:
+    def _with_scopes(
+        self,
+        path: str,
+        request: p.Request,
+        scopes: Sequence[str],
+        response_type: type[A],
+        call: Call,
+    ) -> A:
         if not self._initialized.issuperset(scopes):
             self._initialize(scopes, call)
         for _ in range(MAX_REINITIALIZATIONS):
@@ -195,16 +233,27 @@ class MetadataClient(ABC):
 
     def _initialize(self, scopes: Iterable[str], call: Call) -> None:
         with self._lock:
-            wanted = [self._declared[name] for name in dict.fromkeys(scopes) if name not in self._initialized]
+            wanted = [
+                self._declared[name]
+                for name in dict.fromkeys(scopes)
+                if name not in self._initialized
+            ]
         if wanted:
             geometries = [one.geometry for one in wanted]
-            earlier = [one.lease_seconds if one.was_initialized or one.is_written() else 0.0 for one in wanted]
+            earlier = [
+                one.lease_seconds if one.was_initialized or one.is_written() else 0.0
+                for one in wanted
+            ]
             # Left empty for servers that do not know the field yet.
-            request = p.Initialize(scopes=geometries, earlier_lease_seconds=earlier if any(earlier) else [])
+            request = p.Initialize(
+                scopes=geometries, earlier_lease_seconds=earlier if any(earlier) else []
+            )
             self.send("/v2/initialize", request, p.Initialized, call)
             with self._lock:
                 self._initialized.update(geometry.scope for geometry in geometries)
-                self._declared |= {one.geometry.scope: one._replace(was_initialized=True) for one in wanted}
+                self._declared |= {
+                    one.geometry.scope: one._replace(was_initialized=True) for one in wanted
+                }
             for one in wanted:
                 self._describe(one)
 
@@ -252,9 +301,15 @@ def _check_shape(request: Any, response: Any) -> None:
     if len(response.scopes) == len(request.scopes):
         for part, found in zip(request.scopes, response.scopes, strict=True):
             length = len(getattr(part, first))
-            columns = [value for name in found.__struct_fields__ if isinstance(value := getattr(found, name), Sized)]
+            columns = [
+                value
+                for name in found.__struct_fields__
+                if isinstance(value := getattr(found, name), Sized)
+            ]
             if any(len(column) != length for column in columns):
                 break
         else:
             return
-    raise MetadataError("the metadata server answers about another number of entries than it was asked about")
+    raise MetadataError(
+        "the metadata server answers about another number of entries than it was asked about"
+    )

@@ -60,7 +60,9 @@ def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limit
     return max(1, min(limits.keys, room // (len(columns) * (longest + 8))))
 
 
-def _split_parts(parts: Sequence[Any], columns: tuple[str, ...], max_entries: int) -> Iterator[tuple[int, Any]]:
+def _split_parts(
+    parts: Sequence[Any], columns: tuple[str, ...], max_entries: int
+) -> Iterator[tuple[int, Any]]:
     for index, part in enumerate(parts):
         length = len(getattr(part, columns[0]))
         if length <= max_entries:
@@ -68,4 +70,7 @@ def _split_parts(parts: Sequence[Any], columns: tuple[str, ...], max_entries: in
             continue
         for start in range(0, length, max_entries):
             end = start + max_entries
-            yield index, structs.replace(part, **{name: getattr(part, name)[start:end] for name in columns})
+            yield (
+                index,
+                structs.replace(part, **{name: getattr(part, name)[start:end] for name in columns}),
+            )

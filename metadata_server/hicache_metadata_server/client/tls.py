@@ -6,7 +6,8 @@ import ssl
 
 
 def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
-    """What a client asks of a server, TLS 1.2 and its name in the certificate among it, and shows it.
+    """What a client asks of a server, TLS 1.2 and its name in the certificate among it, and shows
+    it.
 
     Args:
         ca: PEM file of the authorities that are trusted; "" for the system's.
@@ -28,7 +29,9 @@ def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl
     except ssl.SSLError as error:
         raise ValueError(f"{file} cannot be used for TLS: {error.reason or error}") from error
     except OSError as error:
-        raise ValueError(f"{file or 'the key'} cannot be read: {error.strerror or error}") from error
+        raise ValueError(
+            f"{file or 'the key'} cannot be read: {error.strerror or error}"
+        ) from error
     return context
 
 

@@ -72,7 +72,15 @@ class Changes:
         self.dropped += later.dropped
 
     def __bool__(self) -> bool:
-        return bool(self.scopes or self.slots or self.pins or self.unpinned or self.answers or self.counters or self.dropped)
+        return bool(
+            self.scopes
+            or self.slots
+            or self.pins
+            or self.unpinned
+            or self.answers
+            or self.counters
+            or self.dropped
+        )
 
 
 @dataclass(slots=True)

@@ -43,7 +43,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(request: Any) -> list[Piece]:
-    """The pieces of a long request in the order in which they are to be done; a scope without entries has one of none."""
+    """The pieces of a long request in the order in which they are to be done; a scope without
+    entries has one of none."""
     pieces = list(_cut(request))
     return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.CompatibleKeys)) else pieces
 
@@ -65,13 +66,17 @@ def groups_of(entries: Sequence[T], most: int = ENTRIES) -> Iterator[Sequence[T]
 def _cut(request: Any) -> Iterator[Piece]:
     if isinstance(request, _FLAT):
         for start in range(0, len(request.keys), ENTRIES):
-            yield Piece(0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES]))
+            yield Piece(
+                0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES])
+            )
         return
     columns = p.COLUMNS[type(request)]
     for number, part in enumerate(request.scopes):
         for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
             cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
-            yield Piece(number, start, structs.replace(request, scopes=[structs.replace(part, **cut)]))
+            yield Piece(
+                number, start, structs.replace(request, scopes=[structs.replace(part, **cut)])
+            )
 
 
 def _joined(answers: list[tuple[int, Any]]) -> Any:

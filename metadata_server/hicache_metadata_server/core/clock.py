@@ -6,7 +6,8 @@ import time
 
 
 class Clock:
-    """Seconds since 1970 as they were at the start, and from there on as they pass: setting the machine's clock ends no lease early."""
+    """Seconds since 1970 as they were at the start, and from there on as they pass: setting the
+    machine's clock ends no lease early."""
 
     def __init__(self) -> None:
         self._begin = time.time() - time.monotonic()

@@ -20,7 +20,8 @@ class SlotStates(NamedTuple):
 
     epoch: int
     slots: bytes
-    """In ascending order, as in all columns; of three neighbours and more the first and the last."""
+    """In ascending order, as in all columns; of three neighbours and more the first and the
+    last."""
     states: bytes
     until: bytes
     """Empty where all are live."""
@@ -43,14 +44,18 @@ class SlotLeases(NamedTuple):
 
 
 class SlotChanges(NamedTuple):
-    """What has changed in one scope: the states of all slots that did, and the leases of those that were leased anew."""
+    """What has changed in one scope: the states of all slots that did, and the leases of those that
+    were leased anew."""
 
     states: SlotStates
     leases: SlotLeases
 
 
-def changes_of(scope: Scope, changed: Sequence[Sequence[int]], leased: Sequence[Sequence[int]]) -> SlotChanges:
-    """Some slots as they are now; `leased` are those among them that were leased since they were written down last.
+def changes_of(
+    scope: Scope, changed: Sequence[Sequence[int]], leased: Sequence[Sequence[int]]
+) -> SlotChanges:
+    """Some slots as they are now; `leased` are those among them that were leased since they were
+    written down last.
 
     Both come in parts, and slots may come several times.
     """
@@ -59,18 +64,26 @@ def changes_of(scope: Scope, changed: Sequence[Sequence[int]], leased: Sequence[
     pick = _picker(slots)
     now = bytes(pick(table.states))
     states = SlotStates(
-        scope.epoch, _places(slots), now, b"" if now.count(LIVE) == len(now) else _wide("d", pick(table.until)),
-        _unless_zero(pick(table.lengths)), _unless_zero(pick(table.checksums)),
-    )  # fmt: skip
+        scope.epoch,
+        _places(slots),
+        now,
+        b"" if now.count(LIVE) == len(now) else _wide("d", pick(table.until)),
+        _unless_zero(pick(table.lengths)),
+        _unless_zero(pick(table.checksums)),
+    )
     if not leased:
         return SlotChanges(states, SlotLeases(b"", b"", b"", [], [], []))
     slots = _ascending(leased)
     pick = _picker(slots)
     prefixes = list(pick(table.prefixes))
     leases = SlotLeases(
-        _places(slots), _wide("Q", pick(table.generations)), _wide("Q", pick(table.leases)), list(pick(table.keys)),
-        prefixes if any(prefixes) else [], [owners.get(slot, "") for slot in slots] if owners else [],
-    )  # fmt: skip
+        _places(slots),
+        _wide("Q", pick(table.generations)),
+        _wide("Q", pick(table.leases)),
+        list(pick(table.keys)),
+        prefixes if any(prefixes) else [],
+        [owners.get(slot, "") for slot in slots] if owners else [],
+    )
     return SlotChanges(states, leases)
 
 
@@ -101,11 +114,17 @@ def _ascending(parts: Sequence[Sequence[int]]) -> Sequence[int]:
 def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:
     """What takes those slots, of which there are some, out of a column."""
     # Either is several times as fast as a loop over the slots.
-    return itemgetter(slice(slots.start, slots.stop)) if isinstance(slots, range) else itemgetter(*slots)
+    return (
+        itemgetter(slice(slots.start, slots.stop))
+        if isinstance(slots, range)
+        else itemgetter(*slots)
+    )
 
 
 def _places(slots: Sequence[int]) -> bytes:
-    return array("Q", (slots[0], slots[-1]) if isinstance(slots, range) and len(slots) > 2 else slots).tobytes()
+    return array(
+        "Q", (slots[0], slots[-1]) if isinstance(slots, range) and len(slots) > 2 else slots
+    ).tobytes()
 
 
 def _unless_zero(values: Any) -> bytes:

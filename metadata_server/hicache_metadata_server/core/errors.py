@@ -8,9 +8,12 @@ from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, Problem
 
 
 class RefusedError(Exception):
-    """The client asked for what cannot be; nothing was done, unless the operation says otherwise."""
+    """The client asked for what cannot be; nothing was done, unless the operation says
+    otherwise."""
 
-    def __init__(self, status: int, code: str, message: str, field: str = "", *, retry_seconds: int = 0) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, field: str = "", *, retry_seconds: int = 0
+    ) -> None:
         super().__init__(f"{status} {code}: {message}")
         self.status = status
         self.retry_seconds = retry_seconds
@@ -35,30 +38,36 @@ def unknown_scope(name: str, field: str) -> RefusedError:
 
 def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -> RefusedError:
     """A scope is there, and is another than the client takes it for."""
-    return RefusedError(409, "mismatch", f"scope {scope!r} has {name} {known!r}, not {wanted!r}", field)
+    return RefusedError(
+        409, "mismatch", f"scope {scope!r} has {name} {known!r}, not {wanted!r}", field
+    )
 
 
 def in_use(scope: str, slots: int, seconds: float, field: str) -> RefusedError:
     """A scope that is to be removed is not empty."""
-    message = (
-        f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try again after the quarantine"
-    )
+    message = f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try again after the quarantine"
     return RefusedError(409, "in_use", message, field, retry_seconds=math.ceil(seconds))
 
 
 def other_size(scope: str, known: int, wanted: int) -> RefusedError:
     """The same, of the compatible part."""
-    return RefusedError(409, "mismatch", f"scope {scope!r} has {known} pages, not {wanted}", "num_pages")
+    return RefusedError(
+        409, "mismatch", f"scope {scope!r} has {known} pages, not {wanted}", "num_pages"
+    )
 
 
 def stale(field: str) -> RefusedError:
     """A client of the compatible part confirms or releases what it does not hold."""
-    return RefusedError(409, "stale", "that slot is not reserved for that key; all else was done", field)
+    return RefusedError(
+        409, "stale", "that slot is not reserved for that key; all else was done", field
+    )
 
 
 def key_reused() -> RefusedError:
     """The idempotency key belongs to another request."""
-    return RefusedError(422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER)
+    return RefusedError(
+        422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER
+    )
 
 
 def draining() -> RefusedError:

@@ -31,7 +31,8 @@ class FreeSlots:
         self.returned.extend(slots)
 
     def take(self, count: int) -> Sequence[int]:
-        """Hand out so many, in ascending order, as a range if they are neighbours: those are read and written with one request.
+        """Hand out so many, in ascending order, as a range if they are neighbours: those are read
+        and written with one request.
 
         Raises:
             IndexError: there are not so many.

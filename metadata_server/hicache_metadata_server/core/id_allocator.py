@@ -9,10 +9,12 @@ AHEAD: Final = 1 << 20
 
 
 def first_number() -> int:
-    """Where a server that starts begins to count: the microseconds since 1970, as the scripts in Redis do.
+    """Where a server that starts begins to count: the microseconds since 1970, as the scripts in
+    Redis do.
 
-    No server gives a million numbers a second for long, so all that an earlier one gave are below, whether or not its store has survived.
-    They stay below 2^53, up to which JSON's and Lua's numbers are exact, until the year 2255.
+    No server gives a million numbers a second for long, so all that an earlier one gave are below,
+    whether or not its store has survived. They stay below 2^53, up to which JSON's and Lua's
+    numbers are exact, until the year 2255.
     """
     return time.time_ns() // 1000
 
@@ -20,7 +22,8 @@ def first_number() -> int:
 class Numbers:
     """Counts up, from the time of the start or from where a store has kept, whichever is later.
 
-    Only a ceiling is written down, and a restart goes on behind it: a million numbers are cheaper than a write each.
+    Only a ceiling is written down, and a restart goes on behind it: a million numbers are cheaper
+    than a write each.
     """
 
     __slots__ = ("_next", "ceiling")

@@ -30,7 +30,9 @@ def see_once(once: str) -> None:
         RefusedError: it is.
     """
     if len(once) > KEY_CHARACTERS:
-        raise invalid(f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER)
+        raise invalid(
+            f"an idempotency key of more than {KEY_CHARACTERS} characters", IDEMPOTENCY_HEADER
+        )
 
 
 class AnswerBook:

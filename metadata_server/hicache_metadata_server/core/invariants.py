@@ -1,4 +1,5 @@
-"""Does a scope hold together? Every invariant, looked at from the slots and from the lists of them."""
+"""Does a scope hold together? Every invariant, looked at from the slots and from the lists of
+them."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ if TYPE_CHECKING:
 
 SLICE: Final = 2048
 AT_ONCE: Final = 50_000
-"""Up to so many slots are compared as a whole, which takes some milliseconds; more of them only piece by piece."""
+"""Up to so many slots are compared as a whole, which takes some milliseconds; more of them only
+piece by piece."""
 SHOWN: Final = 100
 
 
 def audit(scope: Scope) -> Iterator[list[str]]:
-    """Problems, a sentence for each, in pieces: between two of them the scope may be used and change."""
+    """Problems, a sentence for each, in pieces: between two of them the scope may be used and
+    change."""
     yield _counts(scope)
     for start in range(0, len(scope.table), SLICE):
-        yield [problem for slot in range(start, min(start + SLICE, len(scope.table))) for problem in _slot(scope, slot)]
+        yield [
+            problem
+            for slot in range(start, min(start + SLICE, len(scope.table)))
+            for problem in _slot(scope, slot)
+        ]
     if len(scope.table) <= AT_ONCE:
         yield [*_free_list(scope), *_index(scope), *_chains(scope), *_order(scope)]
 
@@ -30,8 +37,11 @@ def audit(scope: Scope) -> Iterator[list[str]]:
 def _counts(scope: Scope) -> list[str]:
     table, unused = scope.table, scope.geometry.slots - len(scope.table)
     listed = {
-        FREE: len(scope.free) - unused, LEASED: len(scope.leases), LIVE: len(scope.recency), QUARANTINED: scope.resting,
-    }  # fmt: skip
+        FREE: len(scope.free) - unused,
+        LEASED: len(scope.leases),
+        LIVE: len(scope.recency),
+        QUARANTINED: scope.resting,
+    }
     found = [
         f"{table.count(state)} slots are {NAMES[state]}, and {count} are in the list of those"
         for state, count in listed.items()
@@ -88,7 +98,9 @@ def _index(scope: Scope) -> Iterator[str]:
 def _chains(scope: Scope) -> Iterator[str]:
     table = scope.table
     slots = [slot for slot, state in enumerate(table.states) if state == LIVE]
-    named = Counter(table.prefixes[slot] for slot in slots if table.prefixes[slot] not in ("", table.keys[slot]))
+    named = Counter(
+        table.prefixes[slot] for slot in slots if table.prefixes[slot] not in ("", table.keys[slot])
+    )
     for slot in slots:
         if table.children[slot] != named.pop(table.keys[slot], 0):
             yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"

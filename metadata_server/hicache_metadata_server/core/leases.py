@@ -20,9 +20,11 @@ RESTORED: Final = 4096
 
 
 class LeaseLog:
-    """Slots by the leases that were given for them: neighbours that were leased together take 24 bytes, as any other slot does.
+    """Slots by the leases that were given for them: neighbours that were leased together take 24
+    bytes, as any other slot does.
 
-    A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too often to forget.
+    A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too
+    often to forget.
     """
 
     __slots__ = ("_begins", "_chunks", "_cursor", "_entries", "_table")
@@ -51,9 +53,16 @@ class LeaseLog:
         for start in range(0, len(slots), RESTORED):
             part, numbers = slots[start : start + RESTORED], leases[start : start + RESTORED]
             pairs = zip(pairwise(part), pairwise(numbers), strict=True)
-            begins = [0, *(i for i, ((a, b), (c, d)) in enumerate(pairs, 1) if b != a + 1 or d != c + 1)]
-            counts = [end - begin for begin, end in zip(begins, [*begins[1:], len(part)], strict=True)]
-            self._add([numbers[begin] for begin in begins], [part[begin] for begin in begins], counts)
+            begins = [
+                0,
+                *(i for i, ((a, b), (c, d)) in enumerate(pairs, 1) if b != a + 1 or d != c + 1),
+            ]
+            counts = [
+                end - begin for begin, end in zip(begins, [*begins[1:], len(part)], strict=True)
+            ]
+            self._add(
+                [numbers[begin] for begin in begins], [part[begin] for begin in begins], counts
+            )
 
     def slot(self, lease: int) -> int:
         """The slot that this lease was given for last, or -1 if it has had another since."""
@@ -64,7 +73,8 @@ class LeaseLog:
         return slot if self._table.leases[slot] == lease else -1
 
     def slots(self, leases: range) -> Sequence[int] | None:
-        """The same of several at once, if they were given together and none has had another since; else None."""
+        """The same of several at once, if they were given together and none has had another since;
+        else None."""
         chunk, place = self._find(leases.start)
         current, slots = self._table.leases, list[int]()
         if place < 0:
@@ -73,7 +83,9 @@ class LeaseLog:
         if leases.stop <= first + chunk.counts[place]:
             run = range(slot, slot + len(leases))
             return run if current[run.start : run.stop] == array("Q", leases) else None
-        for begin, slot, count in zip(chunk.leases[place:], chunk.slots[place:], chunk.counts[place:], strict=True):
+        for begin, slot, count in zip(
+            chunk.leases[place:], chunk.slots[place:], chunk.counts[place:], strict=True
+        ):
             if begin >= leases.stop:
                 break
             slots += range(slot, slot + count)
@@ -81,7 +93,8 @@ class LeaseLog:
         return slots if [current[slot] for slot in slots] == list(leases) else None
 
     def _find(self, lease: int) -> tuple[_Runs, int]:
-        """The last run that begins up to this lease: its place in its chunk, -1 if there is none."""
+        """The last run that begins up to this lease: its place in its chunk, -1 if there is
+        none."""
         at = bisect_right(self._begins, lease) - 1
         if at < 0:
             return _Runs(), -1
@@ -100,7 +113,8 @@ class LeaseLog:
         self._chunks[-1].extend(leases, slots, counts)
 
     def _tidy(self) -> None:
-        """Forget what is outdated in one of the chunks, and join it with the one before it if they are small."""
+        """Forget what is outdated in one of the chunks, and join it with the one before it if they
+        are small."""
         if self._cursor >= len(self._chunks) - 1:
             self._cursor = 0
         at = self._cursor
@@ -165,7 +179,10 @@ class Leases:
     def slots(self, leases: Sequence[int]) -> Sequence[int]:
         """The same of several."""
         numbers = as_run(leases)
-        states, slots = self._table.states, self.log.slots(numbers) if isinstance(numbers, range) else None
+        states, slots = (
+            self._table.states,
+            self.log.slots(numbers) if isinstance(numbers, range) else None,
+        )
         if isinstance(slots, range) and states.count(LEASED, slots.start, slots.stop) == len(slots):
             return slots
         if slots is not None:

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import invalid, too_large
-from hicache_metadata_server.protocol import CommitScope, DeleteScope, Limits, LookupScope, ReserveScope, ScopeGeometry
+from hicache_metadata_server.protocol import (
+    CommitScope,
+    DeleteScope,
+    Limits,
+    LookupScope,
+    ReserveScope,
+    ScopeGeometry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,9 +22,17 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import LeaseScope
 
 DEFAULTS: Final = Limits(
-    body_bytes=8 << 20, keys=16_384, scopes=64, key_bytes=1024, lease_seconds=30, least_lease_seconds=0.2, most_lease_seconds=600,
-    most_pin_seconds=60, quarantine_seconds=5, idempotency_seconds=60,
-)  # fmt: skip
+    body_bytes=8 << 20,
+    keys=16_384,
+    scopes=64,
+    key_bytes=1024,
+    lease_seconds=30,
+    least_lease_seconds=0.2,
+    most_lease_seconds=600,
+    most_pin_seconds=60,
+    quarantine_seconds=5,
+    idempotency_seconds=60,
+)
 NUMBERS: Final = 2**63
 """What a store can write down ends before this."""
 CHECKSUMS: Final = 2**64
@@ -53,11 +68,14 @@ class Measure:
 
     def lengths(self, keys: Sequence[str], field: str) -> None:
         """Each key within its bytes."""
-        # A character takes four bytes at most, and keys are short: one look at the longest settles nearly every batch.
+        # A character takes four bytes at most, and keys are short: one look at the longest settles
+        # nearly every batch.
         if 4 * max(map(len, keys), default=0) > self._limits.key_bytes:
             for i, key in enumerate(keys):
                 if len(key.encode()) > self._limits.key_bytes:
-                    raise invalid(f"a key of more than {self._limits.key_bytes} bytes", f"{field}[{i}]")
+                    raise invalid(
+                        f"a key of more than {self._limits.key_bytes} bytes", f"{field}[{i}]"
+                    )
 
     def geometry(self, part: ScopeGeometry, where: str) -> None:
         """What a scope is made of."""
@@ -94,7 +112,9 @@ class Measure:
                 self._column(column, part.leases, f"scopes[{i}].{name}")
                 if max(column, default=0) >= end:
                     where = next(j for j, value in enumerate(column) if value >= end)
-                    raise invalid(f"{column[where]} is out of range", f"scopes[{i}].{name}[{where}]")
+                    raise invalid(
+                        f"{column[where]} is out of range", f"scopes[{i}].{name}[{where}]"
+                    )
 
     def leased(self, parts: Sequence[LeaseScope]) -> None:
         """Leases."""
@@ -142,14 +162,18 @@ def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
         RefusedError: one is not.
     """
     confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
-    for field, column in (("written_keys_to_confirm", confirmed), ("pages_to_release", request.pages_to_release)):
+    for field, column in (
+        ("written_keys_to_confirm", confirmed),
+        ("pages_to_release", request.pages_to_release),
+    ):
         if max(column, default=0) >= slots:
             where = next(i for i, slot in enumerate(column) if slot >= slots)
             raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
 
 def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
-    """How long leases of an earlier server may last, by scope; of one that is named twice, the longest.
+    """How long leases of an earlier server may last, by scope; of one that is named twice, the
+    longest.
 
     Raises:
         RefusedError: the column is not as long as that of the scopes.
@@ -165,7 +189,9 @@ def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
 
 def lease_seconds(limits: Limits, wish: float | None) -> float:
     """How long a lease lasts that is wished so."""
-    return min(max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds)
+    return min(
+        max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds
+    )
 
 
 def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
@@ -177,4 +203,6 @@ def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
     for i, (part, most) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
         if 0 < most < max(part.lengths, default=0):
             where = next(j for j, length in enumerate(part.lengths) if length > most)
-            raise invalid(f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]")
+            raise invalid(
+                f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]"
+            )

@@ -21,18 +21,31 @@ _NONE: Final = array("Q")
 
 
 class Recency:
-    """A queue of slots, the least recently used first, to which each use of a page appends its slot again.
+    """A queue of slots, the least recently used first, to which each use of a page appends its slot
+    again.
 
-    A slot's stamp is the place of its last use: number of the chunk and place within it. An entry that is not where its slot's stamp
-    points is outdated. With each new chunk those that hold nothing else are dropped, and where more than half of all entries are
-    outdated, two are tidied.
+    A slot's stamp is the place of its last use: number of the chunk and place within it. An entry
+    that is not where its slot's stamp points is outdated. With each new chunk those that hold
+    nothing else are dropped, and where more than half of all entries are outdated, two are tidied.
 
-    A page that others build upon, or that is pinned, cannot go. Where the search for a victim meets one it sets it aside, by going on
-    behind it, so that no later search meets it again before it was used: each eviction is O(log n), amortized. All that was set aside
-    is older than all the rest.
+    A page that others build upon, or that is pinned, cannot go. Where the search for a victim meets
+    one it sets it aside, by going on behind it, so that no later search meets it again before it
+    was used: each eviction is O(log n), amortized. All that was set aside is older than all the
+    rest.
     """
 
-    __slots__ = ("_chunks", "_current", "_entries", "_head", "_last", "_pages", "_predecessor", "_ready", "_table", "_untidy")
+    __slots__ = (
+        "_chunks",
+        "_current",
+        "_entries",
+        "_head",
+        "_last",
+        "_pages",
+        "_predecessor",
+        "_ready",
+        "_table",
+        "_untidy",
+    )
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
@@ -45,7 +58,8 @@ class Recency:
         self._head: int = CHUNK
         """Behind the last entry that a search has set aside or let go."""
         self._ready: list[tuple[int, int]] = []
-        """Of those aside, the ones that may go now: the stamp and the slot of each; entries may be outdated."""
+        """Of those aside, the ones that may go now: the stamp and the slot of each; entries may be
+        outdated."""
         self._untidy: list[int] = []
         """Chunks that are still to be tidied in this round, in descending order."""
         self._predecessor = 0
@@ -69,7 +83,9 @@ class Recency:
         by_key, states = self._table.by_key, self._table.states
         slots = list(map(by_key.get, keys, repeat(-1)))
         # A key that is not there takes the state of the last slot, whatever that is.
-        if self._pages == len(by_key) or bytes(map(states.__getitem__, slots)).count(LIVE) == len(slots):
+        if self._pages == len(by_key) or bytes(map(states.__getitem__, slots)).count(LIVE) == len(
+            slots
+        ):
             return slots
         return [slot if slot >= 0 and states[slot] == LIVE else -1 for slot in slots]
 
@@ -127,7 +143,11 @@ class Recency:
     def forget_all(self) -> None:
         """No page is live any longer. Their stamps stay."""
         self._last += 1
-        self._chunks, self._current, self._head = {self._last: array("Q")}, {self._last: 0}, self._last << BITS
+        self._chunks, self._current, self._head = (
+            {self._last: array("Q")},
+            {self._last: 0},
+            self._last << BITS,
+        )
         self._ready, self._untidy = [], []
         self._pages = self._entries = 0
 
@@ -136,8 +156,11 @@ class Recency:
         if (stamp := self._table.stamps[slot]) < self._head:
             heapq.heappush(self._ready, (stamp, slot))
 
-    def victims(self, wanted: int, is_pinned: Callable[[int], bool], let_go: Callable[[int], None]) -> int:
-        """Let that many pages go by `let_go`, the least recently used first; returns how many it could."""
+    def victims(
+        self, wanted: int, is_pinned: Callable[[int], bool], let_go: Callable[[int], None]
+    ) -> int:
+        """Let that many pages go by `let_go`, the least recently used first; returns how many it
+        could."""
         gone, held = 0, list[tuple[int, int]]()
         while gone < wanted:
             slot = self._oldest_aside(is_pinned, held)
@@ -152,14 +175,17 @@ class Recency:
         return gone
 
     def unreachable(self) -> Iterator[int]:
-        """Live pages that no search would meet though nothing builds upon them: there are none. Goes through all of them."""
+        """Live pages that no search would meet though nothing builds upon them: there are none.
+        Goes through all of them."""
         table, ready = self._table, set(self._ready)
         for slot, state in enumerate(table.states):
             if state == LIVE:
                 stamp = table.stamps[slot]
                 chunk, place = self._chunks.get(stamp >> BITS, _NONE), stamp & CHUNK - 1
                 queued = stamp >= self._head and place < len(chunk) and chunk[place] == slot
-                if not queued and (stamp >= self._head or (not table.children[slot] and (stamp, slot) not in ready)):
+                if not queued and (
+                    stamp >= self._head or (not table.children[slot] and (stamp, slot) not in ready)
+                ):
                     yield slot
 
     # The search.
@@ -175,12 +201,18 @@ class Recency:
             heapq.heappop(self._ready)
         return -1
 
-    def _oldest_in_order(self, is_pinned: Callable[[int], bool], held: list[tuple[int, int]]) -> int:
+    def _oldest_in_order(
+        self, is_pinned: Callable[[int], bool], held: list[tuple[int, int]]
+    ) -> int:
         children, stamps, chunks = self._table.children, self._table.stamps, self._chunks
         while True:
             chunk, place = chunks.get(self._head >> BITS, _NONE), self._head & CHUNK - 1
             # Nearly always the next entry.
-            slot = chunk[place] if place < len(chunk) and stamps[chunk[place]] == self._head else self._front()
+            slot = (
+                chunk[place]
+                if place < len(chunk) and stamps[chunk[place]] == self._head
+                else self._front()
+            )
             if slot < 0:
                 return -1
             stamp, self._head = self._head, self._head + 1
@@ -266,7 +298,8 @@ class Recency:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Forget what is outdated in one of the chunks, and join it with the one before it if they are small."""
+        """Forget what is outdated in one of the chunks, and join it with the one before it if they
+        are small."""
         if not self._untidy:
             self._untidy, self._predecessor = list(reversed(self._chunks)), 0
         number = self._untidy.pop()
@@ -275,10 +308,19 @@ class Recency:
             return
         # It may keep entries of slots that are just being used: they are not counted.
         stamps, first = self._table.stamps, number << BITS
-        kept = array("Q", compress(chunk, map(eq, map(stamps.__getitem__, chunk), range(first, first + len(chunk)))))
+        kept = array(
+            "Q",
+            compress(
+                chunk, map(eq, map(stamps.__getitem__, chunk), range(first, first + len(chunk)))
+            ),
+        )
         self._entries -= len(chunk) - len(kept)
         before = self._chunks.get(self._predecessor)
-        if before is not None and self._predecessor > self._head >> BITS and len(before) + len(kept) <= CHUNK:
+        if (
+            before is not None
+            and self._predecessor > self._head >> BITS
+            and len(before) + len(kept) <= CHUNK
+        ):
             first = (self._predecessor << BITS) + len(before)
             before.extend(kept)
             self._current[self._predecessor] += self._current.pop(number)

@@ -23,7 +23,12 @@ class Chains:
 
     def joined(self, slots: Sequence[int]) -> None:
         """The pages in those slots have become live."""
-        keys, prefixes, children, waiting = self._table.keys, self._table.prefixes, self._table.children, self.waiting
+        keys, prefixes, children, waiting = (
+            self._table.keys,
+            self._table.prefixes,
+            self._table.children,
+            self.waiting,
+        )
         if isinstance(slots, range) and not waiting and not any(prefixes[slots.start : slots.stop]):
             # Nearly always: neighbours, and none builds upon another.
             return

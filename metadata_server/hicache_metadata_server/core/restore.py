@@ -35,7 +35,8 @@ class SlotRow(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """The rows of several slots as columns of one length, which are read much faster than one by one."""
+    """The rows of several slots as columns of one length, which are read much faster than one by
+    one."""
 
     slots: Sequence[int]
     epochs: Sequence[int]
@@ -50,7 +51,8 @@ class SlotRows(NamedTuple):
     checksums: Sequence[int]
 
     def uniform(self, epoch: int) -> bool:
-        """Whether they are neighbours, and live pages of that epoch with all that such a page has."""
+        """Whether they are neighbours, and live pages of that epoch with all that such a page
+        has."""
         return (
             set(self.states) == {LIVE}
             and set(self.epochs) == {epoch}
@@ -68,12 +70,17 @@ def rows_from(rows: Iterable[SlotRow], most: int = BATCH) -> Iterator[SlotRows]:
         yield SlotRows(*zip(*some, strict=True))
 
 
-def restore(scope: Scope, batches: Iterable[SlotRows], now: float, longest_seconds: float) -> list[str]:
-    """Fill a new scope; `epoch`, `cleared_until` and pins are set already. Returns what contradicts itself and was left out.
+def restore(
+    scope: Scope, batches: Iterable[SlotRows], now: float, longest_seconds: float
+) -> list[str]:
+    """Fill a new scope; `epoch`, `cleared_until` and pins are set already. Returns what contradicts
+    itself and was left out.
 
-    No lease and no quarantine lasts longer than `longest_seconds` from now: the clock may have been set back.
+    No lease and no quarantine lasts longer than `longest_seconds` from now: the clock may have been
+    set back.
 
-    Pages are taken to have been used in the order in which their leases were given: use itself is not written down.
+    Pages are taken to have been used in the order in which their leases were given: use itself is
+    not written down.
     """
     return _Restoring(scope, now, longest_seconds).run(batches)
 
@@ -105,8 +112,14 @@ class _Restoring:
         most = max((slot for slot in batch.slots if slot < slots), default=-1)
         if most >= len(table):
             table.grow(most + 1 - len(table))
-        known = len(set(batch.keys)) < len(batch.keys) or not table.by_key.keys().isdisjoint(batch.keys)
-        if known or not batch.uniform(self.scope.epoch) or not 0 <= batch.slots[0] <= batch.slots[-1] == most:
+        known = len(set(batch.keys)) < len(batch.keys) or not table.by_key.keys().isdisjoint(
+            batch.keys
+        )
+        if (
+            known
+            or not batch.uniform(self.scope.epoch)
+            or not 0 <= batch.slots[0] <= batch.slots[-1] == most
+        ):
             for row in map(SlotRow, *batch):
                 self._place(row)
             return
@@ -141,7 +154,8 @@ class _Restoring:
             self.problems.append(f"slot {slot} is in no state that there is: {state}")
             state, until = QUARANTINED, self.now + scope.quarantine_seconds
         if state == QUARANTINED:
-            # A slot that was cleared may have been written down before it was told when its quarantine ends.
+            # A slot that was cleared may have been written down before it was told when its
+            # quarantine ends.
             until = max(until, scope.cleared_until)
             if until <= self.now and not scope.is_pinned(slot, self.now):
                 state = FREE

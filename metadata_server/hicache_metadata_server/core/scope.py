@@ -1,4 +1,5 @@
-"""One scope: the life of its slots, `free -> leased -> live -> quarantined -> free`, as docs/metadata-protocol.md tells it."""
+"""One scope: the life of its slots, `free -> leased -> live -> quarantined -> free`, as
+docs/metadata-protocol.md tells it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from hicache_metadata_server.core.leases import Leases
 from hicache_metadata_server.core.lru import Recency
 from hicache_metadata_server.core.pins import Pins
 from hicache_metadata_server.core.prefix_refs import Chains
-from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, NAMES, QUARANTINED, SlotTable, as_run
+from hicache_metadata_server.core.slot_table import (
+    FREE,
+    LEASED,
+    LIVE,
+    NAMES,
+    QUARANTINED,
+    SlotTable,
+    as_run,
+)
 from hicache_metadata_server.core.timers import Timers
 from hicache_metadata_server.protocol import NO_SLOT, Reserved, SlotStatus
 
@@ -20,17 +29,19 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
 
 STEP: Final = 1024
-"""Slots that one call sees to beside its own work: what more is due, later calls and `settle` do."""
+"""Slots that one call sees to beside its own work: what more is due, later calls and `settle`
+do."""
 SPARE_SHARE: Final = 32
-"""One of so many slots is kept free or resting, once a scope is full: what is evicted only when it is asked for comes a quarantine
-too late. Scopes of fewer than `STEP` slots keep none."""
+"""One of so many slots is kept free or resting, once a scope is full: what is evicted only when it
+is asked for comes a quarantine too late. Scopes of fewer than `STEP` slots keep none."""
 
 
 class Scope:
     """The slots of one scope.
 
-    The time is passed in and never goes back. What a client asks for is done after what is due by then, up to `STEP` slots of it.
-    `changed` collects the slots whose state a restart must know; whoever keeps it takes them.
+    The time is passed in and never goes back. What a client asks for is done after what is due by
+    then, up to `STEP` slots of it. `changed` collects the slots whose state a restart must know;
+    whoever keeps it takes them.
     """
 
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
@@ -51,11 +62,14 @@ class Scope:
         self.leased: list[Sequence[int]] = []
         """Of these, the ones that were leased anew."""
         self.epoch = 0
-        """Times that it was cleared. What was written down in an earlier epoch is live or leased no more."""
+        """Times that it was cleared. What was written down in an earlier epoch is live or leased no
+        more."""
         self.cleared_until = 0.0
-        """When the quarantine of the last clear ends; of a scope that was never cleared, when it gives its first slot."""
+        """When the quarantine of the last clear ends; of a scope that was never cleared, when it
+        gives its first slot."""
         self.closed_until = 0.0
-        """No slot is given before: writers may hold leases of an earlier server. 0 once that is over."""
+        """No slot is given before: writers may hold leases of an earlier server. 0 once that is
+        over."""
         self.evicted = 0
         """Pages evicted since the start."""
         self.hits = self.misses = 0
@@ -63,12 +77,14 @@ class Scope:
         self.expired = 0
         """Leases that ended by themselves since the start."""
         self._detached: list[tuple[float, bytes, dict[str, int]]] = []
-        """What clears have left to be taken apart, when its quarantine ends, and the states before: a leased slot rests longer."""
+        """What clears have left to be taken apart, when its quarantine ends, and the states before:
+        a leased slot rests longer."""
 
     # What time does.
 
     def settle(self, now: float, most: int = STEP) -> int:
-        """End the leases and quarantines whose time has come, at most so many; returns how many slots were looked at."""
+        """End the leases and quarantines whose time has come, at most so many; returns how many
+        slots were looked at."""
         if 0 < self.closed_until <= now:
             self.closed_until = 0.0
         done = self._take_apart(most) if self._detached else 0
@@ -105,10 +121,15 @@ class Scope:
         if self._detached:
             return 0.0
         due = self.timers.next_time()
-        return self.closed_until if self.closed_until and (due is None or self.closed_until < due) else due
+        return (
+            self.closed_until
+            if self.closed_until and (due is None or self.closed_until < due)
+            else due
+        )
 
     def close_until(self, until: float) -> None:
-        """Give no slot of a new scope before then: its file has been written under leases of a server that is gone."""
+        """Give no slot of a new scope before then: its file has been written under leases of a
+        server that is gone."""
         self.closed_until = self.cleared_until = until
 
     @property
@@ -128,11 +149,19 @@ class Scope:
     # What clients ask for.
 
     def reserve(
-        self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, now: float, until: float
+        self,
+        keys: Sequence[str],
+        prefixes: Sequence[str],
+        owner: str,
+        first_lease: int,
+        now: float,
+        until: float,
     ) -> tuple[list[Reserved], list[int], list[int]]:
-        """Lease slots for keys that are neither live nor leased; what reserve says, the slot and the lease of each key.
+        """Lease slots for keys that are neither live nor leased; what reserve says, the slot and
+        the lease of each key.
 
-        Leases are numbered from `first_lease`; at most one a key. `prefixes` is empty or as long as `keys`.
+        Leases are numbered from `first_lease`; at most one a key. `prefixes` is empty or as long as
+        `keys`.
         """
         self.settle(now)
         places = self._places_of_new(keys)
@@ -141,7 +170,11 @@ class Scope:
         if len(keys) == len(places) <= self.available:
             # Nearly always: nothing in the batch is known, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
-            return [Reserved.LEASED] * len(given), list(given), list(range(first_lease, first_lease + len(given)))
+            return (
+                [Reserved.LEASED] * len(given),
+                list(given),
+                list(range(first_lease, first_lease + len(given))),
+            )
         # Looked up only now: a page of this batch may have gone to make room for another.
         slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.table.by_key
         places = places[: self.available]
@@ -155,8 +188,11 @@ class Scope:
             states[i], slots[i], leases[i] = Reserved.LEASED, slot, lease
         return states, slots, leases
 
-    def commit(self, leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int], now: float) -> list[bool]:
-        """Make leased slots live, with the length and checksum of each. False where the lease is not held.
+    def commit(
+        self, leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int], now: float
+    ) -> list[bool]:
+        """Make leased slots live, with the length and checksum of each. False where the lease is
+        not held.
 
         A lease whose page is live already counts as done if length and checksum are the same.
         """
@@ -171,12 +207,16 @@ class Scope:
             if slot >= 0:
                 first.setdefault(lease, i)
         held = list(first.values())
-        self.make_live([slots[i] for i in held], [lengths[i] for i in held], [checksums[i] for i in held])
+        self.make_live(
+            [slots[i] for i in held], [lengths[i] for i in held], [checksums[i] for i in held]
+        )
         for i, (lease, length, checksum) in enumerate(zip(leases, lengths, checksums, strict=True)):
             done.append(first.get(lease) == i or self._is_committed(lease, length, checksum))
         return done
 
-    def make_live(self, slots: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]) -> None:
+    def make_live(
+        self, slots: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]
+    ) -> None:
         """Commit slots that are leased, each once; the list is this object's from now on."""
         if not slots:
             return
@@ -184,10 +224,17 @@ class Scope:
         if isinstance(slots, range):
             first, end = slots.start, slots.stop
             table.states[first:end] = bytes([LIVE]) * len(slots)
-            table.lengths[first:end], table.checksums[first:end] = array("Q", lengths), array("Q", checksums)
+            table.lengths[first:end], table.checksums[first:end] = (
+                array("Q", lengths),
+                array("Q", checksums),
+            )
         else:
             for slot, length, checksum in zip(slots, lengths, checksums, strict=True):
-                table.states[slot], table.lengths[slot], table.checksums[slot] = LIVE, length, checksum
+                table.states[slot], table.lengths[slot], table.checksums[slot] = (
+                    LIVE,
+                    length,
+                    checksum,
+                )
         self.leases.end(slots)
         self.recency.add(slots)
         self.chains.joined(slots)
@@ -211,7 +258,9 @@ class Scope:
         states = self.table.states
         used = [slot if slot < len(self.table) else NO_SLOT for slot in slots]
         done = [slot < 0 or states[slot] != LIVE for slot in used]
-        self._let_go(list(dict.fromkeys(slot for slot in used if slot >= 0 and states[slot] == LEASED)), now)
+        self._let_go(
+            list(dict.fromkeys(slot for slot in used if slot >= 0 and states[slot] == LEASED)), now
+        )
         return done
 
     def renew(self, leases: Sequence[int], now: float, until: float) -> list[bool]:
@@ -227,12 +276,17 @@ class Scope:
         return [slot >= 0 for slot in slots]
 
     def delete(self, keys: Sequence[str], generations: Sequence[int], now: float) -> list[bool]:
-        """Make live pages go, where generations are given only those of that generation; says which went."""
+        """Make live pages go, where generations are given only those of that generation; says which
+        went."""
         self.settle(now)
         slots, seen = self.recency.slots(keys), set[int]()
         done = list[bool]()
         for i, slot in enumerate(slots):
-            meant = slot >= 0 and slot not in seen and (not generations or self.table.generations[slot] == generations[i])
+            meant = (
+                slot >= 0
+                and slot not in seen
+                and (not generations or self.table.generations[slot] == generations[i])
+            )
             if meant:
                 seen.add(slot)
             done.append(meant)
@@ -240,7 +294,8 @@ class Scope:
         return done
 
     def clear(self, now: float) -> int:
-        """Make all that is live or leased go; returns the number of pages. Takes no longer for more of them.
+        """Make all that is live or leased go; returns the number of pages. Takes no longer for more
+        of them.
 
         A writer is not asked: it may write into its slot until its lease would have ended.
         """
@@ -282,16 +337,27 @@ class Scope:
         table = self.table
         state = table.states[slot] if slot < len(table) else FREE
         if self.closed_until and state == FREE:
-            return SlotStatus(slot=slot, state=NAMES[QUARANTINED], generation=0, seconds_left=max(0.0, self.closed_until - now))
+            return SlotStatus(
+                slot=slot,
+                state=NAMES[QUARANTINED],
+                generation=0,
+                seconds_left=max(0.0, self.closed_until - now),
+            )
         if slot >= len(table):
             return SlotStatus(slot=slot, state=NAMES[FREE], generation=0)
         owned, live, timed = state in (LEASED, LIVE), state == LIVE, state in (LEASED, QUARANTINED)
         return SlotStatus(
-            slot=slot, state=NAMES[state], generation=table.generations[slot], key=table.keys[slot] if owned else "",
-            prefix=table.prefixes[slot] if owned else "", length=table.lengths[slot] if live else 0,
-            checksum=table.checksums[slot] if live else 0, owner=self.leases.owners.get(slot, ""),
-            seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0, pins=self.pins.count(slot, now),
-        )  # fmt: skip
+            slot=slot,
+            state=NAMES[state],
+            generation=table.generations[slot],
+            key=table.keys[slot] if owned else "",
+            prefix=table.prefixes[slot] if owned else "",
+            length=table.lengths[slot] if live else 0,
+            checksum=table.checksums[slot] if live else 0,
+            owner=self.leases.owners.get(slot, ""),
+            seconds_left=max(0.0, table.until[slot] - now) if timed else 0.0,
+            pins=self.pins.count(slot, now),
+        )
 
     def count(self, asked: int, live: int) -> None:
         """So many keys were asked for, and so many of them were live."""
@@ -305,7 +371,8 @@ class Scope:
     # How slots change their state.
 
     def _places_of_new(self, keys: Sequence[str]) -> Sequence[int]:
-        """Where in a batch the keys are that are neither live nor leased, the first of several; the live ones count as used."""
+        """Where in a batch the keys are that are neither live nor leased, the first of several; the
+        live ones count as used."""
         by_key = self.table.by_key
         if by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
@@ -313,22 +380,41 @@ class Scope:
         new = {key: i for i, key in reversed(list(enumerate(keys))) if key not in by_key}
         return sorted(new.values())
 
-    def _lease(self, keys: Sequence[str], prefixes: Sequence[str], owner: str, first_lease: int, until: float) -> Sequence[int]:
+    def _lease(
+        self,
+        keys: Sequence[str],
+        prefixes: Sequence[str],
+        owner: str,
+        first_lease: int,
+        until: float,
+    ) -> Sequence[int]:
         """Lease a slot for each key, of which there are enough."""
         if not keys:
             return []
-        table, slots, leases = self.table, self.free.take(len(keys)), range(first_lease, first_lease + len(keys))
+        table, slots, leases = (
+            self.table,
+            self.free.take(len(keys)),
+            range(first_lease, first_lease + len(keys)),
+        )
         if isinstance(slots, range):
             first, end, numbers = slots.start, slots.stop, array("Q", leases)
             table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
-            table.leases[first:end], table.until[first:end] = numbers, array("d", [until]) * len(slots)
+            table.leases[first:end], table.until[first:end] = (
+                numbers,
+                array("d", [until]) * len(slots),
+            )
             if max(table.generations[first:end]) < first_lease:
                 table.generations[first:end] = numbers
             else:
                 self._count_generations(slots, leases)
         else:
             for slot, key, lease in zip(slots, keys, leases, strict=True):
-                table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = key, lease, until, LEASED
+                table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = (
+                    key,
+                    lease,
+                    until,
+                    LEASED,
+                )
             self._count_generations(slots, leases)
         table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
@@ -344,17 +430,23 @@ class Scope:
         return slots
 
     def _count_generations(self, slots: Sequence[int], leases: Sequence[int]) -> None:
-        """The generation is the lease's number, which no other server has given or will give; but for slots that are ahead of it."""
+        """The generation is the lease's number, which no other server has given or will give; but
+        for slots that are ahead of it."""
         generations = self.table.generations
         for slot, lease in zip(slots, leases, strict=True):
             generations[slot] = max(generations[slot] + 1, lease)
 
     def _is_committed(self, lease: int, length: int, checksum: int) -> bool:
         slot, table = self.leases.log.slot(lease), self.table
-        return slot >= 0 and table.states[slot] == LIVE and (table.lengths[slot], table.checksums[slot]) == (length, checksum)
+        return (
+            slot >= 0
+            and table.states[slot] == LIVE
+            and (table.lengths[slot], table.checksums[slot]) == (length, checksum)
+        )
 
     def _let_go(self, slots: list[int], now: float, *, remember: bool = True) -> None:
-        """Live or leased slots go into quarantine. What goes by its time need not be remembered: the time tells."""
+        """Live or leased slots go into quarantine. What goes by its time need not be remembered:
+        the time tells."""
         if not slots:
             return
         table, until, free = self.table, now + self.quarantine_seconds, list[int]()
@@ -380,7 +472,8 @@ class Scope:
             self.changed.append(slots)
 
     def _make_room(self, new: int, now: float) -> int:
-        """Evict pages, so that so many slots more are free or at least resting; returns how many."""
+        """Evict pages, so that so many slots more are free or at least resting; returns how
+        many."""
         at_hand = len(self.free) + self.resting
         wanted = new - at_hand
         if self.geometry.slots >= STEP:
@@ -388,20 +481,24 @@ class Scope:
         if wanted <= 0:
             return 0
         # Each goes at once: its prefix may be the next.
-        gone = self.recency.victims(wanted, lambda slot: self.is_pinned(slot, now), lambda slot: self._let_go([slot], now))
+        gone = self.recency.victims(
+            wanted, lambda slot: self.is_pinned(slot, now), lambda slot: self._let_go([slot], now)
+        )
         self.evicted += gone
         self.settle(now)
         return gone
 
     def _same(self, prefix: str) -> str:
-        """The prefix as the object that its own slot holds, if it has one: a million of them take no memory then."""
+        """The prefix as the object that its own slot holds, if it has one: a million of them take
+        no memory then."""
         if not prefix:
             return ""
         slot = self.table.by_key.get(prefix, NO_SLOT)
         return self.table.keys[slot] if slot >= 0 else prefix
 
     def _take_apart(self, most: int) -> int:
-        """Slots of clears get the end of their quarantine, and what held them is freed bit by bit."""
+        """Slots of clears get the end of their quarantine, and what held them is freed bit by
+        bit."""
         done, table = 0, self.table
         while self._detached and done < most:
             until, before, index = self._detached[0]

@@ -12,7 +12,14 @@ from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
 from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
 from hicache_metadata_server.core.codec import changes_of, slots_of
-from hicache_metadata_server.core.errors import draining, in_use, invalid, mismatch, too_large, unknown_scope
+from hicache_metadata_server.core.errors import (
+    draining,
+    in_use,
+    invalid,
+    mismatch,
+    too_large,
+    unknown_scope,
+)
 from hicache_metadata_server.core.id_allocator import Numbers
 from hicache_metadata_server.core.idempotency import AnswerBook
 from hicache_metadata_server.core.invariants import SHOWN, audit
@@ -57,17 +64,26 @@ _PartT = TypeVar("_PartT", bound=_Part)
 class MetadataService:
     """All scopes of one server, or of one process that uses them without a server.
 
-    Not for several threads at once. Each operation raises `RefusedError` where the request cannot be done, and then has done nothing.
-    `take_changes` gives what a store must keep; a process that keeps nothing calls it too, or `forget_changes`.
+    Not for several threads at once. Each operation raises `RefusedError` where the request cannot
+    be done, and then has done nothing. `take_changes` gives what a store must keep; a process that
+    keeps nothing calls it too, or `forget_changes`.
     """
 
     def __init__(
-        self, limits: p.Limits = DEFAULTS, *, durability: p.Durability = p.Durability.NONE, name: str = "hicache-storage",
+        self,
+        limits: p.Limits = DEFAULTS,
+        *,
+        durability: p.Durability = p.Durability.NONE,
+        name: str = "hicache-storage",
         most_scopes: int = MOST_SCOPES,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.limits = limits
         self.about = p.About(
-            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+            protocol=p.PROTOCOL,
+            server=name,
+            instance=secrets.token_hex(8),
+            durability=durability,
+            limits=limits,
         )
         self.most_scopes = most_scopes
         self.scopes: dict[str, Scope] = {}
@@ -92,13 +108,21 @@ class MetadataService:
         self._started: float | None = None
         """Since when it knows of every lease that is given."""
         self._longest = math.ceil(limits.most_lease_seconds + limits.quarantine_seconds)
-        """Seconds that a slot may be held and rest, by the longest limits that this store has seen: leases outlive a restart."""
-        self._ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": 0, LONGEST: 0}
+        """Seconds that a slot may be held and rest, by the longest limits that this store has seen:
+        leases outlive a restart."""
+        self._ceilings = {
+            "lease": self._leases.ceiling,
+            "pin": self._pin_numbers.ceiling,
+            "scope": 0,
+            LONGEST: 0,
+        }
         """As they are written down, or would be found by a restart without them."""
 
     # Scopes.
 
-    def initialize(self, request: p.Initialize, now: float, caller: Caller = ANYBODY) -> p.Initialized:
+    def initialize(
+        self, request: p.Initialize, now: float, caller: Caller = ANYBODY
+    ) -> p.Initialized:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
@@ -107,18 +131,32 @@ class MetadataService:
         created = list[bool]()
         for i, part in enumerate(request.scopes):
             measure.geometry(part, f"scopes[{i}]")
-            known = self.scopes[part.scope].geometry if part.scope in self.scopes else wanted.get(part.scope)
+            known = (
+                self.scopes[part.scope].geometry
+                if part.scope in self.scopes
+                else wanted.get(part.scope)
+            )
             created.append(known is None)
             for name in ("slots", "slot_bytes", "geometry", "identity"):
                 if known is not None and getattr(known, name) != getattr(part, name):
-                    raise mismatch(part.scope, name, getattr(known, name), getattr(part, name), f"scopes[{i}].{name}")
+                    raise mismatch(
+                        part.scope,
+                        name,
+                        getattr(known, name),
+                        getattr(part, name),
+                        f"scopes[{i}].{name}",
+                    )
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
         self.see_room(new, caller, "scopes")
         self._started = now if self._started is None else self._started
         for part in new:
             scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
-            until = self._started + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds
+            until = (
+                self._started
+                + min(seconds, self.limits.most_lease_seconds)
+                + self.limits.quarantine_seconds
+            )
             if seconds > 0 and until > now:
                 scope.close_until(until)
         return p.Initialized(created=created)
@@ -141,17 +179,22 @@ class MetadataService:
 
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
         """Every scope that is there for the caller, its geometry, its slots by state."""
-        return p.Scopes(scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))])
+        return p.Scopes(
+            scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))]
+        )
 
     def totals(self) -> Totals:
         """All scopes together; asked for every second."""
         scopes = self.scopes.values()
         return Totals(
-            live=sum(len(scope.recency) for scope in scopes), leased=sum(len(scope.leases) for scope in scopes),
-            quarantined=sum(scope.quarantined for scope in scopes), free=sum(scope.available for scope in scopes),
-            hits=sum(scope.hits for scope in scopes), misses=sum(scope.misses for scope in scopes),
+            live=sum(len(scope.recency) for scope in scopes),
+            leased=sum(len(scope.leases) for scope in scopes),
+            quarantined=sum(scope.quarantined for scope in scopes),
+            free=sum(scope.available for scope in scopes),
+            hits=sum(scope.hits for scope in scopes),
+            misses=sum(scope.misses for scope in scopes),
             evicted=sum(scope.evicted for scope in scopes),
-        )  # fmt: skip
+        )
 
     def clear(self, request: p.Clear, now: float) -> p.Cleared:
         """Empty scopes, leases included."""
@@ -162,14 +205,17 @@ class MetadataService:
         return p.Cleared(pages=[scope.clear(now) for scope in scopes])
 
     def drop(self, request: p.Drop, now: float) -> p.Dropped:
-        """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its scope from being made anew."""
+        """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its
+        scope from being made anew."""
         Measure(self.limits).scopes(request.scopes)
         self._let_pins_go(self._pins.ended(now), now)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for i, scope in enumerate(scopes):
             scope.settle(now)
             if used := len(scope.recency) + len(scope.leases) + scope.quarantined:
-                raise in_use(scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]")
+                raise in_use(
+                    scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
+                )
         for name in dict.fromkeys(request.scopes):
             scope, number = self.scopes.pop(name), self._numbers.pop(name)
             self._made.pop(name, None)
@@ -181,7 +227,8 @@ class MetadataService:
             self._dropped.append(number)
         return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
-    # Pages. What may be a long list is checked as a whole, and may then be done piece by piece (`service.slices`).
+    # Pages. What may be a long list is checked as a whole, and may then be done piece by piece
+    # (`service.slices`).
 
     def check(self, request: Columns) -> None:
         """See that a request is within the limits and about scopes that are there.
@@ -207,7 +254,9 @@ class MetadataService:
         found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
+            slots = (
+                scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
+            )
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
@@ -227,14 +276,19 @@ class MetadataService:
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
             first, evicted = self._leases.take(len(part.keys)), scope.evicted
-            states, slots, leases = scope.reserve(part.keys, part.prefixes, request.owner, first, now, now + seconds)
+            states, slots, leases = scope.reserve(
+                part.keys, part.prefixes, request.owner, first, now, now + seconds
+            )
             generations = scope.table.generations
             answers.append(
                 p.Leased(
-                    states=states, slots=slots, generations=[generations[slot] if slot >= 0 else 0 for slot in slots], leases=leases,
+                    states=states,
+                    slots=slots,
+                    generations=[generations[slot] if slot >= 0 else 0 for slot in slots],
+                    leases=leases,
                     evicted=scope.evicted - evicted,
                 )
-            )  # fmt: skip
+            )
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
     def commit(self, request: p.Commit, now: float) -> p.SettledLeases:
@@ -259,7 +313,9 @@ class MetadataService:
     def do_abort(self, request: p.Abort, now: float) -> p.SettledLeases:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
-        return self._settled(request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now))
+        return self._settled(
+            request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now)
+        )
 
     def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
         """Let leases last from now on."""
@@ -270,14 +326,19 @@ class MetadataService:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
         until = now + lease_seconds(self.limits, request.lease_seconds)
-        return self._settled(request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until))
+        return self._settled(
+            request.scopes, scopes, lambda part, scope: scope.renew(part.leases, now, until)
+        )
 
     def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
-        """Let pins go before their time. Another tenant's are as unknown as any that was never given."""
+        """Let pins go before their time. Another tenant's are as unknown as any that was never
+        given."""
         Measure(self.limits).entries(request.pins, "pins")
         pins = request.pins
         if not caller.sees_all:
-            pins = [record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)]
+            pins = [
+                record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
+            ]
         self._let_pins_go(self._pins.remove(pins), now)
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
@@ -320,7 +381,8 @@ class MetadataService:
         return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
 
     def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.Checked | None]:
-        """Check every invariant, in pieces between which other requests may be served; the last is the answer, the others None."""
+        """Check every invariant, in pieces between which other requests may be served; the last is
+        the answer, the others None."""
         Measure(self.limits).scopes(request.scopes)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         scopes = scopes if request.scopes else [self.scopes[name] for name in self._seen_by(caller)]
@@ -330,14 +392,18 @@ class MetadataService:
                 problems += [f"{scope.geometry.scope}: {problem}" for problem in piece]
                 yield None
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        yield p.Checked(slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more)
+        yield p.Checked(
+            slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more
+        )
 
     def drain(self, request: p.Drain, now: float) -> p.Draining:
         """Give no new leases, while all else goes on."""
         self.draining = request.enabled
         for scope in self.scopes.values():
             scope.settle(now)
-        return p.Draining(enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values()))
+        return p.Draining(
+            enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values())
+        )
 
     def export(self, request: p.Export, now: float) -> p.Exported:
         """What some slots of a scope hold."""
@@ -345,9 +411,15 @@ class MetadataService:
         end = request.first + min(request.count, limits.keys)
         pages, rests = taken(scope, request.first, end, now, limits.most_lease_seconds)
         return exported(
-            pages, rests, now, used=len(scope.table), epoch=scope.epoch, counters=self.counters(), rows=request.rows,
+            pages,
+            rests,
+            now,
+            used=len(scope.table),
+            epoch=scope.epoch,
+            counters=self.counters(),
+            rows=request.rows,
             tenant=self.tenants.of_scope[request.scope],
-        )  # fmt: skip
+        )
 
     # Time, and what is kept.
 
@@ -369,7 +441,11 @@ class MetadataService:
 
     def take_changes(self) -> Changes:
         """What was changed since the last call, as it is now."""
-        changes = Changes(answers=self.answers.added, pins=list(self._pins.added.values()), unpinned=self._pins.removed)
+        changes = Changes(
+            answers=self.answers.added,
+            pins=list(self._pins.added.values()),
+            unpinned=self._pins.removed,
+        )
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
         for name, scope in self._made.items():
             tenant = self.tenants.of_scope[name]
@@ -389,7 +465,11 @@ class MetadataService:
                 scope.changed, scope.leased = [], []
         self._made, self._changed = {}, {}
         changes.dropped, self._dropped = self._dropped, []
-        ceilings = {"lease": self._leases.ceiling, "pin": self._pin_numbers.ceiling, "scope": self._last_number}
+        ceilings = {
+            "lease": self._leases.ceiling,
+            "pin": self._pin_numbers.ceiling,
+            "scope": self._last_number,
+        }
         if changes:
             ceilings[LONGEST] = self._longest
         for name, ceiling in ceilings.items():
@@ -409,7 +489,8 @@ class MetadataService:
         self.answers.added, self._pins.added, self._pins.removed = [], {}, []
 
     def put_back(self, changes: Changes) -> None:
-        """Take changes back that could not be written down: they are to be tried again, with what the slots are by then."""
+        """Take changes back that could not be written down: they are to be tried again, with what
+        the slots are by then."""
         self.answers.withdraw(changes.answers)
         self._dropped = changes.dropped + self._dropped
         for record in changes.scopes:
@@ -430,12 +511,17 @@ class MetadataService:
             # Another than any that there is.
             self._ceilings[name] = -1
 
-    def restore(self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float) -> None:
-        """Take over what a store has kept, before the first request; `rows` gives a scope's by its number."""
+    def restore(
+        self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float
+    ) -> None:
+        """Take over what a store has kept, before the first request; `rows` gives a scope's by its
+        number."""
         self._started = now
         self._leases = Numbers(recovered.counters.get("lease", 1))
         self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
-        self._last_number = max([recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)])
+        self._last_number = max(
+            [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
+        )
         kept = recovered.counters.get(LONGEST, 0)
         self._longest = max(self._longest, kept)
         self._ceilings = {
@@ -446,8 +532,14 @@ class MetadataService:
         }
         for record in recovered.scopes:
             name = record.geometry.scope
-            scope = self.scopes[name] = self._by_number[record.number] = Scope(record.geometry, self.limits.quarantine_seconds)
-            self._numbers[name], scope.epoch, scope.cleared_until = record.number, record.epoch, record.cleared_until
+            scope = self.scopes[name] = self._by_number[record.number] = Scope(
+                record.geometry, self.limits.quarantine_seconds
+            )
+            self._numbers[name], scope.epoch, scope.cleared_until = (
+                record.number,
+                record.epoch,
+                record.cleared_until,
+            )
             if not record.epoch and record.cleared_until > now:
                 scope.close_until(min(record.cleared_until, now + self._longest))
             self.tenants.of_scope[name], scope.model = record.tenant, record.model
@@ -492,14 +584,22 @@ class MetadataService:
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """The scopes of one tenant, "" for those of none."""
-        return (self.scopes[name].geometry for name, holder in self.tenants.of_scope.items() if holder == tenant)
+        return (
+            self.scopes[name].geometry
+            for name, holder in self.tenants.of_scope.items()
+            if holder == tenant
+        )
 
     def _seen_by(self, caller: Caller) -> list[str]:
         return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
 
     def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
         # A number whose scope was dropped says nothing of who has one of that name now.
-        there = [self._by_number[number] for number in pin.slots if number in self._by_number and number not in self._gone]
+        there = [
+            self._by_number[number]
+            for number in pin.slots
+            if number in self._by_number and number not in self._gone
+        ]
         return all(may_use(caller, self.tenants.of_scope[scope.geometry.scope]) for scope in there)
 
     def _known(self, name: str, field: str) -> Scope:
@@ -512,7 +612,10 @@ class MetadataService:
         return [self._known(part.scope, f"scopes[{i}].scope") for i, part in enumerate(parts)]
 
     def _settled(
-        self, parts: Sequence[_PartT], scopes: Sequence[Scope], settle: Callable[[_PartT, Scope], list[bool]]
+        self,
+        parts: Sequence[_PartT],
+        scopes: Sequence[Scope],
+        settle: Callable[[_PartT, Scope], list[bool]],
     ) -> p.SettledLeases:
         answers = list[p.SettledScope]()
         for part, scope in zip(parts, scopes, strict=True):
@@ -537,12 +640,22 @@ class MetadataService:
     def _status(self, scope: Scope) -> p.ScopeStatus:
         geometry = scope.geometry
         return p.ScopeStatus(
-            scope=geometry.scope, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry,
-            identity=geometry.identity, free=scope.available, leased=len(scope.leases), live=len(scope.recency),
-            quarantined=scope.quarantined, hits=scope.hits, misses=scope.misses, evicted=scope.evicted,
+            scope=geometry.scope,
+            slots=geometry.slots,
+            slot_bytes=geometry.slot_bytes,
+            geometry=geometry.geometry,
+            identity=geometry.identity,
+            free=scope.available,
+            leased=len(scope.leases),
+            live=len(scope.recency),
+            quarantined=scope.quarantined,
+            hits=scope.hits,
+            misses=scope.misses,
+            evicted=scope.evicted,
             tenant=self.tenants.of_scope[geometry.scope],
-            expired_leases=scope.expired, model=scope.model,
-        )  # fmt: skip
+            expired_leases=scope.expired,
+            model=scope.model,
+        )
 
 
 def _found(scope: Scope, slots: list[int]) -> p.Found:
@@ -553,13 +666,26 @@ def _found(scope: Scope, slots: list[int]) -> p.Found:
         # Often: pages that were written together.
         where = slice(run.start, run.stop)
         return p.Found(
-            slots=slots, generations=generations[where].tolist(), lengths=lengths[where].tolist(), checksums=checksums[where].tolist()
-        )  # fmt: skip
+            slots=slots,
+            generations=generations[where].tolist(),
+            lengths=lengths[where].tolist(),
+            checksums=checksums[where].tolist(),
+        )
     if -1 not in slots:
         return p.Found(
-            slots=slots, generations=[generations[slot] for slot in slots], lengths=[lengths[slot] for slot in slots],
+            slots=slots,
+            generations=[generations[slot] for slot in slots],
+            lengths=[lengths[slot] for slot in slots],
             checksums=[checksums[slot] for slot in slots],
-        )  # fmt: skip
-    rows = [(generations[slot], lengths[slot], checksums[slot]) if slot >= 0 else _ZEROS for slot in slots]
+        )
+    rows = [
+        (generations[slot], lengths[slot], checksums[slot]) if slot >= 0 else _ZEROS
+        for slot in slots
+    ]
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    return p.Found(slots=slots, generations=list(columns[0]), lengths=list(columns[1]), checksums=list(columns[2]))
+    return p.Found(
+        slots=slots,
+        generations=list(columns[0]),
+        lengths=list(columns[1]),
+        checksums=list(columns[2]),
+    )

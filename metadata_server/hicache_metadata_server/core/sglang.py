@@ -32,7 +32,9 @@ class CompatibleService:
             measure.lengths([prefix for _, prefix in request.keys], "keys")
         self._service.known(f"{rank}:{request.namespace}")
 
-    def initialize(self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY) -> None:
+    def initialize(
+        self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY
+    ) -> None:
         """Make a scope, or see that it has as many pages."""
         name = f"{rank}:{request.namespace}"
         known = self._service.scopes.get(name)
@@ -57,10 +59,16 @@ class CompatibleService:
         scope.count(len(slots), len(slots) - slots.count(None))
         return {"indices": slots}
 
-    def reserve_and_allocate_page_indices(self, rank: int, request: p.CompatibleReserve, now: float) -> dict[str, Any]:
+    def reserve_and_allocate_page_indices(
+        self, rank: int, request: p.CompatibleReserve, now: float
+    ) -> dict[str, Any]:
         """Slots for new keys, -1 where there are none."""
         # The sequences of a batch in one go: a loop for each takes several times as long.
-        keys, prefixes = (list(column) for column in zip(*request.keys, strict=True)) if request.keys else ([], [])
+        keys, prefixes = (
+            (list(column) for column in zip(*request.keys, strict=True))
+            if request.keys
+            else ([], [])
+        )
         measure = Measure(self._service.limits)
         measure.keys(keys, "keys")
         if any(prefixes):
@@ -73,12 +81,17 @@ class CompatibleService:
         if all(leases):
             return {"indices": list(zip(repeat(False), slots))}
         exists = p.Reserved.EXISTS
-        return {"indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]}
+        return {
+            "indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]
+        }
 
     def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
-        """Make reserved slots live, give others back; what cannot be done is refused after all else was done."""
+        """Make reserved slots live, give others back; what cannot be done is refused after all else
+        was done."""
         measure = Measure(self._service.limits)
-        measure.keys(list(map(itemgetter(0), request.written_keys_to_confirm)), "written_keys_to_confirm")
+        measure.keys(
+            list(map(itemgetter(0), request.written_keys_to_confirm)), "written_keys_to_confirm"
+        )
         measure.entries(request.pages_to_release, "pages_to_release")
         scope = self._service.find(f"{rank}:{request.namespace}")
         see_slots(request, scope.geometry.slots)

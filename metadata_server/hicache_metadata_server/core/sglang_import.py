@@ -46,7 +46,8 @@ class ImportedScope:
 
 
 def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[ImportedScope]:
-    """The scopes of a file in either form: `{"rank:namespace": ...}`, or bare ranks, which mean `rank:kv`.
+    """The scopes of a file in either form: `{"rank:namespace": ...}`, or bare ranks, which mean
+    `rank:kv`.
 
     Raises:
         ImportFileError: it is no such file.
@@ -54,7 +55,9 @@ def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[Import
     try:
         found = msgspec.json.decode(body, type=dict[str, _Rank])
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ImportFileError(f"this is no persistence file of SGLang's metadata server: {error}") from error
+        raise ImportFileError(
+            f"this is no persistence file of SGLang's metadata server: {error}"
+        ) from error
     scopes: dict[str, ImportedScope] = {}
     for text, rank in found.items():
         match = _SCOPE.fullmatch(text)
@@ -70,8 +73,13 @@ def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[Import
 
 
 def _checked(name: str, rank: _Rank, limits: Limits) -> ImportedScope:
-    """Whose bytes a page holds is not known if two name it, or if it was free when the file was written: such keys are dropped."""
-    pairs = list(rank.key_to_index.items()) if isinstance(rank.key_to_index, dict) else rank.key_to_index
+    """Whose bytes a page holds is not known if two name it, or if it was free when the file was
+    written: such keys are dropped."""
+    pairs = (
+        list(rank.key_to_index.items())
+        if isinstance(rank.key_to_index, dict)
+        else rank.key_to_index
+    )
     scope = ImportedScope(name, rank.num_pages)
     free = {page for page in rank.free_pages if _is_page(page, rank.num_pages)}
     pages = Counter(page for _, page in pairs if _is_page(page, rank.num_pages))
@@ -97,7 +105,9 @@ def _is_page(page: object, pages: int) -> bool:
     return isinstance(page, int) and not isinstance(page, bool) and 0 <= page < pages
 
 
-def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: float, tenant: str = "") -> None:
+def import_scopes(
+    service: MetadataService, scopes: list[ImportedScope], now: float, tenant: str = ""
+) -> None:
     """Make the scopes in a service that has none of their names, for one tenant or none.
 
     Raises:
@@ -112,7 +122,8 @@ def import_scopes(service: MetadataService, scopes: list[ImportedScope], now: fl
         scope = service.add_scope(ScopeGeometry(scope=imported.name, slots=imported.slots), tenant)
         first = service.take_leases(len(imported.pages))
         rows = [
-            SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0) for lease, (key, slot) in enumerate(imported.pages, first)
+            SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0)
+            for lease, (key, slot) in enumerate(imported.pages, first)
         ]
         problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"

@@ -1,4 +1,5 @@
-"""The slots of a scope as columns: 73 bytes a slot that was ever used, none for the others; and the slot of each key."""
+"""The slots of a scope as columns: 73 bytes a slot that was ever used, none for the others; and the
+slot of each key."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _LET_GO_ALL: Final = _LET_GO + bytes(256 - len(_LET_GO))
 
 
 class SlotTable:
-    """One entry a slot in each column. Slots that nobody has used yet have none: `len` says where they begin."""
+    """One entry a slot in each column. Slots that nobody has used yet have none: `len` says where
+    they begin."""
 
     __slots__ = (
         "by_key",
@@ -49,7 +51,8 @@ class SlotTable:
         self.children = array("Q")
         """Live pages that name this live page as their prefix; 0 for what is not live."""
         self.stamps = array("Q")
-        """The place of a live page in the order of use; 0 for what is not live, but for what a clear has left."""
+        """The place of a live page in the order of use; 0 for what is not live, but for what a
+        clear has left."""
         self.keys = list[str]()
         self.prefixes = list[str]()
         self.by_key = _new_index()
@@ -62,7 +65,15 @@ class SlotTable:
         """Add free slots at the end."""
         self.states.extend(bytes(count))
         zeros = bytes(8 * count)
-        for column in (self.generations, self.leases, self.until, self.lengths, self.checksums, self.children, self.stamps):
+        for column in (
+            self.generations,
+            self.leases,
+            self.until,
+            self.lengths,
+            self.checksums,
+            self.children,
+            self.stamps,
+        ):
             column.frombytes(zeros)
         self.keys.extend([""] * count)
         self.prefixes.extend([""] * count)
@@ -72,7 +83,8 @@ class SlotTable:
         return self.states.count(state)
 
     def let_all_go(self) -> dict[str, int]:
-        """Every live or leased slot becomes quarantined (a millisecond for a million); returns them by key, to be taken apart."""
+        """Every live or leased slot becomes quarantined (a millisecond for a million); returns them
+        by key, to be taken apart."""
         # In place: others hold on to this bytearray.
         self.states[:] = self.states.translate(_LET_GO_ALL)
         index, self.by_key = self.by_key, _new_index()
@@ -80,7 +92,8 @@ class SlotTable:
 
 
 def as_run(slots: Sequence[int]) -> Sequence[int]:
-    """The same as a range if they are a list of neighbours in ascending order: a slice of each column."""
+    """The same as a range if they are a list of neighbours in ascending order: a slice of each
+    column."""
     if not isinstance(slots, list) or not slots or slots[-1] - slots[0] != len(slots) - 1:
         return slots
     run = range(slots[0], slots[-1] + 1)
@@ -88,8 +101,9 @@ def as_run(slots: Sequence[int]) -> Sequence[int]:
 
 
 def _new_index() -> dict[str, int]:
-    # A dict that has had a key of another type keeps the hash of each key: CPython then looks at a key itself, which with millions
-    # of them is in no cache, only where it is the right one. That is a quarter of a lookup's time, for 8 bytes a key.
+    # A dict that has had a key of another type keeps the hash of each key: CPython then looks at a
+    # key itself, which with millions of them is in no cache, only where it is the right one. That
+    # is a quarter of a lookup's time, for 8 bytes a key.
     index: dict[str | None, int] = {None: 0}
     del index[None]
     return cast("dict[str, int]", index)

@@ -39,7 +39,8 @@ ANYBODY: Final = Caller(sees_all=True)
 
 
 def may_use(caller: Caller, tenant: str) -> bool:
-    """Whether a caller may use the scopes of a tenant ("" for those of none): the one rule, whatever store they are in."""
+    """Whether a caller may use the scopes of a tenant ("" for those of none): the one rule,
+    whatever store they are in."""
     return caller.sees_all or caller.tenant == tenant
 
 
@@ -55,7 +56,11 @@ class Holding(NamedTuple):
     def of(cls, geometries: Iterable[ScopeGeometry]) -> Holding:
         """These scopes together."""
         found = list(geometries)
-        return cls(len(found), sum(one.slots for one in found), sum(one.slots * one.slot_bytes for one in found))
+        return cls(
+            len(found),
+            sum(one.slots for one in found),
+            sum(one.slots * one.slot_bytes for one in found),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,8 @@ class Quota:
     def beyond(self, held: Holding, new: Sequence[ScopeGeometry]) -> str:
         """Why a tenant that has this much may not have these scopes as well; "" if it may.
 
-        A scope that does not say how large its slots are would be one of no bytes, whatever is written into it: where bytes are
-        limited it is refused.
+        A scope that does not say how large its slots are would be one of no bytes, whatever is
+        written into it: where bytes are limited it is refused.
         """
         if self.bytes is not None and any(not one.slot_bytes for one in new):
             return "its bytes are limited, so that each of its scopes has to say its slot_bytes"
@@ -124,9 +129,13 @@ class Tenants:
         of_scope, tenant = self.of_scope, caller.tenant
         for number, name in enumerate(names):
             if not may_use(caller, of_scope.get(name, tenant)):
-                raise RefusedError(403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number))
+                raise RefusedError(
+                    403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number)
+                )
 
-    def see_quota(self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str) -> None:
+    def see_quota(
+        self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str
+    ) -> None:
         """See that a tenant that has some scopes may have others as well.
 
         Raises:
@@ -139,6 +148,10 @@ class Tenants:
             raise beyond_quota(tenant, quota, Holding.of(held), new, field)
 
 
-def beyond_quota(tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes") -> RefusedError:
+def beyond_quota(
+    tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes"
+) -> RefusedError:
     """Says why a tenant may not have these scopes as well."""
-    return RefusedError(403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field)
+    return RefusedError(
+        403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field
+    )

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class Timers:
-    """A heap of times with slots. Nothing is ever taken out before its time: who looks at a slot sees whether it is still meant."""
+    """A heap of times with slots. Nothing is ever taken out before its time: who looks at a slot
+    sees whether it is still meant."""
 
     __slots__ = ("_heap", "_numbers")
 

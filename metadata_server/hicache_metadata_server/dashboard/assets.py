@@ -1,4 +1,5 @@
-"""The files of the page, as they are served: the same for everybody, without any data, and so without a token."""
+"""The files of the page, as they are served: the same for everybody, without any data, and so
+without a token."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ POLICY: Final = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS: Final = {
-    # Asked for anew each time, so that no page is left of the server before; the tag makes that cheap.
+    # Asked for anew each time, so that no page is left of the server before; the tag makes that
+    # cheap.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -50,6 +52,8 @@ def read_assets() -> dict[str, Asset]:
     for file in resources.files("hicache_metadata_server.dashboard").joinpath("static").iterdir():
         body, kind = file.read_bytes(), TYPES.get(file.name[file.name.rfind(".") :])
         if kind is not None:
-            assets[PREFIX + file.name] = Asset(body, kind, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+            assets[PREFIX + file.name] = Asset(
+                body, kind, f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+            )
     assets["/"] = assets.pop(f"{PREFIX}index.html")
     return assets

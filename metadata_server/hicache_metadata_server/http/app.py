@@ -1,4 +1,5 @@
-"""The application: the protocol in front, pages and health behind, and what runs beside the requests."""
+"""The application: the protocol in front, pages and health behind, and what runs beside the
+requests."""
 
 from __future__ import annotations
 
@@ -51,9 +52,14 @@ class Server:
     """A service with its store, while the application runs."""
 
     def __init__(
-        self, service: MetadataService, store: Store, security: Security, clock: Callable[[], float], desk: Desk | None = None,
+        self,
+        service: MetadataService,
+        store: Store,
+        security: Security,
+        clock: Callable[[], float],
+        desk: Desk | None = None,
         slow_seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.service, self.store, self.clock = service, store, clock
         self.metrics = Metrics(service, self.problem)
         self.recorder = Recorder(service, self.metrics, clock)
@@ -63,7 +69,9 @@ class Server:
         if desk is not None:
             self.metrics.store_problem = desk.store_problem
         spans = tracing.spans()
-        self.watch = Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
+        self.watch = (
+            Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
+        )
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
@@ -109,17 +117,34 @@ class Server:
 
 
 def create_app(
-    service: MetadataService, store: Store, *, tokens: Tokens | None = None, security: Security | None = None,
-    clock: Callable[[], float] | None = None, desk: Desk | None = None, slow_seconds: float = 0.0,
-) -> Front:  # fmt: skip
-    """The application of one service, which was restored from its store; of the desk in front of it, where that is another than `Desk`.
+    service: MetadataService,
+    store: Store,
+    *,
+    tokens: Tokens | None = None,
+    security: Security | None = None,
+    clock: Callable[[], float] | None = None,
+    desk: Desk | None = None,
+    slow_seconds: float = 0.0,
+) -> Front:
+    """The application of one service, which was restored from its store; of the desk in front of
+    it, where that is another than `Desk`.
 
-    `tokens` are for where `security` is not needed. Requests are traced if tracing is enabled before.
+    `tokens` are for where `security` is not needed. Requests are traced if tracing is enabled
+    before.
     """
-    server = Server(service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds)
+    server = Server(
+        service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds
+    )
     version = service.about.server.rpartition(" ")[2]
-    # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the token that it needs.
-    app = FastAPI(title="HiCache metadata server", version=version, lifespan=server.running, docs_url=None, redoc_url=None)
+    # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the
+    # token that it needs.
+    app = FastAPI(
+        title="HiCache metadata server",
+        version=version,
+        lifespan=server.running,
+        docs_url=None,
+        redoc_url=None,
+    )
     described = openapi(version)
 
     def schema() -> dict[str, Any]:
@@ -151,16 +176,22 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         try:
             told = server.recorder.told(_after(request.query_params.get(AFTER, "0")))
         except RefusedError as refused:
-            return Response(p.encode(refused.problem, content_type), refused.status, media_type=content_type)
+            return Response(
+                p.encode(refused.problem, content_type), refused.status, media_type=content_type
+            )
         return Response(p.encode(told, content_type), media_type=content_type)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        problem = p.Problem(code="unknown_route", message=f"there is no {request.method} {request.url.path}")
+        problem = p.Problem(
+            code="unknown_route", message=f"there is no {request.method} {request.url.path}"
+        )
         return Response(p.encode(problem), 404, media_type=p.JSON)
 
     for path, answer in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         # Starlette's own routes take HEAD with GET; FastAPI's do not.
-        app.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)
+        app.add_api_route(
+            path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+        )
     app.add_route(HISTORY, history, methods=["GET"])
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)

@@ -1,4 +1,5 @@
-"""The protocol's routes as one ASGI application in front of the pages: no routing table, no models, no middleware on the way."""
+"""The protocol's routes as one ASGI application in front of the pages: no routing table, no models,
+no middleware on the way."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/openapi.json", "/metrics", PATH_OF_HISTORY)
 """The other paths of the application behind; they take a read token."""
 OPEN_PAGES: Final = ("/openapi.json",)
-"""Those that say nothing about scopes. The others tell of those of all tenants, so that a token of one does not open them."""
+"""Those that say nothing about scopes. The others tell of those of all tenants, so that a token of
+one does not open them."""
 LOOKS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)
@@ -70,7 +72,11 @@ class Front:
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self.server = app, server
         self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
-        self._tokens, self._rates, self._audit = server.security.tokens, server.security.rates, server.security.audit
+        self._tokens, self._rates, self._audit = (
+            server.security.tokens,
+            server.security.rates,
+            server.security.audit,
+        )
         self._see_browser = server.security.see_browser
         self._recorder, self._slowest = server.recorder, server.recorder.slowest
         self._reading = asyncio.Lock()
@@ -78,7 +84,11 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http" or scope["path"] in HEALTH or (is_page(scope["path"]) and scope["method"] in LOOKS):
+        if (
+            scope["type"] != "http"
+            or scope["path"] in HEALTH
+            or (is_page(scope["path"]) and scope["method"] in LOOKS)
+        ):
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
@@ -98,14 +108,21 @@ class Front:
             said = refusal(refused, content_types(path, headers)[1])
             if asked is None and said.status in UNAUTHORIZED:
                 caller = self._tokens.whose(headers.get(b"authorization", b""))
-                self._audit.refused(self._route(path), said.status, refused.problem.code, caller, peer_of(scope["client"]))
+                self._audit.refused(
+                    self._route(path),
+                    said.status,
+                    refused.problem.code,
+                    caller,
+                    peer_of(scope["client"]),
+                )
         except _GoneError:
             return
         self.count(asked, said, begin, scope["client"], body)
         await _send(send, said, request_id)
 
     def _route(self, path: str) -> str:
-        """A path as it may be written down: one that is unknown may have anything in it, a token as well."""
+        """A path as it may be written down: one that is unknown may have anything in it, a token as
+        well."""
         try:
             return path if path in PAGES else self._desk.endpoint(path).name
         except RefusedError:
@@ -126,7 +143,10 @@ class Front:
         Raises:
             RefusedError: nobody answers that, or not for this token.
         """
-        request_id, authorization = adopt(headers.get(REQUEST_ID)), headers.get(b"authorization", b"")
+        request_id, authorization = (
+            adopt(headers.get(REQUEST_ID)),
+            headers.get(b"authorization", b""),
+        )
         self._see_browser(headers)
         try:
             endpoint = self._desk.endpoint(path)
@@ -135,11 +155,17 @@ class Front:
             raise
         caller = self._tokens.check(authorization, endpoint.token)
         if endpoint.method != method:
-            raise RefusedError(404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}")
+            raise RefusedError(
+                404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}"
+            )
         self._rates.admit(caller, endpoint.name)
         content_type, answer_type = content_types(path, headers)
         once = headers.get(b"idempotency-key", b"").decode("latin-1")
-        watched = self._watch.begin(method, endpoint.name, request_id, headers) if self._watch is not None else None
+        watched = (
+            self._watch.begin(method, endpoint.name, request_id, headers)
+            if self._watch is not None
+            else None
+        )
         entry = Entry() if endpoint.audited else None
         return Asked(endpoint, content_type, answer_type, once, caller, entry, request_id, watched)
 
@@ -148,7 +174,8 @@ class Front:
         return self._in_turn(asked, body) if len(body) > READ_AT_ONCE else self._begin(asked, body)
 
     async def _in_turn(self, asked: Asked, body: bytes) -> Said:
-        """Read a long body: one in each turn of the event loop, however many have come, so that nobody waits for several."""
+        """Read a long body: one in each turn of the event loop, however many have come, so that
+        nobody waits for several."""
         async with self._reading:
             started = self._begin(asked, body)
             await asyncio.sleep(0)
@@ -168,7 +195,9 @@ class Front:
 
     def _begin(self, asked: Asked, body: bytes) -> Started | Coroutine[Any, Any, Said]:
         try:
-            request = self._desk.read(asked.endpoint, body, asked.content_type, asked.once, asked.caller)
+            request = self._desk.read(
+                asked.endpoint, body, asked.content_type, asked.once, asked.caller
+            )
             if asked.watched is not None:
                 asked.watched.message = request.message
             if asked.entry is not None:
@@ -198,15 +227,25 @@ class Front:
         """The answer where they could not be."""
         return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
 
-    def count(self, asked: Asked | None, said: Said, begin: float, client: Sequence[Any] | None, body: bytes | bytearray) -> None:
-        """See to the metrics, to the slowest calls, to the audit log, and to what is to be seen of a single request."""
+    def count(
+        self,
+        asked: Asked | None,
+        said: Said,
+        begin: float,
+        client: Sequence[Any] | None,
+        body: bytes | bytearray,
+    ) -> None:
+        """See to the metrics, to the slowest calls, to the audit log, and to what is to be seen of
+        a single request."""
         if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
             self._write_down(asked, said, peer_of(client))
         seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else OTHER
         self._metrics.answered(route, said.status, seconds)
         if asked is not None and seconds > self._slowest.floor:
             # What is refused for its size may be too much to be read.
-            self._recorder.add(asked, said.status, seconds, b"" if said.status == TOO_LARGE else bytes(body))
+            self._recorder.add(
+                asked, said.status, seconds, b"" if said.status == TOO_LARGE else bytes(body)
+            )
         if asked is not None and asked.watched is not None and self._watch is not None:
             self._watch.end(asked.watched, route, said.status, seconds)
 
@@ -254,7 +293,11 @@ def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
     named = (REQUEST_ID, request_id.encode())
     if said.status == 204:
         return [named]
-    headers = [(b"content-type", said.content_type.encode()), (b"content-length", b"%d" % len(said.body)), named]
+    headers = [
+        (b"content-type", said.content_type.encode()),
+        (b"content-length", b"%d" % len(said.body)),
+        named,
+    ]
     if said.ends_connection:
         headers.append((b"connection", b"close"))
     elif said.status == 401:
@@ -267,10 +310,19 @@ def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
 def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
     """How a body is written, and how its answer will be."""
     # Who does not say, as some clients of the compatible part, writes JSON.
-    said = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1") or p.JSON
+    said = (
+        headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
+        or p.JSON
+    )
     return said, p.MSGPACK if said == p.MSGPACK and path.startswith("/v2") else p.JSON
 
 
 async def _send(send: Send, said: Said, request_id: str) -> None:
-    await send({"type": "http.response.start", "status": said.status, "headers": headers_of(said, request_id)})
+    await send(
+        {
+            "type": "http.response.start",
+            "status": said.status,
+            "headers": headers_of(said, request_id),
+        }
+    )
     await send({"type": "http.response.body", "body": said.body})

@@ -26,7 +26,8 @@ def first_expiry(pem: str) -> float:
 
 
 def _not_after(der: bytes) -> float:
-    # Certificate -> TBSCertificate: [version], serial number, signature, issuer, validity -> not before, not after (RFC 5280).
+    # Certificate -> TBSCertificate: [version], serial number, signature, issuer, validity -> not
+    # before, not after (RFC 5280).
     at = _element(der, _element(der, 0)[1])[1]
     for _ in range(4 if der[at] == _VERSION else 3):
         at = _element(der, at)[2]

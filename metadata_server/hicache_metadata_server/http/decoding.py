@@ -23,11 +23,13 @@ TOGETHER: Final = 256
 class Body:
     """Decodes the bodies of one route.
 
-    A body that is refused costs no more than twice what decoding one of the limits' size costs: it is counted before it is decoded, and a
-    wrong entry is searched for by groups.
+    A body that is refused costs no more than twice what decoding one of the limits' size costs: it
+    is counted before it is decoded, and a wrong entry is searched for by groups.
     """
 
-    def __init__(self, kind: type[msgspec.Struct], content_types: tuple[str, ...], limits: Limits = DEFAULTS) -> None:
+    def __init__(
+        self, kind: type[msgspec.Struct], content_types: tuple[str, ...], limits: Limits = DEFAULTS
+    ) -> None:
         self._kind, self._limits = kind, limits
         self._decoders: dict[str, msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]] = {
             JSON: msgspec.json.Decoder(kind),
@@ -42,7 +44,9 @@ class Body:
             RefusedError: it is none.
         """
         if content_type not in self._content_types:
-            raise RefusedError(415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type")
+            raise RefusedError(
+                415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type"
+            )
         if holds_more_values(body, content_type, most_values(self._limits)):
             raise too_large(f"more than {self._limits.keys} entries", "body")
         try:
@@ -50,12 +54,18 @@ class Body:
         except msgspec.ValidationError as error:
             raise self._invalid(error, body, content_type) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise RefusedError(400, "malformed", f"the body cannot be read: {error}", "body") from error
+            raise RefusedError(
+                400, "malformed", f"the body cannot be read: {error}", "body"
+            ) from error
 
-    def _invalid(self, error: msgspec.ValidationError, body: bytes, content_type: str) -> RefusedError:
+    def _invalid(
+        self, error: msgspec.ValidationError, body: bytes, content_type: str
+    ) -> RefusedError:
         message, _, _ = str(error).partition(" - at `")
         try:
-            raw = msgspec.json.decode(body) if content_type == JSON else msgspec.msgpack.decode(body)
+            raw = (
+                msgspec.json.decode(body) if content_type == JSON else msgspec.msgpack.decode(body)
+            )
         except (msgspec.DecodeError, UnicodeError, RecursionError) as unreadable:
             return RefusedError(400, "malformed", f"the body cannot be read: {unreadable}", "body")
         where = _locate(raw, inspect.type_info(self._kind)).lstrip(".")
@@ -63,7 +73,8 @@ class Body:
 
 
 def _locate(raw: object, wanted: inspect.Type) -> str:
-    """Where the first value is that is not what is wanted; "" for `raw` itself. msgspec tells fields, and not entries of lists."""
+    """Where the first value is that is not what is wanted; "" for `raw` itself. msgspec tells
+    fields, and not entries of lists."""
     if isinstance(wanted, inspect.StructType) and isinstance(raw, dict):
         return _in_struct(msgspec.convert(raw, dict[Any, Any]), wanted)
     if not isinstance(raw, list):
@@ -77,7 +88,8 @@ def _locate(raw: object, wanted: inspect.Type) -> str:
 
 
 def _in_list(raw: list[Any], kind: inspect.Type) -> str:
-    """The first entry that is wrong, searched for by groups: a conversion of one costs as much as that of many."""
+    """The first entry that is wrong, searched for by groups: a conversion of one costs as much as
+    that of many."""
     annotation = _annotation(kind)
     group = list.__class_getitem__(annotation)
     for start in range(0, len(raw), TOGETHER):
@@ -154,4 +166,6 @@ def _union(kind: inspect.UnionType) -> Any:
 def _bounded(kind: type, **bounds: Any) -> Any:
     from typing import Annotated
 
-    return Annotated[kind, msgspec.Meta(**{name: bound for name, bound in bounds.items() if bound is not None})]
+    return Annotated[
+        kind, msgspec.Meta(**{name: bound for name, bound in bounds.items() if bound is not None})
+    ]

@@ -1,4 +1,5 @@
-"""HTTP/1.1 as uvicorn speaks it, with a short way for the protocol's own requests: no task, no messages, one system call an answer."""
+"""HTTP/1.1 as uvicorn speaks it, with a short way for the protocol's own requests: no task, no
+messages, one system call an answer."""
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.http.handlers import Said
 
-_STATUS_LINES: Final = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
 
 
 class DirectProtocol(HttpToolsProtocol):
     """Of one connection.
 
-    What is whole with its head and body and about a known path is answered from here, at once or when its changes are written.
-    Everything else (pages, refusals by the head, chunked bodies, requests sent before the last was answered) goes uvicorn's way.
+    What is whole with its head and body and about a known path is answered from here, at once or
+    when its changes are written. Everything else (pages, refusals by the head, chunked bodies,
+    requests sent before the last was answered) goes uvicorn's way.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
@@ -75,7 +79,13 @@ class DirectProtocol(HttpToolsProtocol):
         front, last = self._front, cast("RequestResponseCycle | None", self.cycle)
         # Of a connection that is there, it is there; uvicorn forgets it with the connection.
         parser, busy = cast("Any", self.parser), last is not None and not last.response_complete
-        if front is None or busy or self.expect_100_continue or self.flow.write_paused or parser.should_upgrade():
+        if (
+            front is None
+            or busy
+            or self.expect_100_continue
+            or self.flow.write_paused
+            or parser.should_upgrade()
+        ):
             return None
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
@@ -83,7 +93,9 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         try:
             # One with a query or an escape is no path that is known.
-            asked = front.asked(self.url.decode("latin-1"), parser.get_method().decode("ascii"), headers)
+            asked = front.asked(
+                self.url.decode("latin-1"), parser.get_method().decode("ascii"), headers
+            )
         except RefusedError:
             return None
         return _Exchange(asked, parser.should_keep_alive() and parser.get_http_version() != "1.0")
@@ -106,12 +118,18 @@ class DirectProtocol(HttpToolsProtocol):
         else:
             written.add_done_callback(partial(self._tell_written, front, exchange, said))
 
-    async def _answer_in_turns(self, front: Front, exchange: _Exchange, answer: Coroutine[Any, Any, Said]) -> None:
+    async def _answer_in_turns(
+        self, front: Front, exchange: _Exchange, answer: Coroutine[Any, Any, Said]
+    ) -> None:
         self._tell(front, exchange, await answer)
 
-    def _tell_written(self, front: Front, exchange: _Exchange, said: Said, written: asyncio.Future[None]) -> None:
+    def _tell_written(
+        self, front: Front, exchange: _Exchange, said: Said, written: asyncio.Future[None]
+    ) -> None:
         error = written.exception()
-        self._tell(front, exchange, said if error is None else front.unwritten(exchange.asked, error))
+        self._tell(
+            front, exchange, said if error is None else front.unwritten(exchange.asked, error)
+        )
 
     def _tell(self, front: Front, exchange: _Exchange, said: Said) -> None:
         front.count(exchange.asked, said, exchange.begin, self.client, exchange.body)
@@ -131,9 +149,19 @@ class DirectProtocol(HttpToolsProtocol):
 
 
 class _Exchange:
-    """A request that goes the short way, with what uvicorn asks of any: whether it is answered, and whether the connection stays."""
+    """A request that goes the short way, with what uvicorn asks of any: whether it is answered, and
+    whether the connection stays."""
 
-    __slots__ = ("asked", "begin", "body", "disconnected", "keep_alive", "message_event", "parts", "response_complete")
+    __slots__ = (
+        "asked",
+        "begin",
+        "body",
+        "disconnected",
+        "keep_alive",
+        "message_event",
+        "parts",
+        "response_complete",
+    )
 
     def __init__(self, asked: Asked, keep_alive: bool) -> None:
         self.asked, self.keep_alive = asked, keep_alive

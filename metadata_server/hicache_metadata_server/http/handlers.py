@@ -1,4 +1,5 @@
-"""Every route of the protocol: what it takes, whom it asks, and what has to be written before it answers."""
+"""Every route of the protocol: what it takes, whom it asks, and what has to be written before it
+answers."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LONG_BODY: Final = 16_384
 """Shorter bodies are not looked at for whether they are long."""
 
 OF_NO_SCOPE: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
-"""Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others are about the whole server."""
+"""Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others
+are about the whole server."""
 NAMED: Final = (p.Clear, p.Drop, p.Fsck)
 """Messages that have names of scopes where others have parts."""
 
@@ -61,7 +63,8 @@ class Endpoint:
     do_as: DoAs | None = None
     """In the place of `do` where it matters who asks."""
     audited: bool = False
-    """An operator wants to know who has done it: all that needs an admin token, and what empties scopes."""
+    """An operator wants to know who has done it: all that needs an admin token, and what empties
+    scopes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class Started(NamedTuple):
 
 
 class Desk:
-    """Answers requests. `journal` is there while the server runs; a service that keeps nothing has none."""
+    """Answers requests. `journal` is there while the server runs; a service that keeps nothing has
+    none."""
 
     def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
         self.service, self.clock = service, clock
@@ -129,25 +133,46 @@ class Desk:
                 self._endpoints[path] = found
         return found
 
-    def read(self, endpoint: Endpoint, body: bytes, content_type: str, once: str, caller: Caller = ANYBODY) -> Request:
+    def read(
+        self,
+        endpoint: Endpoint,
+        body: bytes,
+        content_type: str,
+        once: str,
+        caller: Caller = ANYBODY,
+    ) -> Request:
         """What a body asks an endpoint for.
 
         Raises:
-            RefusedError: it cannot be read, it is about what is another tenant's, or the idempotency key is none.
+            RefusedError: it cannot be read, it is about what is another tenant's, or the
+            idempotency key is none.
         """
         if endpoint.body is None:
             # Whatever a GET says of a body that it has not.
             self._see_tenant(endpoint, None, caller)
-            return Request(endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller)
+            return Request(
+                endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller
+            )
         message = endpoint.body.decode(body, content_type)
         self._see_tenant(endpoint, message, caller)
-        is_a_long_one = len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
+        is_a_long_one = (
+            len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
+        )
         if not once or not endpoint.once:
             return Request(endpoint, message, content_type, is_a_long_one, caller=caller)
         see_once(once)
-        # No header has a carriage return in it, so that no tenant finds what another's key has been answered.
+        # No header has a carriage return in it, so that no tenant finds what another's key has been
+        # answered.
         once = f"{caller.tenant}\r{once}" if caller.tenant else once
-        return Request(endpoint, message, content_type, is_a_long_one, once, digest_of(endpoint.name, content_type, body), caller)
+        return Request(
+            endpoint,
+            message,
+            content_type,
+            is_a_long_one,
+            once,
+            digest_of(endpoint.name, content_type, body),
+            caller,
+        )
 
     def names(self, request: Request) -> Sequence[str]:
         """The scopes that a request names."""
@@ -186,7 +211,9 @@ class Desk:
             StoreError: it was not written.
         """
         if isinstance(request.message, p.Fsck):
-            return self._said(await self._fsck(request.message, request.caller), request.content_type)
+            return self._said(
+                await self._fsck(request.message, request.caller), request.content_type
+            )
         try:
             return await self._do_long(request)
         finally:
@@ -233,7 +260,9 @@ class Desk:
         if endpoint.names is not None:
             self.service.tenants.see(caller, *endpoint.names(message))
         elif endpoint.name not in OF_NO_SCOPE:
-            message = f"{endpoint.name} is about the whole server, and needs a token without a tenant"
+            message = (
+                f"{endpoint.name} is about the whole server, and needs a token without a tenant"
+            )
             raise RefusedError(403, "forbidden", message, "Authorization")
 
     async def _do_long(self, request: Request) -> Said:
@@ -258,7 +287,8 @@ class Desk:
         return checked
 
     async def _in_pieces(self, request: Request) -> Any:
-        """Others are served after each piece, and what it has changed is written, so that nobody waits for all of it."""
+        """Others are served after each piece, and what it has changed is written, so that nobody
+        waits for all of it."""
         pieces, answers = pieces_of(request.message), list[Any]()
         for number, piece in enumerate(pieces):
             # No header has a line feed in it, so that nobody else's idempotency key is this one.
@@ -269,7 +299,8 @@ class Desk:
         return joined(pieces, answers)
 
     def _do_piece(self, request: Request, piece: Any, once: str) -> Any:
-        """A piece of a request that a crash has cut short, and that is sent again, is not done again either."""
+        """A piece of a request that a crash has cut short, and that is sent again, is not done
+        again either."""
         do = request.endpoint.do_checked
         assert do is not None, "what is done in pieces is checked as a whole"
         if not request.digest:
@@ -298,7 +329,9 @@ class Desk:
     def _remember(self, once: str, digest: bytes, said: Said) -> None:
         if digest:
             until = self.clock() + self.service.answers.seconds
-            self.service.answers.add(AnswerRecord(once, until, digest, said.content_type, said.status, said.body))
+            self.service.answers.add(
+                AnswerRecord(once, until, digest, said.content_type, said.status, said.body)
+            )
 
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
         service, name = self.service, path.rpartition("/")[2]
@@ -318,10 +351,19 @@ class Desk:
         changes = route.changes or path in ("/v2/describe", "/v2/unpin", "/v2/drop")
         checked: Do | None = getattr(service, f"do_{name}", None)
         return Endpoint(
-            path, route.method, route.token, body, do, checked, service.check if checked else None, changes, route.changes,
-            names=_names_in(route.request) if route.request else None, do_as=as_caller.get(path),
+            path,
+            route.method,
+            route.token,
+            body,
+            do,
+            checked,
+            service.check if checked else None,
+            changes,
+            route.changes,
+            names=_names_in(route.request) if route.request else None,
+            do_as=as_caller.get(path),
             audited=route.token is p.Token.ADMIN or name in ("clear", "drop"),
-        )  # fmt: skip
+        )
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:
         kind, token = p.COMPATIBLE_ROUTES[operation]
@@ -339,7 +381,12 @@ class Desk:
         run: Callable[[int, Any, float], Any] = getattr(self._compatible, operation)
         number = int(rank)
         changes = operation not in ("exists", "get_page_indices")
-        can_be_long = operation in ("exists", "get_page_indices", "reserve_and_allocate_page_indices", "delete_keys")
+        can_be_long = operation in (
+            "exists",
+            "get_page_indices",
+            "reserve_and_allocate_page_indices",
+            "delete_keys",
+        )
 
         def do(request: Any, now: float) -> Any:
             return run(number, request, now)
@@ -370,11 +417,14 @@ class Desk:
 
 def refusal(refused: RefusedError, content_type: str) -> Said:
     """An answer that says why not."""
-    return Said(refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds)
+    return Said(
+        refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds
+    )
 
 
 def _names_in(kind: type[p.Request]) -> Names | None:
-    """How messages of a type name scopes: by `scope`, or by `scopes`, which holds their names or parts that do."""
+    """How messages of a type name scopes: by `scope`, or by `scopes`, which holds their names or
+    parts that do."""
     fields = kind.__struct_fields__
     if "scopes" in fields:
         return _of_names if kind in NAMED else _of_parts

@@ -34,12 +34,22 @@ class Metrics:
 
     def __init__(self, service: MetadataService, problem: Callable[[], str] = str) -> None:
         self._registry = CollectorRegistry()
-        self._requests = Counter(v.REQUESTS.family, v.REQUESTS.help, v.REQUESTS.labels, registry=self._registry)
+        self._requests = Counter(
+            v.REQUESTS.family, v.REQUESTS.help, v.REQUESTS.labels, registry=self._registry
+        )
         self._seconds = Histogram(
-            v.REQUEST_SECONDS.family, v.REQUEST_SECONDS.help, v.REQUEST_SECONDS.labels, buckets=v.REQUEST_SECONDS.buckets,
+            v.REQUEST_SECONDS.family,
+            v.REQUEST_SECONDS.help,
+            v.REQUEST_SECONDS.labels,
+            buckets=v.REQUEST_SECONDS.buckets,
             registry=self._registry,
-        )  # fmt: skip
-        self._slow = Counter(v.SLOW_REQUESTS.family, v.SLOW_REQUESTS.help, v.SLOW_REQUESTS.labels, registry=self._registry)
+        )
+        self._slow = Counter(
+            v.SLOW_REQUESTS.family,
+            v.SLOW_REQUESTS.help,
+            v.SLOW_REQUESTS.labels,
+            registry=self._registry,
+        )
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.journal: Journal | None = None
         self.security: Security | None = None
@@ -48,7 +58,8 @@ class Metrics:
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service, self._problem = service, problem
         self._scopes = set[str]()
-        """Those that have series of their own, for as long as this process lives: a counter must not change its name."""
+        """Those that have series of their own, for as long as this process lives: a counter must
+        not change its name."""
         self._registry.register(_State(self))
         ProcessCollector(registry=self._registry)
 
@@ -73,7 +84,9 @@ class Metrics:
         """Of the service."""
         yield from self._of_scopes()
         build, about = scalars(v.BUILD_INFO), self._service.about
-        build.add_metric([about.server.rpartition(" ")[2], about.protocol, platform.python_version()], 1)
+        build.add_metric(
+            [about.server.rpartition(" ")[2], about.protocol, platform.python_version()], 1
+        )
         yield build
         sizes = scalars(v.STORE_BYTES)
         for part, size in self.store_sizes().items():
@@ -131,14 +144,31 @@ class Metrics:
         """All requests, whatever their route."""
         by_status, by_bound = Counts[str](), Counts[float]()
         for sample in (
-            sample for family in self._requests.collect() for sample in family.samples if sample.name.endswith("_total")
+            sample
+            for family in self._requests.collect()
+            for sample in family.samples
+            if sample.name.endswith("_total")
         ):
             by_status[sample.labels["status"]] += int(sample.value)
-        for sample in (sample for family in self._seconds.collect() for sample in family.samples if "le" in sample.labels):
+        for sample in (
+            sample
+            for family in self._seconds.collect()
+            for sample in family.samples
+            if "le" in sample.labels
+        ):
             by_bound[float(sample.labels["le"])] += int(sample.value)
-        refused, failed = (sum(count for status, count in by_status.items() if status[0] == first) for first in "45")
+        refused, failed = (
+            sum(count for status, count in by_status.items() if status[0] == first)
+            for first in "45"
+        )
         bounds = sorted(by_bound)
-        return Answered(by_status.total(), refused, failed, tuple(bounds), tuple(by_bound[bound] for bound in bounds))
+        return Answered(
+            by_status.total(),
+            refused,
+            failed,
+            tuple(bounds),
+            tuple(by_bound[bound] for bound in bounds),
+        )
 
 
 class _State:

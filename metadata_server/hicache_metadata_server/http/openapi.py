@@ -15,13 +15,15 @@ TEMPLATE: Final = "#/components/schemas/{name}"
 REFUSALS: Final = {
     400: "The body cannot be read.",
     401: "No token, or an unknown one.",
-    403: "The token does not permit this, the scope is another tenant's, or the tenant is at its quota.",
+    403: "The token does not permit this, the scope is another tenant's, or the tenant is at its "
+    "quota.",
     404: "The scope is not initialized.",
     409: "The scope has another value, or the slot is not reserved for the key.",
     413: "Beyond the limits.",
     415: "Neither JSON nor msgpack.",
     422: "A field is missing, unknown, of the wrong type or out of range.",
-    429: "The tenant sends more requests a second than it may; `Retry-After` says when to come again.",
+    429: "The tenant sends more requests a second than it may; `Retry-After` says when to come "
+    "again.",
     503: "The server drains, or its store cannot be written.",
 }
 _SUMMARIES: Final = {
@@ -44,14 +46,23 @@ def openapi(version: str) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, route in routes.items():
         paths[path] = {route.method.lower(): _native(path, route, by_kind)}
-    paths[HISTORY]["get"]["parameters"] = [{"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}]
+    paths[HISTORY]["get"]["parameters"] = [
+        {"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}
+    ]
     for operation, (kind, token) in p.COMPATIBLE_ROUTES.items():
         paths[f"/{{rank}}/{operation}"] = {"post": _compatible(kind, token, by_kind)}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "HiCache metadata server", "version": version, "description": "See docs/metadata-protocol.md."},
+        "info": {
+            "title": "HiCache metadata server",
+            "version": version,
+            "description": "See docs/metadata-protocol.md.",
+        },
         "paths": paths,
-        "components": {"schemas": components, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
     }
 
 
@@ -67,7 +78,13 @@ def _native(path: str, route: p.Route, schemas: dict[Any, Any]) -> dict[str, Any
     if route.request is not None:
         described["requestBody"] = _body(schemas[route.request], p.JSON, p.MSGPACK)
     if route.changes:
-        described["parameters"] = [{"name": p.IDEMPOTENCY_HEADER, "in": "header", "schema": {"type": "string", "maxLength": 128}}]
+        described["parameters"] = [
+            {
+                "name": p.IDEMPOTENCY_HEADER,
+                "in": "header",
+                "schema": {"type": "string", "maxLength": 128},
+            }
+        ]
     return described
 
 
@@ -77,23 +94,42 @@ def _compatible(kind: Any, token: p.Token, schemas: dict[Any, Any]) -> dict[str,
         "description": f"Needs a token of {token} where the server has tokens.",
         "security": [{}, {"token": []}],
         "parameters": [
-            {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999}}
+            {
+                "name": "rank",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+            }
         ],
         "requestBody": _body(schemas[kind], p.JSON),
-        "responses": {"200": {"description": "Done."}, "204": {"description": "Done."}, **_refusals(schemas)},
+        "responses": {
+            "200": {"description": "Done."},
+            "204": {"description": "Done."},
+            **_refusals(schemas),
+        },
     }
 
 
 def _body(schema: Any, *content_types: str) -> dict[str, Any]:
-    return {"required": True, "content": {content_type: {"schema": schema} for content_type in content_types}}
+    return {
+        "required": True,
+        "content": {content_type: {"schema": schema} for content_type in content_types},
+    }
 
 
 def _answer(schema: Any) -> dict[str, Any]:
     if schema is None:
         return {"204": {"description": "Done."}}
-    return {"200": {"description": "Done.", "content": {kind: {"schema": schema} for kind in (p.JSON, p.MSGPACK)}}}
+    return {
+        "200": {
+            "description": "Done.",
+            "content": {kind: {"schema": schema} for kind in (p.JSON, p.MSGPACK)},
+        }
+    }
 
 
 def _refusals(schemas: dict[Any, Any]) -> dict[str, Any]:
     problem = {p.JSON: {"schema": schemas[p.Problem]}}
-    return {str(status): {"description": text, "content": problem} for status, text in REFUSALS.items()}
+    return {
+        str(status): {"description": text, "content": problem} for status, text in REFUSALS.items()
+    }

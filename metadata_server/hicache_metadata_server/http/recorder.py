@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Looks at the counters when the clock ticks, and is shown the calls that may be among the slowest."""
+    """Looks at the counters when the clock ticks, and is shown the calls that may be among the
+    slowest."""
 
-    def __init__(self, service: MetadataService, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, service: MetadataService, metrics: Metrics, clock: Callable[[], float]
+    ) -> None:
         self._service, self._metrics, self._clock = service, metrics, clock
         self._rings = Rings()
         self.slowest = Slowest()
@@ -36,15 +39,26 @@ class Recorder:
         """Keep a call of more than `slowest.floor`."""
         entries, scopes, scope = named(body, asked.content_type)
         call = SlowCall(
-            time=self._clock(), route=asked.endpoint.name, status=status, seconds=seconds, entries=entries, scopes=scopes, scope=scope,
+            time=self._clock(),
+            route=asked.endpoint.name,
+            status=status,
+            seconds=seconds,
+            entries=entries,
+            scopes=scopes,
+            scope=scope,
             request_id=asked.request_id,
-        )  # fmt: skip
+        )
         self.slowest.add(call)
 
     def told(self, after: float) -> History:
         """All that is kept; of the samples only those that ended later."""
         now = self._clock()
         return History(
-            instance=self._service.about.instance, started=self.started, now=now, seconds=self._rings.seconds.series(after),
-            minutes=self._rings.minutes.series(after), slowest=self.slowest.told(now), slowest_seconds=SPAN_SECONDS,
-        )  # fmt: skip
+            instance=self._service.about.instance,
+            started=self.started,
+            now=now,
+            seconds=self._rings.seconds.series(after),
+            minutes=self._rings.minutes.series(after),
+            slowest=self.slowest.told(now),
+            slowest_seconds=SPAN_SECONDS,
+        )

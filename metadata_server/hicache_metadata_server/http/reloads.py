@@ -21,7 +21,8 @@ _Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class Watched:
-    """Files that belong together. What is in them is taken as a whole, or, if it is bad, stays what it was.
+    """Files that belong together. What is in them is taken as a whole, or, if it is bad, stays what
+    it was.
 
     Args:
         name: of what is in them, for logs and metrics.
@@ -48,7 +49,8 @@ class Watched:
         self.loads += 1
 
     def look(self, *, asked: bool) -> bool:
-        """Read them again if they have changed, or if somebody asks; returns whether it was tried."""
+        """Read them again if they have changed, or if somebody asks; returns whether it was
+        tried."""
         # What changes while it is read is read once more.
         found = self._signature()
         if found == self._seen and not asked:
@@ -72,13 +74,20 @@ class Watched:
 class Reloads:
     """All watched files of a server; looked at from its event loop."""
 
-    def __init__(self, watched: Sequence[Watched], audit: Audit, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        watched: Sequence[Watched],
+        audit: Audit,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.watched, self._audit, self._clock = watched, audit, clock
         self._next = clock() + LOOK_SECONDS
         self._asked = False
 
     def ask(self) -> None:
-        """Read everything again at the next look, and begin the audit file anew. May be called from a signal handler."""
+        """Read everything again at the next look, and begin the audit file anew. May be called from
+        a signal handler."""
         self._asked = True
 
     def look(self) -> None:
@@ -92,7 +101,12 @@ class Reloads:
             self._audit.reopen()
         for one in self.watched:
             if one.look(asked=asked):
-                self._audit.write("reload", what=one.name, result="failed" if one.problem else "done", reason=one.problem)
+                self._audit.write(
+                    "reload",
+                    what=one.name,
+                    result="failed" if one.problem else "done",
+                    reason=one.problem,
+                )
 
 
 def _signature_of(file: Path) -> tuple[int, int, int] | None:

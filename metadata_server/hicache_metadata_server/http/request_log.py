@@ -1,4 +1,5 @@
-"""Requests that are looked at more closely, where the operator wants that: slow ones are logged, and all are traced."""
+"""Requests that are looked at more closely, where the operator wants that: slow ones are logged,
+and all are traced."""
 
 from __future__ import annotations
 
@@ -40,9 +41,13 @@ class Watch:
     def __init__(self, metrics: Metrics, slow_seconds: float, spans: Spans | None) -> None:
         self._metrics, self._slow_seconds, self._spans = metrics, slow_seconds, spans
 
-    def begin(self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]) -> Watched:
+    def begin(
+        self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
+    ) -> Watched:
         """A request's head has arrived."""
-        span = None if self._spans is None else self._spans.answer(method, route, request_id, headers)
+        span = (
+            None if self._spans is None else self._spans.answer(method, route, request_id, headers)
+        )
         return Watched(request_id, span)
 
     def end(self, watched: Watched, route: str, status: int, seconds: float) -> None:
@@ -56,18 +61,30 @@ class Watch:
         if slow:
             self._metrics.was_slow(route)
             _log.warning(
-                "slow_request", route=route, status=status, scopes=scopes, entries=entries, seconds=round(seconds, 6),
+                "slow_request",
+                route=route,
+                status=status,
+                scopes=scopes,
+                entries=entries,
+                seconds=round(seconds, 6),
                 request_id=watched.request_id,
-            )  # fmt: skip
+            )
 
 
 def extent(message: object) -> tuple[int, int]:
-    """How many scopes a request is about, and how many keys, leases or slots in all of them; 0 where it could not be read."""
+    """How many scopes a request is about, and how many keys, leases or slots in all of them; 0
+    where it could not be read."""
     if not isinstance(message, Struct):
         return 0, 0
     parts: list[Any] | None = getattr(message, "scopes", None)
     if parts is None:
-        columns_of_one = (cast("list[object]", value) for value in structs.astuple(message) if isinstance(value, list))
+        columns_of_one = (
+            cast("list[object]", value)
+            for value in structs.astuple(message)
+            if isinstance(value, list)
+        )
         return 1, sum(map(len, columns_of_one))
     columns = p.COLUMNS.get(type(message))
-    return len(parts), sum(len(getattr(part, columns[0])) for part in parts) if columns else len(parts)
+    return len(parts), sum(len(getattr(part, columns[0])) for part in parts) if columns else len(
+        parts
+    )

@@ -19,7 +19,8 @@ KEPT: Final = 20
 MINUTES: Final = 60
 SPAN_SECONDS: Final = 60.0 * MINUTES
 NAME_CHARACTERS: Final = 138
-"""Of a scope's name, which is as long as one may be: the body of a refused request may have any text there, and is kept for an hour."""
+"""Of a scope's name, which is as long as one may be: the body of a refused request may have any
+text there, and is kept for an hour."""
 
 
 class _Share(msgspec.Struct):
@@ -51,7 +52,8 @@ class Named(NamedTuple):
 class Slowest:
     """A bounded heap for each minute.
 
-    Whoever answers a call asks `floor` whether it is slow enough, which most are not, and only then calls `add`.
+    Whoever answers a call asks `floor` whether it is slow enough, which most are not, and only then
+    calls `add`.
     """
 
     def __init__(self) -> None:
@@ -85,7 +87,12 @@ class Slowest:
 
     def told(self, now: float) -> list[SlowCall]:
         """The slowest of the last hour, slowest first."""
-        entries = [entry for heap in (*self._earlier, self._heap) for entry in heap if entry[2].time > now - SPAN_SECONDS]
+        entries = [
+            entry
+            for heap in (*self._earlier, self._heap)
+            for entry in heap
+            if entry[2].time > now - SPAN_SECONDS
+        ]
         return [call for _, _, call in heapq.nlargest(KEPT, entries)]
 
 
@@ -97,10 +104,16 @@ def named(body: bytes, content_type: str) -> Named:
         return Named()
     shares = [share for share in read.scopes if isinstance(share, _Share)]
     columns: Iterable[list[Any]] = (
-        read.keys, read.slots, read.pins, read.written_keys_to_confirm, read.pages_to_release,
+        read.keys,
+        read.slots,
+        read.pins,
+        read.written_keys_to_confirm,
+        read.pages_to_release,
         *(column for share in shares for column in (share.keys, share.leases)),
-    )  # fmt: skip
-    names = [share.scope if isinstance(share, _Share) else share for share in read.scopes] or [read.scope] * bool(read.scope)
+    )
+    names = [share.scope if isinstance(share, _Share) else share for share in read.scopes] or [
+        read.scope
+    ] * bool(read.scope)
     return Named(sum(map(len, columns)), len(names), names[0][:NAME_CHARACTERS] if names else "")
 
 

@@ -57,7 +57,8 @@ class _Seen(NamedTuple):
 
 
 class Ring:
-    """The latest samples. Each ends with the first look at the counters in a new step, which is a whole second or minute of the clock."""
+    """The latest samples. Each ends with the first look at the counters in a new step, which is a
+    whole second or minute of the clock."""
 
     def __init__(self, step_seconds: float, size: int) -> None:
         self.step_seconds = step_seconds
@@ -76,7 +77,9 @@ class Ring:
     def series(self, after: float) -> Series:
         """The samples that ended later."""
         samples = [sample for sample in self._samples if sample.times > after]
-        columns: dict[str, Any] = {name: [getattr(sample, name) for sample in samples] for name in Sample._fields}
+        columns: dict[str, Any] = {
+            name: [getattr(sample, name) for sample in samples] for name in Sample._fields
+        }
         return Series(step_seconds=self.step_seconds, **columns)
 
 
@@ -100,7 +103,8 @@ class Rings:
 
 
 def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) -> float | None:
-    """Where that share of a histogram ends: linear within a bucket, and the last finite bound for what is beyond; None if it is empty."""
+    """Where that share of a histogram ends: linear within a bucket, and the last finite bound for
+    what is beyond; None if it is empty."""
     total = by_bucket[-1] if by_bucket else 0
     if not total:
         return None
@@ -115,10 +119,26 @@ def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) ->
 def _sample(first: _Seen, last: _Seen) -> Sample:
     before, after = first.answered, last.answered
     # A bucket that was not there had nothing in it.
-    counts = [count - was for count, was in zip(after.by_bucket, before.by_bucket or [0] * len(after.by_bucket), strict=True)]
+    counts = [
+        count - was
+        for count, was in zip(
+            after.by_bucket, before.by_bucket or [0] * len(after.by_bucket), strict=True
+        )
+    ]
     was, totals = first.totals, last.totals
     return Sample(
-        last.time, last.time - first.time, after.requests - before.requests, after.refused - before.refused, after.failed - before.failed,
-        quantile(0.5, after.bounds, counts), quantile(0.99, after.bounds, counts), totals.hits - was.hits, totals.misses - was.misses,
-        totals.evicted - was.evicted, totals.live, totals.leased, totals.quarantined, totals.free,
-    )  # fmt: skip
+        last.time,
+        last.time - first.time,
+        after.requests - before.requests,
+        after.refused - before.refused,
+        after.failed - before.failed,
+        quantile(0.5, after.bounds, counts),
+        quantile(0.99, after.bounds, counts),
+        totals.hits - was.hits,
+        totals.misses - was.misses,
+        totals.evicted - was.evicted,
+        totals.live,
+        totals.leased,
+        totals.quarantined,
+        totals.free,
+    )

@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 class ServerTls:
-    """A context for a listening socket, which gives every new connection the certificates that were read last.
+    """A context for a listening socket, which gives every new connection the certificates that were
+    read last.
 
-    TLS 1.2 at least. With `client_ca` a client has to show a certificate that one of these has signed.
+    TLS 1.2 at least. With `client_ca` a client has to show a certificate that one of these has
+    signed.
 
     Raises:
-        ValueError: a file cannot be read or is none of what it must be, or key and certificate do not belong together.
+        ValueError: a file cannot be read or is none of what it must be, or key and certificate do
+        not belong together.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
@@ -37,7 +40,9 @@ class ServerTls:
         """
         self._current = self._read()
 
-    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+    def _choose(
+        self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
+    ) -> None:
         # Called in every handshake, whether the client names a server or not.
         connection.context = self._current
 
@@ -46,15 +51,19 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         file, expiries = self._certificate, dict[str, float]()
         for option, needed in (
-            ("--tls-certificate", self._certificate), ("--tls-key", self._key), ("--tls-client-ca", self._client_ca),
-        ):  # fmt: skip
+            ("--tls-certificate", self._certificate),
+            ("--tls-key", self._key),
+            ("--tls-client-ca", self._client_ca),
+        ):
             if needed is None:
                 continue
             try:
                 text = needed.read_text("ascii", "replace")
             except OSError as error:
                 # OpenSSL's own error does not name the file.
-                raise ValueError(f"{option}: {needed} cannot be read: {error.strerror or error}") from error
+                raise ValueError(
+                    f"{option}: {needed} cannot be read: {error.strerror or error}"
+                ) from error
             if needed is not self._key:
                 with contextlib.suppress(ValueError):
                     expiries[str(needed)] = first_expiry(text)
@@ -64,7 +73,8 @@ class ServerTls:
                 file = self._client_ca
                 context.load_verify_locations(file)
                 context.verify_mode = ssl.CERT_REQUIRED
-                # A client is judged by the authorities of today, not by what it showed in an earlier connection.
+                # A client is judged by the authorities of today, not by what it showed in an
+                # earlier connection.
                 context.options |= ssl.OP_NO_TICKET
                 context.num_tickets = 0
         except ssl.SSLError as error:

@@ -78,7 +78,8 @@ class Settled(StrEnum):
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that a client sends. An unknown field is refused, so that nobody relies on an option that a server lacks."""
+    """A body that a client sends. An unknown field is refused, so that nobody relies on an option
+    that a server lacks."""
 
 
 class Answer(Struct, frozen=True, kw_only=True):

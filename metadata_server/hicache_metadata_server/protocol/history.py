@@ -1,4 +1,5 @@
-"""The messages of `GET /v2/history`, which a server may also offer: what it did over time, and its slowest calls."""
+"""The messages of `GET /v2/history`, which a server may also offer: what it did over time, and its
+slowest calls."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ AFTER: Final = "after"
 
 
 class Series(Answer, frozen=True, kw_only=True):
-    """Samples, oldest first, as columns: entry i of each is about sample i. Counts are of the sample's own time."""
+    """Samples, oldest first, as columns: entry i of each is about sample i. Counts are of the
+    sample's own time."""
 
     step_seconds: float
     """Between samples, about."""
@@ -28,7 +30,8 @@ class Series(Answer, frozen=True, kw_only=True):
     failed: list[Natural]
     """Of these, with a status of 500 or more."""
     median_seconds: list[float | None]
-    """From the last byte of a request to its answer, estimated within the buckets of `/metrics`; null where nothing was answered."""
+    """From the last byte of a request to its answer, estimated within the buckets of `/metrics`;
+    null where nothing was answered."""
     p99_seconds: list[float | None]
     hits: list[Natural]
     """Keys that were asked for and were live, in all scopes."""

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from msgspec import field
 
-from hicache_metadata_server.protocol.elements import Answer, Checksum, Key, Natural, Positive, Request, ScopeName, SlotState
+from hicache_metadata_server.protocol.elements import (
+    Answer,
+    Checksum,
+    Key,
+    Natural,
+    Positive,
+    Request,
+    ScopeName,
+    SlotState,
+)
 
 
 class Fsck(Request, frozen=True, kw_only=True):
@@ -47,7 +56,8 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     geometry: str = ""
     identity: str = ""
     hits: Natural = 0
-    """Keys that clients have asked for and that were live, since the server's start; 0 from a server that does not count."""
+    """Keys that clients have asked for and that were live, since the server's start; 0 from a
+    server that does not count."""
     misses: Natural = 0
     evicted: Natural = 0
     """Pages that went to make room."""
@@ -109,7 +119,8 @@ class Inspected(Answer, frozen=True, kw_only=True):
 
 
 class Export(Request, frozen=True, kw_only=True):
-    """`POST /v2/export`: what some slots of a scope hold, for copies and backups, which ask piece by piece."""
+    """`POST /v2/export`: what some slots of a scope hold, for copies and backups, which ask piece
+    by piece."""
 
     scope: ScopeName
     first: Natural = 0
@@ -145,4 +156,5 @@ class Exported(Answer, frozen=True, kw_only=True):
     other_slots: list[Natural] = field(default_factory=list[int])
     other_generations: list[Natural] = field(default_factory=list[int])
     other_seconds: list[float] = field(default_factory=list[float])
-    """How long nobody may be given them: until a quarantine or a pin ends, or as long as any lease may last."""
+    """How long nobody may be given them: until a quarantine or a pin ends, or as long as any lease
+    may last."""

@@ -38,13 +38,15 @@ class ScopeGeometry(Request, frozen=True, kw_only=True):
 
 
 class Initialize(Request, frozen=True, kw_only=True):
-    """`POST /v2/initialize`: make scopes, or see that they are what this client takes them for. All or none."""
+    """`POST /v2/initialize`: make scopes, or see that they are what this client takes them for. All
+    or none."""
 
     scopes: list[ScopeGeometry]
     earlier_lease_seconds: list[Annotated[float, Meta(ge=0)]] = field(default_factory=list[float])
-    """How long writers may still hold leases of each scope that a server has given which this one knows nothing of; 0 for a file that
-    nobody has written yet. A scope that is made with it gives no slot before they and a quarantine are over, counted from the start of
-    the server at the earliest. The whole column may be left out; of a scope that is there, it says nothing."""
+    """How long writers may still hold leases of each scope that a server has given which this one
+    knows nothing of; 0 for a file that nobody has written yet. A scope that is made with it gives
+    no slot before they and a quarantine are over, counted from the start of the server at the
+    earliest. The whole column may be left out; of a scope that is there, it says nothing."""
 
 
 class Initialized(Answer, frozen=True, kw_only=True):
@@ -83,7 +85,8 @@ class Found(Answer, frozen=True, kw_only=True):
     slots: list[int]
     generations: list[Natural]
     lengths: list[Natural]
-    """Bytes; 0 for a page that a client of the compatible part wrote, which says neither length nor checksum."""
+    """Bytes; 0 for a page that a client of the compatible part wrote, which says neither length nor
+    checksum."""
     checksums: list[Checksum]
 
 
@@ -187,7 +190,8 @@ class Unpin(Request, frozen=True, kw_only=True):
 
 
 class Touch(Request, frozen=True, kw_only=True):
-    """`POST /v2/touch`: count as use, from the last key of each scope to the first, so that a chain's head ends as the latest."""
+    """`POST /v2/touch`: count as use, from the last key of each scope to the first, so that a
+    chain's head ends as the latest."""
 
     scopes: list[LookupScope]
 

@@ -15,7 +15,8 @@ class Problem(Answer, frozen=True, kw_only=True):
     """The body of every answer with a status of 400 or more."""
 
     code: str
-    """Stable, for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`, `unauthorized`, `forbidden`, `quota`, ..."""
+    """Stable, for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`,
+    `unauthorized`, `forbidden`, `quota`, ..."""
     message: str
     """For people."""
     field: str = ""
@@ -31,7 +32,8 @@ class Limits(Answer, frozen=True, kw_only=True):
     scopes: Positive
     key_bytes: Positive
     lease_seconds: Seconds
-    """Of a reservation that asks for no time of its own, and of every reservation of the compatible part."""
+    """Of a reservation that asks for no time of its own, and of every reservation of the compatible
+    part."""
     least_lease_seconds: Seconds
     most_lease_seconds: Seconds
     """Longer wishes are cut to this, shorter ones raised to the least."""

@@ -1,4 +1,5 @@
-"""The compatible part: what SGLang's clients ask. Unknown fields are ignored, as SGLang's server ignores them."""
+"""The compatible part: what SGLang's clients ask. Unknown fields are ignored, as SGLang's server
+ignores them."""
 
 from __future__ import annotations
 
@@ -24,16 +25,20 @@ class CompatibleKeys(Struct, frozen=True, kw_only=True):
 
 
 class CompatibleReserve(Struct, frozen=True, kw_only=True):
-    """`POST /{rank}/reserve_and_allocate_page_indices`: pairs of a key and the key before it in its chain, which may be ""."""
+    """`POST /{rank}/reserve_and_allocate_page_indices`: pairs of a key and the key before it in its
+    chain, which may be ""."""
 
     keys: list[tuple[Key, str]]
     namespace: Namespace = "kv"
 
 
 class CompatibleConfirm(Struct, frozen=True, kw_only=True):
-    """`POST /{rank}/confirm_write`: pairs of a key and its slot, and slots to give back unwritten."""
+    """`POST /{rank}/confirm_write`: pairs of a key and its slot, and slots to give back
+    unwritten."""
 
-    written_keys_to_confirm: list[tuple[Key, Natural]] = field(default_factory=list[tuple[str, int]])
+    written_keys_to_confirm: list[tuple[Key, Natural]] = field(
+        default_factory=list[tuple[str, int]]
+    )
     pages_to_release: list[Natural] = field(default_factory=list[int])
     namespace: Namespace = "kv"
 

@@ -79,13 +79,15 @@ def address_of(url: str) -> Address:
     """An address taken apart.
 
     Raises:
-        ValueError: it is none; the message says what is wrong, and shows nothing that could be a password.
+        ValueError: it is none; the message says what is wrong, and shows nothing that could be a
+        password.
     """
     parts = _parts(url)
     scheme = _SCHEME.fullmatch(parts.scheme)
     if scheme is None:
         raise ValueError(
-            "store: a shared store is redis://HOST:PORT/DB, rediss://, redis+cluster://, redis+sentinel:// or unix:///PATH"
+            "store: a shared store is redis://HOST:PORT/DB, rediss://, redis+cluster://, "
+            "redis+sentinel:// or unix:///PATH"
         )
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError(f"store: {_ESCAPED}")
@@ -98,11 +100,16 @@ def address_of(url: str) -> Address:
     if password and "password_file" in options:
         raise ValueError("store: the address has a password, and a password_file: leave one out")
     return Address(
-        kind, shown(url), _hosts(hosts, kind), path, name, db,
+        kind,
+        shown(url),
+        _hosts(hosts, kind),
+        path,
+        name,
+        db,
         Login(unquote(user), unquote(password), options.get("password_file", "")),
         Login(options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")),
         Tls(*(options.get(one, "") for one in _TLS)) if secure else None,
-    )  # fmt: skip
+    )
 
 
 def _parts(url: str) -> SplitResult:
@@ -123,7 +130,9 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
     if unknown:
         # Which ones is not told: they may be a part of a password with a `?`.
         why = "; those of TLS need rediss://" if unknown <= set(_TLS) else ""
-        raise ValueError(f"store: an address of this kind has no options but {', '.join(known)}{why}")
+        raise ValueError(
+            f"store: an address of this kind has no options but {', '.join(known)}{why}"
+        )
     for option in (*_TLS, "password_file", "sentinel_password_file"):
         if option in options and not Path(options[option]).is_file():
             raise ValueError(f"store: {option}: there is no file {options[option]}")
@@ -142,7 +151,8 @@ def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
         name, _, db = place.removeprefix("/").partition("/")
         if not name:
             raise ValueError(
-                "store: Sentinels are redis+sentinel://HOST:PORT,HOST:PORT/NAME or .../NAME/DB, with the primary's name"
+                "store: Sentinels are redis+sentinel://HOST:PORT,HOST:PORT/NAME or .../NAME/DB, "
+                "with the primary's name"
             )
     else:
         db = place.strip("/")
@@ -163,11 +173,14 @@ def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
         if not matched or not port or not 0 < int(port) < 65536:
             # What stands behind a colon may be a password whose host was forgotten.
             told = f"{host!r} is" if ":" not in text else "one of the hosts is"
-            raise ValueError(f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT")
+            raise ValueError(
+                f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
+            )
         found.append((matched[1].strip("[]"), int(port)))
     if kind is Kind.ONE and len(found) > 1:
         raise ValueError(
-            "store: several hosts are a cluster (redis+cluster://), or Sentinels (redis+sentinel://), which know which of them is the primary"
+            "store: several hosts are a cluster (redis+cluster://), or Sentinels "
+            "(redis+sentinel://), which know which of them is the primary"
         )
     return tuple(found)
 

@@ -28,7 +28,8 @@ def shared_service(
     most_scopes: int = MOST_SCOPES,
     replicas: int = 0,
 ) -> SharedService:
-    """What one server of several knows of a store; its connections are made in the event loop that it is used in.
+    """What one server of several knows of a store; its connections are made in the event loop that
+    it is used in.
 
     Args:
         replicas: that have to have what is answered.
@@ -37,13 +38,23 @@ def shared_service(
         StoreError: the library for it is missing.
         ValueError: the address is none.
     """
-    return SharedService(open_link(url, replicas), limits, durability=durability, name=name, most_scopes=most_scopes)
+    return SharedService(
+        open_link(url, replicas), limits, durability=durability, name=name, most_scopes=most_scopes
+    )
 
 
-def shared_app(service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0) -> Front:
+def shared_app(
+    service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0
+) -> Front:
     """The application of one server of several."""
     # No process keeps anything for itself.
-    return create_app(cast("Any", service), MemoryStore(), security=security, desk=SharedDesk(service), slow_seconds=slow_seconds)
+    return create_app(
+        cast("Any", service),
+        MemoryStore(),
+        security=security,
+        desk=SharedDesk(service),
+        slow_seconds=slow_seconds,
+    )
 
 
 def see_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
@@ -74,4 +85,6 @@ def open_link(url: str, replicas: int = 0) -> Link:
     try:
         return Link(url, replicas=replicas)
     except ImportError as error:
-        raise StoreError(f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})") from error
+        raise StoreError(
+            f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})"
+        ) from error

@@ -16,7 +16,8 @@ _RESERVED: Final = (p.Reserved.LEASED, p.Reserved.EXISTS, p.Reserved.BUSY, p.Res
 
 
 def in_order(request: Any) -> list[Piece]:
-    """The pieces of a request: scopes in their order and, where keys count as used from the last to the first, so the pieces of each."""
+    """The pieces of a request: scopes in their order and, where keys count as used from the last to
+    the first, so the pieces of each."""
     return sorted(pieces_of(request), key=lambda piece: piece.scope)
 
 
@@ -27,13 +28,20 @@ def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) 
     arguments: object
     match request:
         case p.Lookup():
-            arguments, name = (part.keys, request.touch, f"{pin}.{number}" if pin else "", lasts), "lookup"
+            arguments, name = (
+                (part.keys, request.touch, f"{pin}.{number}" if pin else "", lasts),
+                "lookup",
+            )
         case p.Touch():
             arguments, name = (part.keys, True, False), "find"
         case p.Reserve():
             arguments, name = (part.keys, part.prefixes, request.owner, lasts, draining), "reserve"
         case p.Commit():
-            arguments, name, pages = exact(part.leases), "commit", pages_of(part.lengths, part.checksums)
+            arguments, name, pages = (
+                exact(part.leases),
+                "commit",
+                pages_of(part.lengths, part.checksums),
+            )
         case p.Abort():
             arguments, name = exact(part.leases), "abort"
         case p.Renew():
@@ -49,14 +57,18 @@ def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:
     match request:
         case p.Lookup():
             lengths, checksums = columns_of(reply[2])
-            found = p.Found(slots=value[0], generations=value[1], lengths=lengths, checksums=checksums)
+            found = p.Found(
+                slots=value[0], generations=value[1], lengths=lengths, checksums=checksums
+            )
             return p.LookedUp(scopes=[found])
         case p.Touch():
             return p.Marked(scopes=[p.Flags(done=[slot >= 0 for slot in value])])
         case p.Reserve():
             states, slots, generations, leases, evicted = value
             named: list[p.Reserved] = [_RESERVED[int(state)] for state in states]
-            leased = p.Leased(states=named, slots=slots, generations=generations, leases=leases, evicted=evicted)
+            leased = p.Leased(
+                states=named, slots=slots, generations=generations, leases=leases, evicted=evicted
+            )
             return p.Leases(scopes=[leased], lease_seconds=seconds)
         case p.Delete():
             return p.Marked(scopes=[p.Flags(done=value)])

@@ -6,7 +6,13 @@ import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from redis.asyncio import BlockingConnectionPool, Connection, Redis, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio import (
+    BlockingConnectionPool,
+    Connection,
+    Redis,
+    SSLConnection,
+    UnixDomainSocketConnection,
+)
 from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
@@ -41,7 +47,9 @@ class PasswordFile(CredentialProvider):
         try:
             password = Path(self._login.password_file).read_text("utf-8").strip()
         except (OSError, UnicodeError) as error:
-            raise AuthenticationError(f"{self._login.password_file} cannot be read: {type(error).__name__}") from None
+            raise AuthenticationError(
+                f"{self._login.password_file} cannot be read: {type(error).__name__}"
+            ) from None
         if not password:
             raise AuthenticationError(f"{self._login.password_file} is empty")
         return (self._login.user, password) if self._login.user else (password,)
@@ -58,8 +66,8 @@ class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
 class _Sentinels(Sentinel):
     """Remembers them all.
 
-    Who finds the primary puts the Sentinel that knew it at the head of redis-py's list; two who look at the same time put one there
-    twice, and another one is asked never again, nor closed.
+    Who finds the primary puts the Sentinel that knew it at the head of redis-py's list; two who
+    look at the same time put one there twice, and another one is asked never again, nor closed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -78,16 +86,22 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
     """A client, whose connections are made when they are needed, and what closes it."""
     # What was sent may have been done: only whoever has an idempotency key may send it again.
     options: dict[str, Any] = {
-        "socket_timeout": answer_seconds, "socket_connect_timeout": CONNECT_SECONDS, "retry": Retry(NoBackoff(), 0),
-        "max_connections": CONNECTIONS, **_login(address.login), **_tls(address.tls),
-    }  # fmt: skip
+        "socket_timeout": answer_seconds,
+        "socket_connect_timeout": CONNECT_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+        "max_connections": CONNECTIONS,
+        **_login(address.login),
+        **_tls(address.tls),
+    }
     if address.kind is Kind.CLUSTER:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         cluster = RedisCluster(startup_nodes=nodes, ssl=address.tls is not None, **options)
         return cluster, cluster.aclose
     if address.kind is Kind.SENTINEL:
         return _by_sentinel(address, options | {"timeout": answer_seconds, "db": address.db})
-    pool = BlockingConnectionPool(timeout=answer_seconds, db=address.db, **_where(address), **options)
+    pool = BlockingConnectionPool(
+        timeout=answer_seconds, db=address.db, **_where(address), **options
+    )
     one = Redis.from_pool(pool)
     return one, one.aclose
 
@@ -96,17 +110,27 @@ def _where(address: Address) -> dict[str, Any]:
     if address.kind is Kind.SOCKET:
         return {"connection_class": UnixDomainSocketConnection, "path": address.path}
     [(host, port)] = address.hosts
-    return {"connection_class": SSLConnection if address.tls else Connection, "host": host, "port": port}
+    return {
+        "connection_class": SSLConnection if address.tls else Connection,
+        "host": host,
+        "port": port,
+    }
 
 
 def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     secure: dict[str, Any] = {"ssl": True} if address.tls else {}
     asked: dict[str, Any] = {
-        "socket_timeout": SENTINEL_SECONDS, "socket_connect_timeout": SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0),
-        **secure, **_login(address.sentinel_login), **_tls(address.tls),
-    }  # fmt: skip
+        "socket_timeout": SENTINEL_SECONDS,
+        "socket_connect_timeout": SENTINEL_SECONDS,
+        "retry": Retry(NoBackoff(), 0),
+        **secure,
+        **_login(address.sentinel_login),
+        **_tls(address.tls),
+    }
     sentinels = _Sentinels(list(address.hosts), sentinel_kwargs=asked)
-    primary: Any = sentinels.master_for(address.name, connection_pool_class=_SentinelPool, **secure, **options)
+    primary: Any = sentinels.master_for(
+        address.name, connection_pool_class=_SentinelPool, **secure, **options
+    )
 
     async def close() -> None:
         await primary.aclose()
@@ -126,6 +150,10 @@ def _tls(tls: Tls | None) -> dict[str, Any]:
     if tls is None:
         return {}
     return {
-        "ssl_ca_certs": tls.ca or None, "ssl_certfile": tls.certificate or None, "ssl_keyfile": tls.key or None,
-        "ssl_cert_reqs": "required", "ssl_check_hostname": True, "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-    }  # fmt: skip
+        "ssl_ca_certs": tls.ca or None,
+        "ssl_certfile": tls.certificate or None,
+        "ssl_keyfile": tls.key or None,
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }

@@ -48,9 +48,11 @@ class Call(NamedTuple):
 
 
 class Link:
-    """Connections to one Redis or to a cluster; made when they are needed, and made again when they break.
+    """Connections to one Redis or to a cluster; made when they are needed, and made again when they
+    break.
 
-    Used from one event loop. Methods raise `StoreError` where Redis is not reached, does not answer in time, or refuses.
+    Used from one event loop. Methods raise `StoreError` where Redis is not reached, does not answer
+    in time, or refuses.
 
     Args:
         url: of the store.
@@ -97,7 +99,8 @@ class Link:
         return await self._seen(await self._send(commands))
 
     async def probe_writes(self, keys: Iterable[bytes]) -> None:
-        """Write a key that nothing reads, in a cluster on each node that has one of these keys: a Redis that is full answers reads."""
+        """Write a key that nothing reads, in a cluster on each node that has one of these keys: a
+        Redis that is full answers reads."""
         if self.is_cluster:
             try:
                 await self._learn_nodes()
@@ -119,7 +122,8 @@ class Link:
         """End all connections."""
         await self._close()
         if self._is_secure:
-            # asyncio ends a TLS connection behind its close; a loop that ends before it leaves the socket open.
+            # asyncio ends a TLS connection behind its close; a loop that ends before it leaves the
+            # socket open.
             await asyncio.sleep(TLS_END_SECONDS)
 
     async def _seen(self, answers: list[Any]) -> list[Any]:
@@ -155,12 +159,15 @@ class Link:
     async def _send_on(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send scripts, and wait until replicas have what they have done and seen.
 
-        `WAIT` promises something about what its own connection has written alone. A script that has only looked may tell what another
-        connection has written, so that something is written behind it.
+        `WAIT` promises something about what its own connection has written alone. A script that has
+        only looked may tell what another connection has written, so that something is written
+        behind it.
         """
         if self.is_cluster:
             return list(await asyncio.gather(*(self._one_on(command) for command in commands)))
-        *answers, marked, replicas = await self._together([*commands, ("SET", b"hm:" + MARK, b""), self._wait])
+        *answers, marked, replicas = await self._together(
+            [*commands, ("SET", b"hm:" + MARK, b""), self._wait]
+        )
         await self._see_replicas(marked, replicas)
         return answers
 
@@ -169,7 +176,8 @@ class Link:
         from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
         key: bytes = command[3]
-        # Keys without a hash tag are those of requests that are held once; their scripts write by themselves.
+        # Keys without a hash tag are those of requests that are held once; their scripts write by
+        # themselves.
         marks = [("SET", key + b":" + MARK, b"")] if key.startswith(b"hm:{") else []
         answer: Any = None
         marked = list[Any]()
@@ -200,7 +208,10 @@ class Link:
         """What is behind a script's answer: at the end, how many replicas have it."""
         *_, replicas = await self._seen(list(marked))
         if replicas < self.replicas:
-            raise StoreError(f"{self.shown}: {replicas} of {self.replicas} replicas have it: it may be lost if one takes over")
+            raise StoreError(
+                f"{self.shown}: {replicas} of {self.replicas} replicas have it: it may be lost if "
+                f"one takes over"
+            )
 
     async def _failed(self, error: Exception) -> StoreError:
         from redis.exceptions import ConnectionError as RedisConnectionError
@@ -212,15 +223,16 @@ class Link:
         if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
             self._nodes_changed = True
             if not self.is_cluster:
-                # Those that lie idle are broken as well, if Redis was started again, or lead to a primary that is none any more: each
-                # would be a request that fails.
+                # Those that lie idle are broken as well, if Redis was started again, or lead to a
+                # primary that is none any more: each would be a request that fails.
                 await self._client.connection_pool.disconnect(inuse_connections=False)
         return self._error(error)
 
     async def _learn_nodes(self) -> None:
         """See which nodes a cluster has, at first and when they may have changed.
 
-        One at a time: redis-py leaves the connections open of all but the last who look at the same time.
+        One at a time: redis-py leaves the connections open of all but the last who look at the same
+        time.
         """
         await self._client.initialize()
         async with self._learning:
@@ -243,7 +255,8 @@ class Link:
 
 
 def _takes_no_writes(error: Exception) -> bool:
-    """Whether its memory or its disk is full: a state, which `store_failing` tells once and not for each request."""
+    """Whether its memory or its disk is full: a state, which `store_failing` tells once and not for
+    each request."""
     from redis.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))

@@ -22,7 +22,8 @@ SOONEST: Final = 0.001
 async def read_slots(
     catalog: Scopes, scope: str, first: int, count: int, now: float, most_lease_seconds: float
 ) -> tuple[Pages, Rests, int, int, int]:
-    """Slots of a scope that was found; and from where on nobody has used any, the epoch, and the last lease."""
+    """Slots of a scope that was found; and from where on nobody has used any, the epoch, and the
+    last lease."""
     batches, rests, used, epoch, lease = list[Pages](), Rests([], [], []), first + 1, 0, 0
     for start in range(first, first + count, ENTRIES):
         asked = start, min(ENTRIES, first + count - start), round(most_lease_seconds * MICROSECONDS)
@@ -47,16 +48,28 @@ def tasks_of(scope: str, part: Pages | Rests) -> Iterator[Task]:
         if isinstance(part, Pages):
             pages = pages_of(part.lengths[cut], part.checksums[cut])
             yield Task(
-                "take", scope, "scope", (slots, [0] * len(slots), part.keys[cut], part.prefixes[cut], part.uses[cut]), pages
+                "take",
+                scope,
+                "scope",
+                (slots, [0] * len(slots), part.keys[cut], part.prefixes[cut], part.uses[cut]),
+                pages,
             )
             continue
-        nothing, till = [""] * len(slots), [round(until * MICROSECONDS) for until in part.until[cut]]
+        nothing, till = (
+            [""] * len(slots),
+            [round(until * MICROSECONDS) for until in part.until[cut]],
+        )
         yield Task("take", scope, "scope", (slots, till, nothing, nothing, [0] * len(slots)))
 
 
 def _pages(rows: list[list[Any]], lengths: list[int], checksums: list[int]) -> Pages:
     places = [i for i, row in enumerate(rows) if row[1] == LIVE]
     return Pages(
-        [rows[i][0] for i in places], [rows[i][2] for i in places], [rows[i][6] for i in places], [lengths[i] for i in places],
-        [checksums[i] for i in places], [rows[i][4] for i in places], [rows[i][5] for i in places],
-    )  # fmt: skip
+        [rows[i][0] for i in places],
+        [rows[i][2] for i in places],
+        [rows[i][6] for i in places],
+        [lengths[i] for i in places],
+        [checksums[i] for i in places],
+        [rows[i][4] for i in places],
+        [rows[i][5] for i in places],
+    )

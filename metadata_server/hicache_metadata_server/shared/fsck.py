@@ -1,4 +1,5 @@
-"""Does a shared store hold together? Each slot is looked at as a whole, in pieces between which others are served."""
+"""Does a shared store hold together? Each slot is looked at as a whole, in pieces between which
+others are served."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 _INDEXES: Final = ("live", "leased", "leases", "free", "expiring", "order", "aside", "resting")
 _LOOKS: Final = 3
-"""What several slots say together is taken for wrong if it is found as often, and the same each time: between the pieces it may change."""
+"""What several slots say together is taken for wrong if it is found as often, and the same each
+time: between the pieces it may change."""
 
 
 async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY) -> p.Checked:
@@ -30,13 +32,17 @@ async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY
     catalog = service.catalog
     if not request.scopes:
         await catalog.refresh()
-    names = request.scopes or sorted(name for name, known in catalog.known.items() if may_use(caller, known.tenant))
+    names = request.scopes or sorted(
+        name for name, known in catalog.known.items() if may_use(caller, known.tenant)
+    )
     known = await catalog.find(names, [f"scopes[{i}]" for i in range(len(names))])
     problems = list[str]()
     for name in names:
         problems += [f"{name}: {problem}" for problem in await _scope(catalog, name)]
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return p.Checked(slots=sum(one.geometry.slots for one in known), problems=problems[:SHOWN] + more)
+    return p.Checked(
+        slots=sum(one.geometry.slots for one in known), problems=problems[:SHOWN] + more
+    )
 
 
 async def _scope(catalog: Scopes, name: str) -> list[str]:

@@ -27,7 +27,8 @@ _log = structlog.get_logger()
 
 
 class SharedDesk(Desk):
-    """Answers requests when Redis has. It has no journal: what Redis has answered holds as Redis promises."""
+    """Answers requests when Redis has. It has no journal: what Redis has answered holds as Redis
+    promises."""
 
     def __init__(self, service: SharedService) -> None:
         self.shared = service
@@ -47,7 +48,12 @@ class SharedDesk(Desk):
             RefusedError: it was not done; of a confirm of the compatible part, the rest was.
             StoreError: it may have been done, or not.
         """
-        endpoint, message, once, caller = request.endpoint, request.message, Once(request.once, request.digest), request.caller
+        endpoint, message, once, caller = (
+            request.endpoint,
+            request.message,
+            Once(request.once, request.digest),
+            request.caller,
+        )
         if endpoint.names is not None and not caller.sees_all:
             # Another server may have made them, so that this one did not know whose they are.
             await self.shared.see_tenant(caller, *endpoint.names(message))
@@ -61,7 +67,8 @@ class SharedDesk(Desk):
         """Nothing waits to be written."""
 
     async def tick(self, slots: int) -> bool:
-        """Do what is due in some scopes: another server may have been killed that was asked last."""
+        """Do what is due in some scopes: another server may have been killed that was asked
+        last."""
         was = self.shared.problem
         try:
             return await self.shared.tick(SCOPES_A_TICK)

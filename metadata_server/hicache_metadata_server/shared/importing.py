@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from hicache_metadata_server.shared.service import SharedService
 
 
-async def import_shared(service: SharedService, scopes: Sequence[ImportedScope], tenant: str = "") -> None:
+async def import_shared(
+    service: SharedService, scopes: Sequence[ImportedScope], tenant: str = ""
+) -> None:
     """Make the scopes, of a tenant or of none, in a store that has none of their names.
 
-    A scope enters the list of scopes when all its pages are there, so that what is cut short is begun anew.
+    A scope enters the list of scopes when all its pages are there, so that what is cut short is
+    begun anew.
 
     Raises:
         ImportFileError: it has; nothing was imported.
@@ -38,7 +41,9 @@ async def import_shared(service: SharedService, scopes: Sequence[ImportedScope],
         await catalog.make([part], tenant)
         for piece in _pieces(scope):
             await catalog.run([Task("fill", scope.name, "scope", piece)])
-    await catalog.register(parts, NOT_ONCE, service.most_scopes + len(parts), Caller(tenant=tenant, sees_all=True))
+    await catalog.register(
+        parts, NOT_ONCE, service.most_scopes + len(parts), Caller(tenant=tenant, sees_all=True)
+    )
 
 
 def _pieces(scope: ImportedScope) -> Iterator[tuple[list[str], list[int]]]:

@@ -18,7 +18,9 @@ def statuses_of(reply: list[Any]) -> list[SlotStatus | None]:
     return list(_statuses(value_of(reply), lengths, checksums))
 
 
-def _statuses(rows: list[Any], lengths: list[int], checksums: list[int]) -> Iterator[SlotStatus | None]:
+def _statuses(
+    rows: list[Any], lengths: list[int], checksums: list[int]
+) -> Iterator[SlotStatus | None]:
     for row, length, checksum in zip(rows, lengths, checksums, strict=True):
         if not row:
             yield None
@@ -27,6 +29,14 @@ def _statuses(rows: list[Any], lengths: list[int], checksums: list[int]) -> Iter
         state: SlotState = NAMES[int(number)]
         timed = state in (SlotState.LEASED, SlotState.QUARANTINED)
         yield SlotStatus(
-            slot=slot, state=state, generation=generation, key=key, prefix=prefix, length=length, checksum=checksum, owner=owner,
-            seconds_left=left / 1e6 if timed else 0.0, pins=pins,
-        )  # fmt: skip
+            slot=slot,
+            state=state,
+            generation=generation,
+            key=key,
+            prefix=prefix,
+            length=length,
+            checksum=checksum,
+            owner=owner,
+            seconds_left=left / 1e6 if timed else 0.0,
+            pins=pins,
+        )

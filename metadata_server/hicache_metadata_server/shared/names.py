@@ -5,15 +5,29 @@ from __future__ import annotations
 from typing import Final
 
 _PARTS: Final = (
-    "meta", "slots", "live", "leased", "leases", "free", "expiring", "order", "aside", "resting", "children", "pins", "pinned", "holds",
+    "meta",
+    "slots",
+    "live",
+    "leased",
+    "leases",
+    "free",
+    "expiring",
+    "order",
+    "aside",
+    "resting",
+    "children",
+    "pins",
+    "pinned",
+    "holds",
     "detached",
-)  # fmt: skip
+)
 SCOPES: Final = b"hm:{scopes}"
 """A hash: name -> what the scope is made of."""
 
 
 class ScopeKeys:
-    """The keys of one scope, in the order in which every script takes them. They carry one hash tag, so that a cluster keeps them together."""
+    """The keys of one scope, in the order in which every script takes them. They carry one hash
+    tag, so that a cluster keeps them together."""
 
     __slots__ = ("all", "prefix")
 

@@ -33,15 +33,21 @@ class Pins:
         return 1 + secrets.randbelow(EXACT - 1)
 
     async def enter(self, pin: int, request: p.Lookup, seconds: float) -> bool:
-        """Write down what a pin is on; False if another pin has that number. One that its server dies with is told to nobody, and ends by itself."""
+        """Write down what a pin is on; False if another pin has that number. One that its server
+        dies with is told to nobody, and ends by itself."""
         names = dict[str, list[str]]()
         for number, piece in enumerate(in_order(request)):
             names.setdefault(piece.request.scopes[0].scope, []).append(f"{pin}.{number}")
         lasts = max(1, round(seconds * 1000))
-        return bool(await self._catalog.link.command("SET", pin_key(pin), packed(names), b"NX", b"PX", lasts))
+        return bool(
+            await self._catalog.link.command(
+                "SET", pin_key(pin), packed(names), b"NX", b"PX", lasts
+            )
+        )
 
     async def let_go(self, pins: Sequence[int], caller: Caller = ANYBODY) -> None:
-        """End pins before their time; unknown ones, and those on another tenant's scopes, are no error."""
+        """End pins before their time; unknown ones, and those on another tenant's scopes, are no
+        error."""
         drawn = [pin for pin in dict.fromkeys(pins) if pin < EXACT]
         if not caller.sees_all:
             drawn = await self._permitted(drawn, caller)

@@ -26,31 +26,41 @@ async def see_redis(link: Link, wanted: Durability) -> None:
     """See that every node keeps what is promised, and throws nothing away.
 
     Raises:
-        StoreError: one does not, or is not reached; the message says which setting is to be changed.
+        StoreError: one does not, or is not reached; the message says which setting is to be
+        changed.
     """
     for info in await link.on_each("INFO"):
         _see_node(link, info)
         if int(info.get("connected_slaves", 0)) < link.replicas:
             # They may come; until then changes are refused.
-            _log.warning("replicas_missing", store=link.shown, wanted=link.replicas, connected=info.get("connected_slaves"))
+            _log.warning(
+                "replicas_missing",
+                store=link.shown,
+                wanted=link.replicas,
+                connected=info.get("connected_slaves"),
+            )
     try:
         policies = await _config(link, "maxmemory-policy")
         files, fsyncs = await _config(link, "appendonly"), await _config(link, "appendfsync")
     except StoreError as error:
         # Some that are run by others do not tell.
-        _log.warning("store_settings_unknown", store=link.shown, durability=str(wanted), error=str(error))
+        _log.warning(
+            "store_settings_unknown", store=link.shown, durability=str(wanted), error=str(error)
+        )
         return
     for policy in policies:
         if policy != "noeviction":
             raise StoreError(
-                f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: set it to noeviction"
+                f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: "
+                f"set it to noeviction"
             )
     for file, fsync in zip(files, fsyncs, strict=True):
         kept = kept_by(file, fsync)
         if _ORDER.index(kept) < _ORDER.index(wanted):
             settings = f"appendonly {file}" + (f", appendfsync {fsync}" if file == "yes" else "")
             raise StoreError(
-                f"{link.shown}: its settings ({settings}) keep durability {str(kept)!r}, not {str(wanted)!r}: "
+                f"{link.shown}: its settings ({settings}) keep durability {str(kept)!r}, not "
+                f"{str(wanted)!r}: "
                 f"set {_FIXES[wanted]} there, or durability to {str(kept)!r} here"
             )
 
@@ -58,11 +68,14 @@ async def see_redis(link: Link, wanted: Durability) -> None:
 def kept_by(appendonly: str, appendfsync: str) -> Durability:
     """What acknowledged changes survive.
 
-    With `everysec` Redis may answer before it has written, while an earlier fsync lasts; with `no` it always writes first.
+    With `everysec` Redis may answer before it has written, while an earlier fsync lasts; with `no`
+    it always writes first.
     """
     if appendonly != "yes":
         return Durability.NONE
-    return {"always": Durability.MACHINE, "no": Durability.PROCESS}.get(appendfsync, Durability.NONE)
+    return {"always": Durability.MACHINE, "no": Durability.PROCESS}.get(
+        appendfsync, Durability.NONE
+    )
 
 
 async def _config(link: Link, name: str) -> list[str]:
@@ -83,8 +96,16 @@ def _plain(value: Any) -> str:
 def _see_node(link: Link, info: dict[str, Any]) -> None:
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < _LEAST_VERSION:
-        raise StoreError(f"{link.shown}: this is Redis {info['redis_version']}; 6.2 or later is needed, or Valkey")
+        raise StoreError(
+            f"{link.shown}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
+            f"Valkey"
+        )
     if info.get("cluster_enabled") and not link.is_cluster:
-        raise StoreError(f"{link.shown}: this is a node of a cluster: name it as redis+cluster://HOST:PORT,HOST:PORT")
+        raise StoreError(
+            f"{link.shown}: this is a node of a cluster: name it as "
+            f"redis+cluster://HOST:PORT,HOST:PORT"
+        )
     if info.get("role") != "master":
-        raise StoreError(f"{link.shown}: this is a replica, which cannot be written: name the primary")
+        raise StoreError(
+            f"{link.shown}: this is a replica, which cannot be written: name the primary"
+        )

@@ -6,8 +6,21 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RefusedError, key_reused, mismatch, too_large, unknown_scope
-from hicache_metadata_server.core.tenants import ANYBODY, NO_QUOTA, Caller, Holding, Quota, beyond_quota
+from hicache_metadata_server.core.errors import (
+    RefusedError,
+    key_reused,
+    mismatch,
+    too_large,
+    unknown_scope,
+)
+from hicache_metadata_server.core.tenants import (
+    ANYBODY,
+    NO_QUOTA,
+    Caller,
+    Holding,
+    Quota,
+    beyond_quota,
+)
 from hicache_metadata_server.shared.connection import Call
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
 from hicache_metadata_server.shared.script_results import (
@@ -73,7 +86,9 @@ class Scopes:
     async def refresh(self) -> None:
         """Read the whole list again."""
         found: dict[bytes, bytes] | list[bytes] = await self.link.command("HGETALL", SCOPES)
-        pairs = found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        pairs = (
+            found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
+        )
         known = {name.decode(): record for name, record in pairs}
         self.known = {name: self._known(name, record) for name, record in known.items()}
         self._tenants.of_scope = {name: known.tenant for name, known in self.known.items()}
@@ -95,7 +110,13 @@ class Scopes:
         missing = [name for name in dict.fromkeys(names) if name not in self.known]
         if missing:
             records = await self.link.command("HMGET", SCOPES, *missing)
-            self._know({name: self._known(name, record) for name, record in zip(missing, records, strict=True) if record})
+            self._know(
+                {
+                    name: self._known(name, record)
+                    for name, record in zip(missing, records, strict=True)
+                    if record
+                }
+            )
 
     async def register(
         self,
@@ -106,13 +127,18 @@ class Scopes:
         quota: Quota = NO_QUOTA,
         earlier: Mapping[str, float] = NO_LEASES,
     ) -> list[bool]:
-        """Make scopes of the caller's, or see that they are as they are said to be: all or none; which of them are new.
+        """Make scopes of the caller's, or see that they are as they are said to be: all or none;
+        which of them are new.
 
         Raises:
-            RefusedError: one is otherwise, or another tenant's, or there are too many, for all or for this tenant.
+            RefusedError: one is otherwise, or another tenant's, or there are too many, for all or
+            for this tenant.
         """
         prefix = SCOPES + b":" if self.link.is_cluster else b"hm:"
-        tenant, limits = caller.tenant, [-1 if some is None else some for some in (quota.scopes, quota.slots, quota.bytes)]
+        tenant, limits = (
+            caller.tenant,
+            [-1 if some is None else some for some in (quota.scopes, quota.slots, quota.bytes)],
+        )
         arguments = (
             [part.scope for part in parts],
             [_record(part, tenant) for part in parts],
@@ -122,9 +148,10 @@ class Scopes:
             limits,
         )
         call = Call(
-            script("register"), (SCOPES, once_key(once.key, prefix)),
+            script("register"),
+            (SCOPES, once_key(once.key, prefix)),
             (packed(arguments), once.digest, "register", self._once_milliseconds),
-        )  # fmt: skip
+        )
         (reply,) = await self.link.run([call])
         if reply[0] == REUSED:
             raise key_reused()
@@ -132,20 +159,32 @@ class Scopes:
             scope, at, known = value_of(reply)
             if at == BEYOND_QUOTA:
                 places: list[int] = scope
-                raise beyond_quota(tenant, quota, Holding(*map(int, known)), [parts[i] for i in places])
+                raise beyond_quota(
+                    tenant, quota, Holding(*map(int, known)), [parts[i] for i in places]
+                )
             raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
-        new = [part for part, is_new in zip(parts, created, strict=True) if is_new or part.scope not in self.known]
+        new = [
+            part
+            for part, is_new in zip(parts, created, strict=True)
+            if is_new or part.scope not in self.known
+        ]
         await self.make(new, tenant, earlier)
         return created
 
-    async def make(self, parts: Sequence[p.ScopeGeometry], tenant: str = "", earlier: Mapping[str, float] = NO_LEASES) -> None:
+    async def make(
+        self,
+        parts: Sequence[p.ScopeGeometry],
+        tenant: str = "",
+        earlier: Mapping[str, float] = NO_LEASES,
+    ) -> None:
         """See that scopes are there that the list has, or will have.
 
         Args:
             parts: the scopes.
             tenant: whose they are.
-            earlier: how long leases of a scope last that nobody knows of here, by its name: it gives no slot before.
+            earlier: how long leases of a scope last that nobody knows of here, by its name: it
+                gives no slot before.
 
         Raises:
             RefusedError: one is there, and is another.
@@ -154,26 +193,37 @@ class Scopes:
         if not new:
             return
         self._know({name: Known(part, ScopeKeys(name), tenant) for name, part in new.items()})
-        lasts = {name: round(min(earlier.get(name, 0.0), self._most_lease) * MICROSECONDS) for name in new}
-        tasks = [Task("make", name, "", [*_record(part, tenant), lasts[name]]) for name, part in new.items()]
+        lasts = {
+            name: round(min(earlier.get(name, 0.0), self._most_lease) * MICROSECONDS)
+            for name in new
+        }
+        tasks = [
+            Task("make", name, "", [*_record(part, tenant), lasts[name]])
+            for name, part in new.items()
+        ]
         made = await self.link.run([self._call(task, NOT_ONCE) for task in tasks])
         for part, reply in zip(new.values(), made, strict=True):
             if value_of(reply) != _record(part, tenant):
                 raise RefusedError(
-                    409, "mismatch", f"the list of scopes was lost, and {part.scope!r} is another than it says", "scopes"
+                    409,
+                    "mismatch",
+                    f"the list of scopes was lost, and {part.scope!r} is another than it says",
+                    "scopes",
                 )
 
     async def run(self, tasks: Sequence[Task], once: Once = NOT_ONCE) -> list[list[Any]]:
         """Run scripts on scopes that were found; what each answers.
 
         Raises:
-            RefusedError: a scope is there no longer, or the idempotency key belongs to another request.
-            StoreError: Redis was not reached, or did not answer; some may have been done.
+            RefusedError: a scope is there no longer, or the idempotency key belongs to another
+            request. StoreError: Redis was not reached, or did not answer; some may have been done.
         """
         replies = await self.link.run([self._call(task, once) for task in tasks])
         lost = [place for place, reply in enumerate(replies) if reply[0] == UNKNOWN]
         if lost:
-            for place, reply in zip(lost, await self._run_again([tasks[place] for place in lost], once), strict=True):
+            for place, reply in zip(
+                lost, await self._run_again([tasks[place] for place in lost], once), strict=True
+            ):
                 replies[place] = reply
         if any(reply[0] == REUSED for reply in replies):
             raise key_reused()
@@ -190,7 +240,8 @@ class Scopes:
         await self.link.command("HDEL", SCOPES, name)
         used, record = await self._drop(name, remove=True)
         if used:
-            # As the scope itself has it: what the list had may be of one that was dropped meanwhile, or be missing.
+            # As the scope itself has it: what the list had may be of one that was dropped
+            # meanwhile, or be missing.
             await self.link.command("HSET", SCOPES, name, packed(record))
         else:
             self.known.pop(name, None)
@@ -203,7 +254,8 @@ class Scopes:
         return found
 
     async def claim(self, once: Once) -> bool:
-        """Hold an idempotency key for a request, where the keys of its scopes may lie on other nodes; whether it was nobody's.
+        """Hold an idempotency key for a request, where the keys of its scopes may lie on other
+        nodes; whether it was nobody's.
 
         Raises:
             RefusedError: it belongs to another request.
@@ -219,13 +271,15 @@ class Scopes:
         await self.link.command("DEL", once_key(once.key))
 
     async def _run_again(self, tasks: Sequence[Task], once: Once) -> list[list[Any]]:
-        """A server that is killed while it initializes leaves scopes that the list has and that were not made."""
+        """A server that is killed while it initializes leaves scopes that the list has and that
+        were not made."""
         names = list(dict.fromkeys(task.scope for task in tasks))
         for name in names:
             self.known.pop(name, None)
         found = await self.find([task.scope for task in tasks], [task.field for task in tasks])
         for one in found:
-            # Or Redis has lost what was in them, leases as well: nobody knows how long the longest was.
+            # Or Redis has lost what was in them, leases as well: nobody knows how long the longest
+            # was.
             await self.make([one.geometry], one.tenant, {one.geometry.scope: self._most_lease})
         replies = await self.link.run([self._call(task, once) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
@@ -250,7 +304,13 @@ class Scopes:
     def _known(self, name: str, record: bytes) -> Known:
         there = self.known.get(name)
         slots, slot_bytes, geometry, identity, tenant = unpacked(record)
-        read = p.ScopeGeometry(scope=name, slots=int(slots), slot_bytes=int(slot_bytes), geometry=geometry, identity=identity)
+        read = p.ScopeGeometry(
+            scope=name,
+            slots=int(slots),
+            slot_bytes=int(slot_bytes),
+            geometry=geometry,
+            identity=identity,
+        )
         if there is not None and (there.geometry, there.tenant) == (read, tenant):
             return there
         return Known(read, ScopeKeys(name), tenant)
@@ -271,11 +331,18 @@ def _record(part: p.ScopeGeometry, tenant: str) -> list[str]:
     return [str(part.slots), str(part.slot_bytes), part.geometry, part.identity, tenant]
 
 
-def _mismatch(parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, most: int) -> RefusedError:
+def _mismatch(
+    parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, most: int
+) -> RefusedError:
     if scope < 0:
         return too_large(f"this server keeps {most} scopes", "scopes")
     if at == len(FIELDS):
-        return RefusedError(403, "forbidden", f"scope {parts[scope].scope!r} is another tenant's", f"scopes[{scope}]")
+        return RefusedError(
+            403,
+            "forbidden",
+            f"scope {parts[scope].scope!r} is another tenant's",
+            f"scopes[{scope}]",
+        )
     name, part = FIELDS[at], parts[scope]
     value: object = int(known) if name.startswith("slot") else known
     return mismatch(part.scope, name, value, getattr(part, name), f"scopes[{scope}].{name}")

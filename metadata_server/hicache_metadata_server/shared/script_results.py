@@ -22,7 +22,8 @@ unpacked: Final = msgspec.msgpack.Decoder().decode
 
 
 class Once(NamedTuple):
-    """The idempotency key of a request, and the digest by which it is told apart; empty where it has none."""
+    """The idempotency key of a request, and the digest by which it is told apart; empty where it
+    has none."""
 
     key: str = ""
     digest: bytes = b""
@@ -33,7 +34,11 @@ NOT_ONCE: Final = Once()
 
 def exact(numbers: Sequence[int]) -> list[int]:
     """Numbers as scripts can compare them: 0, which nothing has, for those that are too large."""
-    return [number if number < EXACT else 0 for number in numbers] if max(numbers, default=0) >= EXACT else list(numbers)
+    return (
+        [number if number < EXACT else 0 for number in numbers]
+        if max(numbers, default=0) >= EXACT
+        else list(numbers)
+    )
 
 
 def pages_of(lengths: Sequence[int], checksums: Sequence[int]) -> bytes:

@@ -11,7 +11,13 @@ from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
 from hicache_metadata_server.core.chunking import groups_of, joined
 from hicache_metadata_server.core.errors import RefusedError, draining, in_use, invalid
-from hicache_metadata_server.core.limits import Measure, lease_seconds, see_earlier_leases, see_lengths, see_limits
+from hicache_metadata_server.core.limits import (
+    Measure,
+    lease_seconds,
+    see_earlier_leases,
+    see_lengths,
+    see_limits,
+)
 from hicache_metadata_server.core.service import MOST_SCOPES
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.core.totals import Totals
@@ -20,7 +26,14 @@ from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.names import SCOPES
 from hicache_metadata_server.shared.pins import Pins
-from hicache_metadata_server.shared.scopes import MICROSECONDS, NO_LEASES, Scopes, Task, is_refused, tasks_of
+from hicache_metadata_server.shared.scopes import (
+    MICROSECONDS,
+    NO_LEASES,
+    Scopes,
+    Task,
+    is_refused,
+    tasks_of,
+)
 from hicache_metadata_server.shared.script_results import NOT_ONCE, value_of
 from hicache_metadata_server.storage.store import StoreError
 
@@ -40,8 +53,9 @@ PROBE_SECONDS: Final = 1.0
 class SharedService:
     """All scopes in one Redis, as one of several servers sees them. Used from one event loop.
 
-    Operations raise `RefusedError` where a request cannot be done, and `StoreError` where Redis was not reached or has not answered: then it
-    may have been done, and whoever has an idempotency key can ask again.
+    Operations raise `RefusedError` where a request cannot be done, and `StoreError` where Redis was
+    not reached or has not answered: then it may have been done, and whoever has an idempotency key
+    can ask again.
     """
 
     def __init__(
@@ -55,7 +69,11 @@ class SharedService:
     ) -> None:
         self.limits = limits
         self.about = p.About(
-            protocol=p.PROTOCOL, server=name, instance=secrets.token_hex(8), durability=durability, limits=limits
+            protocol=p.PROTOCOL,
+            server=name,
+            instance=secrets.token_hex(8),
+            durability=durability,
+            limits=limits,
         )
         self.most_scopes = most_scopes
         self.link = link
@@ -77,7 +95,9 @@ class SharedService:
 
     # Scopes.
 
-    async def initialize(self, request: p.Initialize, once: Once = NOT_ONCE, caller: Caller = ANYBODY) -> p.Initialized:
+    async def initialize(
+        self, request: p.Initialize, once: Once = NOT_ONCE, caller: Caller = ANYBODY
+    ) -> p.Initialized:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
@@ -121,10 +141,16 @@ class SharedService:
         Measure(self.limits).scopes(request.scopes)
         fields = [f"scopes[{i}]" for i in range(len(request.scopes))]
         await self.catalog.find(request.scopes, fields)
-        tasks = [Task("clear", scope, fields[i], piece=str(i)) for i, scope in enumerate(request.scopes)]
+        tasks = [
+            Task("clear", scope, fields[i], piece=str(i)) for i, scope in enumerate(request.scopes)
+        ]
 
         async def clear() -> p.Cleared:
-            return p.Cleared(pages=[value_of(reply) for reply in await self.catalog.run(tasks, once)] if tasks else [])
+            return p.Cleared(
+                pages=[value_of(reply) for reply in await self.catalog.run(tasks, once)]
+                if tasks
+                else []
+            )
 
         cleared: p.Cleared = await self._claimed(once, clear, alone=not tasks)
         return cleared
@@ -133,7 +159,9 @@ class SharedService:
         """Remove scopes that are empty: all or none, unless one comes into use meanwhile."""
         Measure(self.limits).scopes(request.scopes)
         names, seconds = list(dict.fromkeys(request.scopes)), self.limits.quarantine_seconds
-        found = await self.catalog.find(request.scopes, [f"scopes[{i}]" for i in range(len(request.scopes))])
+        found = await self.catalog.find(
+            request.scopes, [f"scopes[{i}]" for i in range(len(request.scopes))]
+        )
         for remove in (False, True):
             for i, name in enumerate(names):
                 used = await (self.catalog.remove(name) if remove else self.catalog.used(name))
@@ -168,7 +196,9 @@ class SharedService:
     async def commit(self, request: p.Commit, once: Once = NOT_ONCE) -> p.SettledLeases:
         """Make pages live."""
         await self._check(request)
-        see_lengths(request, [self.catalog.known[part.scope].geometry.slot_bytes for part in request.scopes])
+        see_lengths(
+            request, [self.catalog.known[part.scope].geometry.slot_bytes for part in request.scopes]
+        )
         return await self._in_pieces(request, once)  # type: ignore[no-any-return]
 
     async def abort(self, request: p.Abort, once: Once = NOT_ONCE) -> p.SettledLeases:
@@ -182,7 +212,9 @@ class SharedService:
         seconds = lease_seconds(self.limits, request.lease_seconds)
         return await self._in_pieces(request, once, seconds=seconds)  # type: ignore[no-any-return]
 
-    async def unpin(self, request: p.Unpin, once: Once = NOT_ONCE, caller: Caller = ANYBODY) -> None:
+    async def unpin(
+        self, request: p.Unpin, once: Once = NOT_ONCE, caller: Caller = ANYBODY
+    ) -> None:
         """Let pins go before their time."""
         Measure(self.limits).entries(request.pins, "pins")
         await self._pins.let_go(request.pins, caller)
@@ -208,7 +240,9 @@ class SharedService:
         for i, slot in enumerate(request.slots):
             if slot >= known.geometry.slots:
                 raise invalid(f"there are {known.geometry.slots} slots", f"slots[{i}]")
-        pieces: list[tuple[Sequence[int], Sequence[str]]] = [(slots, ()) for slots in groups_of(request.slots)]
+        pieces: list[tuple[Sequence[int], Sequence[str]]] = [
+            (slots, ()) for slots in groups_of(request.slots)
+        ]
         pieces += [((), keys) for keys in groups_of(request.keys)]
         found = list[p.SlotStatus | None]()
         for piece in pieces:
@@ -224,40 +258,61 @@ class SharedService:
             self.catalog, request.scope, request.first, count, now, self.limits.most_lease_seconds
         )
         return exported(
-            pages, rests, now, used=used, epoch=epoch, counters=Counters(lease + 1), rows=request.rows, tenant=known.tenant
+            pages,
+            rests,
+            now,
+            used=used,
+            epoch=epoch,
+            counters=Counters(lease + 1),
+            rows=request.rows,
+            tenant=known.tenant,
         )
 
     async def drain(self, request: p.Drain, once: Once = NOT_ONCE) -> p.Draining:
-        """Give no new leases from this server, while all else goes on; the leases that any server has given are told."""
+        """Give no new leases from this server, while all else goes on; the leases that any server
+        has given are told."""
         self.draining = request.enabled
         await self.look()
-        return p.Draining(enabled=request.enabled, leases=sum(status.leased for status in self._statuses.values()))
+        return p.Draining(
+            enabled=request.enabled, leases=sum(status.leased for status in self._statuses.values())
+        )
 
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
-        """Every scope that is there for the caller, as it was when it was looked at last (`look`)."""
+        """Every scope that is there for the caller, as it was when it was looked at last
+        (`look`)."""
         of_scope = self.tenants.of_scope
         return p.Scopes(
-            scopes=[self._statuses[name] for name in sorted(self._statuses) if may_use(caller, of_scope.get(name, ""))]
+            scopes=[
+                self._statuses[name]
+                for name in sorted(self._statuses)
+                if may_use(caller, of_scope.get(name, ""))
+            ]
         )
 
     def totals(self) -> Totals:
         """All scopes together, as they were when each was looked at last."""
         scopes = self._statuses.values()
         return Totals(
-            live=sum(one.live for one in scopes), leased=sum(one.leased for one in scopes),
-            quarantined=sum(one.quarantined for one in scopes), free=sum(one.free for one in scopes),
-            hits=sum(one.hits for one in scopes), misses=sum(one.misses for one in scopes),
+            live=sum(one.live for one in scopes),
+            leased=sum(one.leased for one in scopes),
+            quarantined=sum(one.quarantined for one in scopes),
+            free=sum(one.free for one in scopes),
+            hits=sum(one.hits for one in scopes),
+            misses=sum(one.misses for one in scopes),
             evicted=sum(one.evicted for one in scopes),
-        )  # fmt: skip
+        )
 
     async def look(self) -> None:
         """See how all scopes are."""
         await self.catalog.refresh()
-        self._statuses = {name: status for name, status in self._statuses.items() if name in self.catalog.known}
+        self._statuses = {
+            name: status for name, status in self._statuses.items() if name in self.catalog.known
+        }
         await self._settle(list(self.catalog.known))
 
     async def tick(self, scopes: int) -> bool:
-        """Do what is due in some scopes, others with each call; whether there may be more in them. Tells in `problem` how it went."""
+        """Do what is due in some scopes, others with each call; whether there may be more in them.
+        Tells in `problem` how it went."""
         try:
             names = sorted(self.catalog.known)
             if self._turn >= len(names):
@@ -277,7 +332,8 @@ class SharedService:
     # Helpers.
 
     async def _probe_writes(self) -> None:
-        # After one that failed the next tick tries again: the problem lasts until Redis takes writes.
+        # After one that failed the next tick tries again: the problem lasts until Redis takes
+        # writes.
         if time.monotonic() >= self._next_probe:
             scopes = self.catalog.known.values() if self.link.is_cluster else ()
             await self.link.probe_writes([SCOPES, *(known.keys.all[0] for known in scopes)])
@@ -301,10 +357,22 @@ class SharedService:
         geometry = self.catalog.known[name].geometry
         free, leased, live, quarantined, hits, misses, evicted, expired, model = told
         return p.ScopeStatus(
-            scope=name, slots=geometry.slots, slot_bytes=geometry.slot_bytes, geometry=geometry.geometry, identity=geometry.identity,
-            free=free, leased=leased, live=live, quarantined=quarantined, hits=hits, misses=misses, evicted=evicted, expired_leases=expired,
-            tenant=self.catalog.known[name].tenant, model=model,
-        )  # fmt: skip
+            scope=name,
+            slots=geometry.slots,
+            slot_bytes=geometry.slot_bytes,
+            geometry=geometry.geometry,
+            identity=geometry.identity,
+            free=free,
+            leased=leased,
+            live=live,
+            quarantined=quarantined,
+            hits=hits,
+            misses=misses,
+            evicted=evicted,
+            expired_leases=expired,
+            tenant=self.catalog.known[name].tenant,
+            model=model,
+        )
 
     async def _check(self, request: Columns) -> None:
         see_limits(request, self.limits)
@@ -312,12 +380,21 @@ class SharedService:
         await self.catalog.find(names, [f"scopes[{i}].scope" for i in range(len(names))])
 
     async def _in_pieces(
-        self, request: Columns, once: Once, *, pin: int = 0, seconds: float = 0.0, draining: bool = False
+        self,
+        request: Columns,
+        once: Once,
+        *,
+        pin: int = 0,
+        seconds: float = 0.0,
+        draining: bool = False,
     ) -> Any:
         """A script for each scope, or several for one that has many entries."""
         pieces = in_order(request)
         lasts = round(seconds * MICROSECONDS)
-        tasks = [task_of(piece, number, lasts, pin, draining=draining) for number, piece in enumerate(pieces)]
+        tasks = [
+            task_of(piece, number, lasts, pin, draining=draining)
+            for number, piece in enumerate(pieces)
+        ]
 
         async def run() -> Any:
             answers = list[Any]()
@@ -326,7 +403,10 @@ class SharedService:
             for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
                 replies = await self.catalog.run([task for _, task in some], once)
                 _see_done(replies)
-                answers += [answer_of(piece.request, reply, seconds) for (piece, _), reply in zip(some, replies, strict=True)]
+                answers += [
+                    answer_of(piece.request, reply, seconds)
+                    for (piece, _), reply in zip(some, replies, strict=True)
+                ]
             return joined(pieces, answers)
 
         return await self._claimed(once, run, alone=not pieces)

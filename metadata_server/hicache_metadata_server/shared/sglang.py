@@ -25,7 +25,11 @@ class SharedCompatible:
         self._service = service
 
     async def initialize(
-        self, rank: int, request: p.CompatibleInitialize, once: Once = NOT_ONCE, caller: Caller = ANYBODY
+        self,
+        rank: int,
+        request: p.CompatibleInitialize,
+        once: Once = NOT_ONCE,
+        caller: Caller = ANYBODY,
     ) -> None:
         """Make a scope, or see that it has as many pages."""
         name = f"{rank}:{request.namespace}"
@@ -38,19 +42,27 @@ class SharedCompatible:
                 return
             except RefusedError as refused:
                 if refused.status in (403, 413):
-                    raise RefusedError(refused.status, refused.problem.code, refused.problem.message, "namespace") from refused
+                    raise RefusedError(
+                        refused.status, refused.problem.code, refused.problem.message, "namespace"
+                    ) from refused
             # Another client was quicker.
             (known,) = await self._service.catalog.find([name], ["namespace"])
         if known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
-    async def exists(self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE) -> dict[str, Any]:
+    async def exists(
+        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+    ) -> dict[str, Any]:
         """Which keys are live; counts as use."""
         return {"exists": [slot >= 0 for slot in await self._find(rank, request)]}
 
-    async def get_page_indices(self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE) -> dict[str, Any]:
+    async def get_page_indices(
+        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+    ) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
-        return {"indices": [slot if slot >= 0 else None for slot in await self._find(rank, request)]}
+        return {
+            "indices": [slot if slot >= 0 else None for slot in await self._find(rank, request)]
+        }
 
     async def reserve_and_allocate_page_indices(
         self, rank: int, request: p.CompatibleReserve, once: Once = NOT_ONCE
@@ -65,16 +77,24 @@ class SharedCompatible:
         if self._service.draining:
             slots = await self._slots(name, keys, touch=False, counted=False)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
-        lasts, indices = round(self._service.limits.lease_seconds * MICROSECONDS), list[tuple[bool, int]]()
+        lasts, indices = (
+            round(self._service.limits.lease_seconds * MICROSECONDS),
+            list[tuple[bool, int]](),
+        )
         for some in groups_of(request.keys):
             arguments = ([key for key, _ in some], [prefix for _, prefix in some], "", lasts, False)
-            (reply,) = await self._service.catalog.run([Task("reserve", name, "namespace", arguments)])
+            (reply,) = await self._service.catalog.run(
+                [Task("reserve", name, "namespace", arguments)]
+            )
             states, slots, *_ = value_of(reply)
             indices += [(state == 1, slot) for state, slot in zip(states, slots, strict=True)]
         return {"indices": indices}
 
-    async def confirm_write(self, rank: int, request: p.CompatibleConfirm, once: Once = NOT_ONCE) -> None:
-        """Make reserved slots live, give others back; what cannot be done is refused after all else was done."""
+    async def confirm_write(
+        self, rank: int, request: p.CompatibleConfirm, once: Once = NOT_ONCE
+    ) -> None:
+        """Make reserved slots live, give others back; what cannot be done is refused after all else
+        was done."""
         pairs, releases = request.written_keys_to_confirm, request.pages_to_release
         measure = Measure(self._service.limits)
         measure.keys([key for key, _ in pairs], "written_keys_to_confirm")
@@ -87,7 +107,9 @@ class SharedCompatible:
             if not all(done):
                 raise stale(f"{field}[{done.index(False)}]")
 
-    async def delete_keys(self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE) -> None:
+    async def delete_keys(
+        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+    ) -> None:
         """Make keys go."""
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
@@ -107,11 +129,15 @@ class SharedCompatible:
         await self._service.catalog.find([name], ["namespace"])
         return await self._slots(name, request.keys, touch=True, counted=True)
 
-    async def _slots(self, name: str, keys: Sequence[str], *, touch: bool, counted: bool) -> list[int]:
+    async def _slots(
+        self, name: str, keys: Sequence[str], *, touch: bool, counted: bool
+    ) -> list[int]:
         """From the last keys to the first, as they count as used."""
         found = list[list[int]]()
         for some in reversed(list(groups_of(keys))):
-            (reply,) = await self._service.catalog.run([Task("find", name, "namespace", (some, touch, counted))])
+            (reply,) = await self._service.catalog.run(
+                [Task("find", name, "namespace", (some, touch, counted))]
+            )
             found.append(value_of(reply))
         return [slot for slots in reversed(found) for slot in slots]
 

@@ -33,7 +33,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     slots: Annotated[int, Meta(ge=1)] = 100_000
     """Of each scope: a rank has one."""
     ranks: Annotated[int, Meta(ge=1)] = 8
-    """That hold different bytes. Those that do the same in scopes of their own are simulated once and counted so many times."""
+    """That hold different bytes. Those that do the same in scopes of their own are simulated once
+    and counted so many times."""
     local_pages: Annotated[int, Meta(ge=0)] = 0
     """That each rank of an engine keeps on its GPU and host, the least recently used go first."""
     chains: bool = True
@@ -64,10 +65,12 @@ class Cluster:
     def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
         limits = structs.replace(
-            DEFAULTS, quarantine_seconds=settings.quarantine_seconds, keys=max(DEFAULTS.keys, BATCH),
+            DEFAULTS,
+            quarantine_seconds=settings.quarantine_seconds,
+            keys=max(DEFAULTS.keys, BATCH),
             most_lease_seconds=max(DEFAULTS.most_lease_seconds, settings.lease_seconds),
             least_lease_seconds=min(DEFAULTS.least_lease_seconds, settings.lease_seconds),
-        )  # fmt: skip
+        )
         self.service = MetadataService(limits)
         self.outcome = Outcome(slots=settings.slots)
         self._local: dict[tuple[int, str], OrderedDict[str, None]] = {}
@@ -137,7 +140,8 @@ class Cluster:
                 self._down_until = max(self._down_until, event.time + event.seconds)
 
     def _scope(self, rank: int | None) -> str:
-        """Of a rank, made when it is first asked for; rank 0's stands for all where they do the same."""
+        """Of a rank, made when it is first asked for; rank 0's stands for all where they do the
+        same."""
         name = f"{rank or 0}:{'kv' if rank is None else 'rank'}"
         if name not in self.service.scopes:
             geometry = p.ScopeGeometry(scope=name, slots=self.settings.slots)
@@ -147,7 +151,11 @@ class Cluster:
     # What engines do.
 
     def _prompt(self, event: Event, name: str) -> None:
-        local, keys, outcome = self._local.setdefault((event.engine, name), OrderedDict()), event.keys, self.outcome
+        local, keys, outcome = (
+            self._local.setdefault((event.engine, name), OrderedDict()),
+            event.keys,
+            self.outcome,
+        )
         outcome.prompts += 1
         known = next((i for i, key in enumerate(keys) if key not in local), len(keys))
         outcome.local += known
@@ -164,7 +172,8 @@ class Cluster:
         self._keep(local, keys)
 
     def _look_up(self, name: str, keys: Sequence[str], now: float) -> int:
-        """Ask batch by batch, as SGLang does, until one is not found whole; returns the pages up to the first miss."""
+        """Ask batch by batch, as SGLang does, until one is not found whole; returns the pages up to
+        the first miss."""
         usable, outcome, asked = 0, self.outcome, 0
         for some in _batches(keys):
             self._ask("lookup", len(some), now)
@@ -191,7 +200,9 @@ class Cluster:
                 self.outcome.unanswered += len(some)
                 continue
             self._ask("reserve", len(some), now)
-            part = p.ReserveScope(scope=name, keys=list(some), prefixes=[before, *some[:-1]] if chains else [])
+            part = p.ReserveScope(
+                scope=name, keys=list(some), prefixes=[before, *some[:-1]] if chains else []
+            )
             request = p.Reserve(scopes=[part], lease_seconds=self.settings.lease_seconds)
             answer = self.service.reserve(request, now).scopes[0]
             self._note_reserved(answer.states)
@@ -208,7 +219,15 @@ class Cluster:
 
     def _write(self, name: str, engine: int, leased: Sequence[tuple[str, int]], now: float) -> None:
         keys, leases = [key for key, _ in leased], [lease for _, lease in leased]
-        commit = _Commit(now + self.settings.write_seconds, next(self._numbers), name, engine, keys, leases, self._weight)
+        commit = _Commit(
+            now + self.settings.write_seconds,
+            next(self._numbers),
+            name,
+            engine,
+            keys,
+            leases,
+            self._weight,
+        )
         if self.settings.write_seconds:
             heapq.heappush(self._writing, commit)
         else:
@@ -221,7 +240,9 @@ class Cluster:
             return
         self._ask("commit", len(commit.keys), commit.when)
         count = len(commit.leases)
-        part = p.CommitScope(scope=commit.scope, leases=commit.leases, lengths=[1] * count, checksums=[1] * count)
+        part = p.CommitScope(
+            scope=commit.scope, leases=commit.leases, lengths=[1] * count, checksums=[1] * count
+        )
         states = self.service.commit(p.Commit(scopes=[part]), commit.when).scopes[0].states
         done = states.count(p.Settled.DONE)
         self.outcome.stored += done
@@ -234,12 +255,16 @@ class Cluster:
             if now < self._down_until:
                 self.outcome.unanswered += len(some)
             else:
-                self.service.delete(p.Delete(scopes=[p.DeleteScope(scope=name, keys=list(some))]), now)
+                self.service.delete(
+                    p.Delete(scopes=[p.DeleteScope(scope=name, keys=list(some))]), now
+                )
 
     def _fail(self, engine: int) -> None:
         for local in [cache for (owner, _), cache in self._local.items() if owner == engine]:
             local.clear()
-        self.outcome.lost += sum(len(commit.keys) for commit in self._writing if commit.engine == engine)
+        self.outcome.lost += sum(
+            len(commit.keys) for commit in self._writing if commit.engine == engine
+        )
         self._writing = [commit for commit in self._writing if commit.engine != engine]
         heapq.heapify(self._writing)
 

@@ -1,4 +1,5 @@
-"""What requests take of a server's processor, and pages of its memory: as it was measured once, or as this machine measures it now."""
+"""What requests take of a server's processor, and pages of its memory: as it was measured once, or
+as this machine measures it now."""
 
 from __future__ import annotations
 
@@ -65,13 +66,19 @@ class Costs(msgspec.Struct, frozen=True):
         """Processor seconds for these requests. Deletes count as reserves and commits."""
         lookups = self.lookup.microseconds(requests.get("lookup", 0.0), keys.get("lookup", 0.0))
         kinds = ("reserve", "delete")
-        pairs = self.pair.microseconds(sum(requests.get(k, 0.0) for k in kinds), sum(keys.get(k, 0.0) for k in kinds))
+        pairs = self.pair.microseconds(
+            sum(requests.get(k, 0.0) for k in kinds), sum(keys.get(k, 0.0) for k in kinds)
+        )
         return (lookups + pairs) / 1e6
 
 
 DOCUMENTED: Final = Costs(
-    Line(160.0, 0.75), Line(370.0, 2.8), 354.0, 75e6, "docs/capacity.md: 2 cores of an Intel Xeon, Python 3.11"
-)  # fmt: skip
+    Line(160.0, 0.75),
+    Line(370.0, 2.8),
+    354.0,
+    75e6,
+    "docs/capacity.md: 2 cores of an Intel Xeon, Python 3.11",
+)
 
 
 class CannotMeasureError(RuntimeError):
@@ -79,21 +86,28 @@ class CannotMeasureError(RuntimeError):
 
 
 def measure() -> Costs:
-    """Start a server with a store of its own, load it for some ten seconds, and ask it what it has taken.
+    """Start a server with a store of its own, load it for some ten seconds, and ask it what it has
+    taken.
 
     Raises:
         CannotMeasureError: it does not come up.
     """
     with _server() as server:
-        server.send("/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4_000_000)]))
+        server.send(
+            "/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4_000_000)])
+        )
         base = server.metric(v.PROCESS_RESIDENT_BYTES.name)
         pages = 0
         while pages < FILL_PAGES:
             server.store(BATCH)
             pages += BATCH
         page_bytes = (server.metric(v.PROCESS_RESIDENT_BYTES.name) - base) / pages
-        lookup = Line.through(server.cost(lambda: server.look_up(1)), server.cost(lambda: server.look_up(BATCH)))
-        pair = Line.through(server.cost(lambda: server.store(1)), server.cost(lambda: server.store(BATCH)))
+        lookup = Line.through(
+            server.cost(lambda: server.look_up(1)), server.cost(lambda: server.look_up(BATCH))
+        )
+        pair = Line.through(
+            server.cost(lambda: server.store(1)), server.cost(lambda: server.store(BATCH))
+        )
     return Costs(lookup, pair, page_bytes, base, f"this machine, {os.cpu_count()} cores, just now")
 
 
@@ -103,7 +117,9 @@ class _Server:
         self._number = 0
 
     def send(self, path: str, request: p.Request) -> bytes:
-        self._connection.request("POST", path, p.encode(request, p.MSGPACK), {"Content-Type": p.MSGPACK})
+        self._connection.request(
+            "POST", path, p.encode(request, p.MSGPACK), {"Content-Type": p.MSGPACK}
+        )
         response = self._connection.getresponse()
         body = response.read()
         if response.status != 200:
@@ -113,24 +129,41 @@ class _Server:
     def metric(self, name: str) -> float:
         self._connection.request("GET", "/metrics")
         text = self._connection.getresponse().read().decode()
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        samples = [
+            sample for family in text_string_to_metric_families(text) for sample in family.samples
+        ]
         return next(sample.value for sample in samples if sample.name == name)
 
     def store(self, count: int) -> None:
         keys = [f"{self._number + i:064x}" for i in range(count)]
         self._number += count
-        asked = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=["", *keys[:-1]])])
+        asked = p.Reserve(
+            scopes=[p.ReserveScope(scope="0:kv", keys=keys, prefixes=["", *keys[:-1]])]
+        )
         leases = p.decode(self.send("/v2/reserve", asked), p.Leases, p.MSGPACK).scopes[0].leases
-        part = p.CommitScope(scope="0:kv", leases=leases, lengths=[1 << 20] * count, checksums=[2**63 + i for i in range(count)])
+        part = p.CommitScope(
+            scope="0:kv",
+            leases=leases,
+            lengths=[1 << 20] * count,
+            checksums=[2**63 + i for i in range(count)],
+        )
         self.send("/v2/commit", p.Commit(scopes=[part]))
 
     def look_up(self, count: int) -> None:
         first = (self._number * 7919) % (FILL_PAGES - count)
         self._number += 1
-        self.send("/v2/lookup", p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=[f"{first + i:064x}" for i in range(count)])]))
+        self.send(
+            "/v2/lookup",
+            p.Lookup(
+                scopes=[
+                    p.LookupScope(scope="0:kv", keys=[f"{first + i:064x}" for i in range(count)])
+                ]
+            ),
+        )
 
     def cost(self, ask: Callable[[], None]) -> float:
-        """Microseconds of the server's processor time a call: of so many calls that its clock, which counts hundredths, is exact."""
+        """Microseconds of the server's processor time a call: of so many calls that its clock,
+        which counts hundredths, is exact."""
         before = now = self.metric(v.PROCESS_CPU_SECONDS.name)
         calls = 0
         while now - before < CPU_SECONDS:
@@ -146,11 +179,23 @@ class _Server:
 
 @contextmanager
 def _server() -> Generator[_Server]:
-    with tempfile.TemporaryDirectory(prefix="hicache-measure-") as directory, socket.socket() as taken:
+    with (
+        tempfile.TemporaryDirectory(prefix="hicache-measure-") as directory,
+        socket.socket() as taken,
+    ):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         taken.close()
-        command = ["metadata", "serve", "--port", str(port), "--store", f"sqlite:///{directory}/m.db", "--log-level", "error"]
+        command = [
+            "metadata",
+            "serve",
+            "--port",
+            str(port),
+            "--store",
+            f"sqlite:///{directory}/m.db",
+            "--log-level",
+            "error",
+        ]
         process = subprocess.Popen([sys.executable, "-c", SERVE, *command])
         server = _Server(port)
         try:

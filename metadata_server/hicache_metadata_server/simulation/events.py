@@ -17,7 +17,8 @@ class Op(StrEnum):
     """What an engine does, or what happens to it."""
 
     PROMPT = "prompt"
-    """Look the pages of a prompt up, read those that are there from the first on, store the others."""
+    """Look the pages of a prompt up, read those that are there from the first on, store the
+    others."""
     LOOKUP = "lookup"
     """Ask whether pages are there."""
     STORE = "store"

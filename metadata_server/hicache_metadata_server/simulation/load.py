@@ -24,7 +24,8 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for what. Lengths are in tokens; where a mean is named, the distribution is exponential."""
+    """Who asks for what. Lengths are in tokens; where a mean is named, the distribution is
+    exponential."""
 
     engines: Positive = 16
     requests_per_second: Rate = 20.0
@@ -60,7 +61,10 @@ def synthetic(load: Load) -> Iterator[Event]:
 def _prompts(load: Load) -> Iterator[Event]:
     chance = random.Random(f"{load.seed}/prompts")
     prefixes = _Prefixes(load)
-    starts, waiting = load.requests_per_second / load.turns, list[tuple[float, int, _Conversation]]()
+    starts, waiting = (
+        load.requests_per_second / load.turns,
+        list[tuple[float, int, _Conversation]](),
+    )
     numbers, now = itertools.count(), 0.0
     while True:
         now += chance.expovariate(starts)
@@ -82,7 +86,9 @@ class _Prefixes:
             [f"p{number}.{page}" for page in range(_pages(_mean(chance, load.prefix_tokens), load))]
             for number in range(load.prefixes)
         ]
-        self._upto = list(itertools.accumulate((number + 1) ** -load.zipf for number in range(load.prefixes)))
+        self._upto = list(
+            itertools.accumulate((number + 1) ** -load.zipf for number in range(load.prefixes))
+        )
 
     def draw(self, chance: random.Random) -> list[str]:
         return self._keys[bisect_left(self._upto, chance.random() * self._upto[-1])]
@@ -92,13 +98,19 @@ class _Conversation:
     def __init__(self, load: Load, number: int, prefix: list[str], chance: random.Random) -> None:
         self._load, self._number, self._prefix = load, number, prefix
         # Geometric, so that its mean is `turns`.
-        self._left = 1 if load.turns <= 1 else 1 + int(math.log(1 - chance.random()) / math.log(1 - 1 / load.turns))
+        self._left = (
+            1
+            if load.turns <= 1
+            else 1 + int(math.log(1 - chance.random()) / math.log(1 - 1 / load.turns))
+        )
         self._tokens, self._engine = 0.0, chance.randrange(load.engines)
 
     def begin(self, now: float, waiting: list[tuple[float, int, _Conversation]]) -> None:
         heapq.heappush(waiting, (now, self._number, self))
 
-    def turn(self, now: float, chance: random.Random, waiting: list[tuple[float, int, _Conversation]]) -> Iterator[Event]:
+    def turn(
+        self, now: float, chance: random.Random, waiting: list[tuple[float, int, _Conversation]]
+    ) -> Iterator[Event]:
         load = self._load
         self._tokens += _mean(chance, load.turn_tokens)
         if chance.random() >= load.affinity:

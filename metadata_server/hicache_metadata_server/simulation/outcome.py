@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Outcome:
-    """Counts of pages, unless they say otherwise; those of events about all ranks are of each of them."""
+    """Counts of pages, unless they say otherwise; those of events about all ranks are of each of
+    them."""
 
     seconds: float = 0.0
     """Simulated, without the time to warm up."""

@@ -39,17 +39,26 @@ class Needs(msgspec.Struct, frozen=True):
     """Of the files."""
 
 
-def needs_of(outcome: Outcome, costs: Costs, *, ranks: int, page_bytes: int, utilization: float) -> Needs:
-    """Each server has one core, of which no more than `utilization` is to be used on the average; one is the least."""
+def needs_of(
+    outcome: Outcome, costs: Costs, *, ranks: int, page_bytes: int, utilization: float
+) -> Needs:
+    """Each server has one core, of which no more than `utilization` is to be used on the average;
+    one is the least."""
     requests = {kind: outcome.a_second(count) for kind, count in sorted(outcome.requests.items())}
     keys = {kind: outcome.a_second(count) for kind, count in sorted(outcome.keys.items())}
     cpu, slots = costs.cpu(requests, keys), outcome.slots * max(ranks, outcome.scopes)
     servers = max(1, math.ceil(cpu / utilization))
     return Needs(
-        requests, keys, outcome.peak_requests, outcome.a_second(outcome.read_pages) * page_bytes,
-        outcome.a_second(outcome.written_pages) * page_bytes, cpu, servers, servers * costs.base_bytes + slots * costs.page_bytes,
+        requests,
+        keys,
+        outcome.peak_requests,
+        outcome.a_second(outcome.read_pages) * page_bytes,
+        outcome.a_second(outcome.written_pages) * page_bytes,
+        cpu,
+        servers,
+        servers * costs.base_bytes + slots * costs.page_bytes,
         slots * page_bytes,
-    )  # fmt: skip
+    )
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -62,8 +71,11 @@ class Wanted(msgspec.Struct, frozen=True):
     """What endless slots give."""
 
 
-def slots_for(wanted: float, settings: ClusterSettings, events: Callable[[], Iterable[Event]]) -> Wanted:
-    """The least number of slots that gives a hit ratio, 5% too many at most; each try is a simulation of its own."""
+def slots_for(
+    wanted: float, settings: ClusterSettings, events: Callable[[], Iterable[Event]]
+) -> Wanted:
+    """The least number of slots that gives a hit ratio, 5% too many at most; each try is a
+    simulation of its own."""
     slots, too_few = settings.slots, 0
     while True:
         outcome = Cluster(structs.replace(settings, slots=slots)).run(events())

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates, numbers_of, slots_of, times_of
+from hicache_metadata_server.core.codec import (
+    SlotChanges,
+    SlotLeases,
+    SlotStates,
+    numbers_of,
+    slots_of,
+    times_of,
+)
 from hicache_metadata_server.core.restore import SlotRows
 from hicache_metadata_server.core.slot_table import LEASED, LIVE
 
@@ -18,7 +25,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 BLOCK: Final = 64
-"""Slots of a block: some 7 KB. A batch of 128 neighbours takes two or three; a slot alone takes one, too."""
+"""Slots of a block: some 7 KB. A batch of 128 neighbours takes two or three; a slot alone takes
+one, too."""
 _ZEROS: Final = bytes(8 * BLOCK)
 
 
@@ -40,11 +48,26 @@ class _Written(NamedTuple):
 class Block:
     """`BLOCK` neighbours; those that nobody has used are free and of generation 0."""
 
-    __slots__ = ("checksums", "epochs", "generations", "keys", "leases", "lengths", "owners", "prefixes", "states", "until")
+    __slots__ = (
+        "checksums",
+        "epochs",
+        "generations",
+        "keys",
+        "leases",
+        "lengths",
+        "owners",
+        "prefixes",
+        "states",
+        "until",
+    )
 
     def __init__(self) -> None:
         self.states = bytearray(BLOCK)
-        self.epochs, self.lengths, self.checksums = numbers_of(_ZEROS), numbers_of(_ZEROS), numbers_of(_ZEROS)
+        self.epochs, self.lengths, self.checksums = (
+            numbers_of(_ZEROS),
+            numbers_of(_ZEROS),
+            numbers_of(_ZEROS),
+        )
         self.generations, self.leases = numbers_of(_ZEROS), numbers_of(_ZEROS)
         self.until = times_of(_ZEROS)
         self.keys, self.prefixes = [""] * BLOCK, [""] * BLOCK
@@ -58,7 +81,9 @@ class Block:
             ValueError: this is none.
         """
         written = msgspec.msgpack.decode(blob, type=_Written)
-        if {len(column) for column in written[1:7]} != {8 * BLOCK} or {len(written[i]) for i in (0, 7, 8)} != {BLOCK}:
+        if {len(column) for column in written[1:7]} != {8 * BLOCK} or {
+            len(written[i]) for i in (0, 7, 8)
+        } != {BLOCK}:
             raise ValueError(f"a block of other than {BLOCK} slots")
         block = cls.__new__(cls)
         block.states, block.until = bytearray(written.states), times_of(written.until)
@@ -81,7 +106,11 @@ class Block:
             block._pad(missing)
         block.epochs = array("Q", (scope.epoch,)) * BLOCK
         owners = scope.leases.owners
-        block.owners = {slot - first: owners[slot] for slot in range(first, end) if slot in owners} if owners else {}
+        block.owners = (
+            {slot - first: owners[slot] for slot in range(first, end) if slot in owners}
+            if owners
+            else {}
+        )
         return block
 
     def _pad(self, missing: int) -> None:
@@ -98,27 +127,50 @@ class Block:
         if self.states.count(LIVE) + self.states.count(LEASED) < BLOCK:
             owned = [state in (LIVE, LEASED) for state in self.states]
             self.keys = [key if kept else "" for key, kept in zip(self.keys, owned, strict=True)]
-            self.prefixes = [prefix if kept else "" for prefix, kept in zip(self.prefixes, owned, strict=True)]
+            self.prefixes = [
+                prefix if kept else "" for prefix, kept in zip(self.prefixes, owned, strict=True)
+            ]
         if self.owners:
-            self.owners = {place: owner for place, owner in self.owners.items() if self.states[place] == LEASED}
+            self.owners = {
+                place: owner for place, owner in self.owners.items() if self.states[place] == LEASED
+            }
         return msgspec.msgpack.encode(
             _Written(
-                bytes(self.states), self.epochs.tobytes(), self.until.tobytes(), self.lengths.tobytes(), self.checksums.tobytes(),
-                self.generations.tobytes(), self.leases.tobytes(), self.keys, self.prefixes, self.owners,
+                bytes(self.states),
+                self.epochs.tobytes(),
+                self.until.tobytes(),
+                self.lengths.tobytes(),
+                self.checksums.tobytes(),
+                self.generations.tobytes(),
+                self.leases.tobytes(),
+                self.keys,
+                self.prefixes,
+                self.owners,
             )
-        )  # fmt: skip
+        )
 
     def rows(self, first: int) -> SlotRows | None:
-        """Those of its slots that were used, the first of all being slot `first`; None if there are none."""
+        """Those of its slots that were used, the first of all being slot `first`; None if there are
+        none."""
         used = [place for place in range(BLOCK) if self.states[place] or self.generations[place]]
         if not used:
             return None
-        pick: Callable[[Any], Sequence[Any]] = _all if len(used) == BLOCK else lambda column: [column[place] for place in used]
+        pick: Callable[[Any], Sequence[Any]] = (
+            _all if len(used) == BLOCK else lambda column: [column[place] for place in used]
+        )
         return SlotRows(
-            [first + place for place in used], pick(self.epochs), pick(self.states), pick(self.generations), pick(self.keys),
-            pick(self.prefixes), [self.owners.get(place, "") for place in used], pick(self.leases), pick(self.until),
-            pick(self.lengths), pick(self.checksums),
-        )  # fmt: skip
+            [first + place for place in used],
+            pick(self.epochs),
+            pick(self.states),
+            pick(self.generations),
+            pick(self.keys),
+            pick(self.prefixes),
+            [self.owners.get(place, "") for place in used],
+            pick(self.leases),
+            pick(self.until),
+            pick(self.lengths),
+            pick(self.checksums),
+        )
 
 
 class States:
@@ -128,18 +180,26 @@ class States:
 
     def __init__(self, written: SlotStates) -> None:
         count = len(written.states)
-        self.epoch, self.slots, self._states = written.epoch, slots_of(written.slots, count), written.states
+        self.epoch, self.slots, self._states = (
+            written.epoch,
+            slots_of(written.slots, count),
+            written.states,
+        )
         zeros = bytes(8 * count)
         self._columns = (
-            times_of(written.until or zeros), numbers_of(written.lengths or zeros), numbers_of(written.checksums or zeros)
-        )  # fmt: skip
+            times_of(written.until or zeros),
+            numbers_of(written.lengths or zeros),
+            numbers_of(written.checksums or zeros),
+        )
 
     def merge(self, block: Block, start: int, end: int) -> None:
         """Into the block that its entries from `start` to `end` are of."""
         put = _putter(self.slots, start, end)
         put(block.states, self._states)
         put(block.epochs, array("Q", [self.epoch]) * len(self.slots))
-        for column, values in zip((block.until, block.lengths, block.checksums), self._columns, strict=True):
+        for column, values in zip(
+            (block.until, block.lengths, block.checksums), self._columns, strict=True
+        ):
             put(column, values)
 
 
@@ -151,13 +211,22 @@ class Leases:
     def __init__(self, written: SlotLeases) -> None:
         self.slots = slots_of(written.slots, len(written.keys))
         prefixes = written.prefixes or [""] * len(self.slots)
-        self._columns = numbers_of(written.generations), numbers_of(written.leases), written.keys, prefixes
+        self._columns = (
+            numbers_of(written.generations),
+            numbers_of(written.leases),
+            written.keys,
+            prefixes,
+        )
         self._owners = written.owners
 
     def merge(self, block: Block, start: int, end: int) -> None:
         """Into the block that its entries from `start` to `end` are of."""
         put = _putter(self.slots, start, end)
-        for column, values in zip((block.generations, block.leases, block.keys, block.prefixes), self._columns, strict=True):
+        for column, values in zip(
+            (block.generations, block.leases, block.keys, block.prefixes),
+            self._columns,
+            strict=True,
+        ):
             put(column, values)
         for i in range(start, end) if self._owners or block.owners else ():
             block.owners[self.slots[i] % BLOCK] = self._owners[i] if self._owners else ""
@@ -175,7 +244,8 @@ def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, in
 
 
 def touched(changes: SlotChanges) -> Iterable[int]:
-    """The numbers of the blocks that these changes are of; what was leased has changed its state, too."""
+    """The numbers of the blocks that these changes are of; what was leased has changed its state,
+    too."""
     slots = slots_of(changes.states.slots, len(changes.states.states))
     if slots[-1] - slots[0] < BLOCK or isinstance(slots, range):
         return range(slots[0] // BLOCK, slots[-1] // BLOCK + 1)

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 WINDOW_BYTES: Final = 4 << 20
-"""Of the log, deleted together once all that they have changed is folded: some 300 batches of 128 pages."""
+"""Of the log, deleted together once all that they have changed is folded: some 300 batches of 128
+pages."""
 PIECE: Final = 16
 """Blocks that are folded in one transaction: less than a millisecond."""
 
@@ -43,7 +44,8 @@ class _Window:
 class Folds:
     """Blocks that differ from the file, the oldest first.
 
-    A block is folded as it is by then, so that one that is changed again before its turn is written once.
+    A block is folded as it is by then, so that one that is changed again before its turn is written
+    once.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,11 @@ class Folds:
 
     def changed(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
         """A group was written to the log, which changes those blocks."""
-        if not self._windows or self._windows[-1].begun or self._windows[-1].log_bytes >= WINDOW_BYTES:
+        if (
+            not self._windows
+            or self._windows[-1].begun
+            or self._windows[-1].log_bytes >= WINDOW_BYTES
+        ):
             self._windows.append(_Window())
         window = self._windows[-1]
         window.last_group = group
@@ -85,8 +91,11 @@ class Folds:
     def put_back(self, piece: Piece) -> None:
         """A piece was not written: its blocks are the first again."""
         if piece.last_group:
-            self._windows.appendleft(_Window([], piece.last_group, piece.log_bytes, piece.rest, begun=True))
+            self._windows.appendleft(
+                _Window([], piece.last_group, piece.log_bytes, piece.rest, begun=True)
+            )
         places = [place for place, _ in reversed(piece.blocks)]
-        # Also those that have changed again meanwhile, and are in a later window: this one's groups need them before.
+        # Also those that have changed again meanwhile, and are in a later window: this one's groups
+        # need them before.
         self._windows[0].places += places
         self._waiting.update(places)

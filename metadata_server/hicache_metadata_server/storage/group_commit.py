@@ -1,4 +1,5 @@
-"""When changes are written: at once where that takes no waiting; else those that arrive while others are written share the next write."""
+"""When changes are written: at once where that takes no waiting; else those that arrive while
+others are written share the next write."""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ _Step = Literal["write", "fold", "checkpoint"]
 class Journal:
     """Writes a service's changes to its store; used from the event loop that it was opened in.
 
-    A store that writes to memory of the operating system is written from the loop itself, before the request is answered: that takes
-    less time than waking a thread. What waits for a disk is done in a thread, and so are checkpoints, beside all else.
+    A store that writes to memory of the operating system is written from the loop itself, before
+    the request is answered: that takes less time than waking a thread. What waits for a disk is
+    done in a thread, and so are checkpoints, beside all else.
 
-    A store fails from the first write, fold or checkpoint that does not succeed until each of them has succeeded again. Until then no
-    change is acknowledged: a log that goes on growing would take the space that the fold needs. The store is tried again every
-    `RETRY_SECONDS`, because a load balancer that has seen the failure sends no changes that would try it.
+    A store fails from the first write, fold or checkpoint that does not succeed until each of them
+    has succeeded again. Until then no change is acknowledged: a log that goes on growing would take
+    the space that the fold needs. The store is tried again every `RETRY_SECONDS`, because a load
+    balancer that has seen the failure sends no changes that would try it.
     """
 
     def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
@@ -69,21 +72,25 @@ class Journal:
         return next(iter(self._failed.values()), None)
 
     def join(self) -> asyncio.Future[None] | None:
-        """See that everything that was changed before this call is in the store: None if it is, else done when it is.
+        """See that everything that was changed before this call is in the store: None if it is,
+        else done when it is.
 
-        It ends with a `StoreError` if that could not be written: it stays changed in memory, and is written with the next group.
+        It ends with a `StoreError` if that could not be written: it stays changed in memory, and is
+        written with the next group.
         """
         if self._store.is_quick:
             return self._write_now()
         waiter = self._loop.create_future()
         if not self._open:
-            # Whatever the event loop has read already joins this group, and so does what it reads in its next turn.
+            # Whatever the event loop has read already joins this group, and so does what it reads
+            # in its next turn.
             self._loop.call_soon(self._loop.call_soon, self._seal)
         self._open.append(waiter)
         return waiter
 
     def _write_now(self) -> asyncio.Future[None] | None:
-        # Clients whose answers waited for each other would all be busy, and then all idle, while the server is the other.
+        # Clients whose answers waited for each other would all be busy, and then all idle, while
+        # the server is the other.
         changes = self._service.take_changes()
         if changes:
             self._write_group([], changes)
@@ -140,7 +147,9 @@ class Journal:
         else:
             self._busy = True
             writing = self._loop.run_in_executor(self._thread, self._write, changes)
-            writing.add_done_callback(lambda done: self._written_aside(group, changes, *done.result()))
+            writing.add_done_callback(
+                lambda done: self._written_aside(group, changes, *done.result())
+            )
 
     def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
         begin = time.perf_counter()
@@ -148,13 +157,23 @@ class Journal:
         return error, time.perf_counter() - begin
 
     def _written_aside(
-        self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float
+        self,
+        group: list[asyncio.Future[None]],
+        changes: Changes,
+        error: StoreError | None,
+        seconds: float,
     ) -> None:
         self._busy = False
         self._done(group, changes, error, seconds)
         self._seal()
 
-    def _done(self, group: list[asyncio.Future[None]], changes: Changes, error: StoreError | None, seconds: float) -> None:
+    def _done(
+        self,
+        group: list[asyncio.Future[None]],
+        changes: Changes,
+        error: StoreError | None,
+        seconds: float,
+    ) -> None:
         self.groups += 1
         self.durations.observe(seconds)
         self._last_write = self._loop.time()
@@ -174,7 +193,8 @@ class Journal:
             self._fold()
 
     def _note(self, step: _Step, error: StoreError | None) -> None:
-        """Keep how a step went; the log says when the store begins to fail, and when it serves again."""
+        """Keep how a step went; the log says when the store begins to fail, and when it serves
+        again."""
         was = self.error
         if error is None:
             self._failed.pop(step, None)
@@ -189,7 +209,8 @@ class Journal:
     # What the store has put off.
 
     def _gather(self, *, idle: bool) -> None:
-        """Take down what is to be folded, now that all changes are taken: once they are written, the store may have it."""
+        """Take down what is to be folded, now that all changes are taken: once they are written,
+        the store may have it."""
         # A checkpoint keeps the file busy.
         may = self._piece is None and not self._checkpointing
         if may and self._store.wants_folding(idle=idle or "fold" in self._failed):
@@ -203,7 +224,9 @@ class Journal:
             self._note("fold", self._fold_piece(piece))
         else:
             self._busy = True
-            self._loop.run_in_executor(self._thread, self._fold_piece, piece).add_done_callback(self._folded)
+            self._loop.run_in_executor(self._thread, self._fold_piece, piece).add_done_callback(
+                self._folded
+            )
 
     def _fold_piece(self, piece: Piece) -> StoreError | None:
         return _tried("fold_failed", lambda: self._store.fold(piece, self._clock()))
@@ -227,7 +250,12 @@ class Journal:
 
     def _fold_while_idle(self) -> None:
         served = self._busy or self._checkpointing or self._open or not self._is_idle()
-        if self._closed or served or self.error is not None or not self._store.wants_folding(idle=True):
+        if (
+            self._closed
+            or served
+            or self.error is not None
+            or not self._store.wants_folding(idle=True)
+        ):
             return
         if changes := self._service.take_changes():
             # Nobody waits for them; what is folded must not be ahead of the journal.
@@ -247,7 +275,9 @@ class Journal:
 
     def _begin_checkpoint(self) -> None:
         self._checkpointing = True
-        checkpoint = self._loop.run_in_executor(self._aside, _tried, "checkpoint_failed", self._store.checkpoint)
+        checkpoint = self._loop.run_in_executor(
+            self._aside, _tried, "checkpoint_failed", self._store.checkpoint
+        )
         checkpoint.add_done_callback(self._checkpointed)
 
     def _checkpointed(self, done: asyncio.Future[StoreError | None]) -> None:

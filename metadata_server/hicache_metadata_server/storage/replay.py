@@ -21,10 +21,13 @@ BYTES: Final = 16 << 20
 _GROUP: Final = msgspec.msgpack.Decoder(Changes)
 
 
-def replayed(groups: Iterator[tuple[int, bytes]], read: Callable[[int], Block | None]) -> Iterator[Piece]:
+def replayed(
+    groups: Iterator[tuple[int, bytes]], read: Callable[[int], Block | None]
+) -> Iterator[Piece]:
     """The blocks that these groups have changed, the oldest first; `read` gives the database's.
 
-    What a block has of later groups already, these will give it again: it ends as the last of them has left it.
+    What a block has of later groups already, these will give it again: it ends as the last of them
+    has left it.
 
     Raises:
         msgspec.DecodeError: a group is none.

@@ -6,12 +6,14 @@ from typing import Final
 
 VERSION: Final = 5
 OLDEST: Final = 3
-"""Earlier ones are refused; this one and those after it are brought up to date when they are opened."""
+"""Earlier ones are refused; this one and those after it are brought up to date when they are
+opened."""
 APPLICATION: Final = 0x68694D64
 """Written into the file, so that a database of something else is not taken for ours."""
 
-# All of it is behind the log beside the file, which has what happened since: groups up to the counter `folded` are here.
-# place: number of the scope << 40 | number of the block in it. A slot that a scope's later epoch has cleared is still here as it was.
+# All of it is behind the log beside the file, which has what happened since: groups up to the
+# counter `folded` are here. place: number of the scope << 40 | number of the block in it. A slot
+# that a scope's later epoch has cleared is still here as it was.
 TABLES: Final = """
 CREATE TABLE scopes (
     number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, slots INTEGER NOT NULL, slot_bytes INTEGER NOT NULL,

@@ -1,4 +1,5 @@
-"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the file when there is time."""
+"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the
+file when there is time."""
 
 from __future__ import annotations
 
@@ -51,10 +52,11 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class SqliteStore:
-    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server out.
+    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server
+    out.
 
-    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and is whole. `MACHINE` has reached the
-    disk before `write` returns.
+    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and
+    is whole. `MACHINE` has reached the disk before `write` returns.
     """
 
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
@@ -68,7 +70,9 @@ class SqliteStore:
         try:
             self._database = _open(file)
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-            lineage = _only(self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'")
+            lineage = _only(
+                self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'"
+            )
             self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
         except (sqlite3.Error, StoreError, OSError, ValueError) as error:
             self._lock.release()
@@ -84,17 +88,32 @@ class SqliteStore:
             return Recovered(
                 scopes=[
                     ScopeRecord(
-                        number, ScopeGeometry(scope=name, slots=slots, slot_bytes=slot_bytes, geometry=geometry, identity=identity), *rest
+                        number,
+                        ScopeGeometry(
+                            scope=name,
+                            slots=slots,
+                            slot_bytes=slot_bytes,
+                            geometry=geometry,
+                            identity=identity,
+                        ),
+                        *rest,
                     )
-                    for number, name, slots, slot_bytes, geometry, identity, *rest in database.execute("SELECT * FROM scopes")
+                    for number, name, slots, slot_bytes, geometry, identity, *rest in database.execute(
+                        "SELECT * FROM scopes"
+                    )
                 ],
                 pins=[
                     PinRecord(pin, until, msgspec.msgpack.decode(slots, type=dict[int, list[int]]))
                     for pin, until, slots in database.execute("SELECT * FROM pins")
                 ],
                 answers=[AnswerRecord(*row) for row in database.execute("SELECT * FROM answers")],
-                counters=dict(database.execute("SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)", (FOLDED, LINEAGE))),
-            )  # fmt: skip
+                counters=dict(
+                    database.execute(
+                        "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
+                        (FOLDED, LINEAGE),
+                    )
+                ),
+            )
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
         """The slots of a scope, in ascending order, some at a time."""
@@ -111,13 +130,18 @@ class SqliteStore:
 
     def write(self, changes: Changes) -> None:
         """One record of the log."""
-        # The number of a record that could not be written is not used again: a part of it may be there.
+        # The number of a record that could not be written is not used again: a part of it may be
+        # there.
         self._last_group += 1
         payload = _ENCODER.encode(changes)
         with self._told("written"):
             self._log.append(self._last_group, payload)
         self._log_bytes += len(payload)
-        places = [(scope << SCOPE_BITS) + block for scope, slots in changes.slots.items() for block in touched(slots)]
+        places = [
+            (scope << SCOPE_BITS) + block
+            for scope, slots in changes.slots.items()
+            for block in touched(slots)
+        ]
         self._folds.changed(places, self._last_group, len(payload), changes)
 
     @property
@@ -133,7 +157,9 @@ class SqliteStore:
         """Some of the blocks that the log changes, as they are now."""
         # Where changes are scattered over many blocks, each write has to fold more.
         most = PIECE * (1 + self._log_bytes // MOST_LOG_BYTES)
-        return self._folds.take(most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode())
+        return self._folds.take(
+            most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode()
+        )
 
     def fold(self, piece: Piece, now: float) -> None:
         """One transaction."""
@@ -152,15 +178,20 @@ class SqliteStore:
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
         """Whether SQLite's own log has become long, or there is time."""
-        return self._since_checkpoint > (IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS)
+        return self._since_checkpoint > (
+            IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS
+        )
 
     def checkpoint(self) -> None:
         """Move SQLite's own log into the file, and delete what of ours is in the file then."""
         self._since_checkpoint, folded = 0, self._folded_group
         with self._told("written"):
-            # One pass moves nearly all while others write; the next finds so little left that the log can begin anew.
+            # One pass moves nearly all while others write; the next finds so little left that the
+            # log can begin anew.
             for _ in range(CHECKPOINT_PASSES):
-                _, pages, moved = self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                _, pages, moved = self._checkpoints.execute(
+                    "PRAGMA wal_checkpoint(PASSIVE)"
+                ).fetchone()
                 if pages == moved:
                     # Only now has the disk what was folded.
                     self._log.forget(folded)
@@ -168,7 +199,11 @@ class SqliteStore:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the database, of SQLite's own log, and of ours."""
-        return {"database": _size(self._file), "wal": _size(f"{self._file}-wal"), "log": self._log.size()}
+        return {
+            "database": _size(self._file),
+            "wal": _size(f"{self._file}-wal"),
+            "log": self._log.size(),
+        }
 
     def close(self) -> None:
         """Let go of the files; where all is folded, only the database remains."""
@@ -184,7 +219,9 @@ class SqliteStore:
             self._lock.release()
 
     def _replay(self, now: float) -> None:
-        found = self._database.execute("SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)).fetchone()
+        found = self._database.execute(
+            "SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)
+        ).fetchone()
         self._last_group = self._folded_group = found[0] if found else 0
         for piece in replayed(self._log.groups(self._last_group), self._read):
             self._fold(piece, now)
@@ -196,7 +233,8 @@ class SqliteStore:
         """Delete the log, all of which is folded.
 
         Raises:
-            StoreError: the disk cannot have it now. What was appended to a log that stayed would follow what a loss of power has torn
+            StoreError: the disk cannot have it now. What was appended to a log that stayed would
+            follow what a loss of power has torn
                 out of it, or nothing.
         """
         if self._log.is_empty:
@@ -211,10 +249,14 @@ class SqliteStore:
         try:
             yield
         except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
-            raise StoreError(f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}") from error
+            raise StoreError(
+                f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}"
+            ) from error
 
     def _read(self, place: int) -> Block | None:
-        found = self._database.execute("SELECT slots FROM blocks WHERE place = ?", (place,)).fetchone()
+        found = self._database.execute(
+            "SELECT slots FROM blocks WHERE place = ?", (place,)
+        ).fetchone()
         return Block.decode(found[0]) if found else None
 
     def _fold(self, piece: Piece, now: float) -> None:
@@ -239,26 +281,48 @@ class SqliteStore:
             run(
                 "INSERT OR REPLACE INTO scopes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    record.number, one.scope, one.slots, one.slot_bytes, one.geometry, one.identity, record.epoch,
-                    record.cleared_until, record.tenant, record.model,
+                    record.number,
+                    one.scope,
+                    one.slots,
+                    one.slot_bytes,
+                    one.geometry,
+                    one.identity,
+                    record.epoch,
+                    record.cleared_until,
+                    record.tenant,
+                    record.model,
                 ),
-            )  # fmt: skip
+            )
         for number in changes.dropped:
             # After what was written of it before: no number is given twice.
             run("DELETE FROM scopes WHERE number = ?", (number,))
-            run("DELETE FROM blocks WHERE place >= ? AND place < ?", (number << SCOPE_BITS, (number + 1) << SCOPE_BITS))
+            run(
+                "DELETE FROM blocks WHERE place >= ? AND place < ?",
+                (number << SCOPE_BITS, (number + 1) << SCOPE_BITS),
+            )
         run_each("INSERT OR REPLACE INTO counters VALUES (?, ?)", changes.counters.items())
         run("DELETE FROM answers WHERE until <= ?", (now,))
         run("DELETE FROM pins WHERE until <= ?", (now,))
         run_each(
             "INSERT OR REPLACE INTO pins VALUES (?, ?, ?)",
-            [(pin.pin, pin.until, msgspec.msgpack.encode(pin.slots)) for pin in changes.pins if pin.until > now],
+            [
+                (pin.pin, pin.until, msgspec.msgpack.encode(pin.slots))
+                for pin in changes.pins
+                if pin.until > now
+            ],
         )
         run_each("DELETE FROM pins WHERE pin = ?", [(pin,) for pin in changes.unpinned])
         run_each(
             "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
             [
-                (answer.once, answer.until, answer.digest, answer.content_type, answer.status, answer.body)
+                (
+                    answer.once,
+                    answer.until,
+                    answer.digest,
+                    answer.content_type,
+                    answer.status,
+                    answer.body,
+                )
                 for answer in changes.answers
                 if answer.until > now
             ],
@@ -283,12 +347,16 @@ def _size(file: str) -> int:
 
 def _see_directory(file: str) -> None:
     if not Path(file).parent.is_dir():
-        raise StoreError(f"there is no directory {Path(file).parent}: make it, writable for the server's user")
+        raise StoreError(
+            f"there is no directory {Path(file).parent}: make it, writable for the server's user"
+        )
 
 
 def _open(file: str) -> sqlite3.Connection:
     # Used by one thread at a time, though not always by the same.
-    database = sqlite3.connect(file, isolation_level=None, check_same_thread=False, cached_statements=64)
+    database = sqlite3.connect(
+        file, isolation_level=None, check_same_thread=False, cached_statements=64
+    )
     try:
         _prepare(database)
     except BaseException:
@@ -298,7 +366,8 @@ def _open(file: str) -> sqlite3.Connection:
 
 
 def see_database(file: str) -> None:
-    """See that a server could open this file, without opening it as one: nothing is written, and no lock is taken.
+    """See that a server could open this file, without opening it as one: nothing is written, and no
+    lock is taken.
 
     Raises:
         StoreError: it could not.
@@ -310,7 +379,9 @@ def see_database(file: str) -> None:
     if not Path(file).exists():
         return
     try:
-        with contextlib.closing(sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)) as database:
+        with contextlib.closing(
+            sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)
+        ) as database:
             _see_schema(database)
     except (sqlite3.Error, StoreError) as error:
         raise StoreError(f"cannot open {file}: {error}") from error
@@ -318,14 +389,23 @@ def see_database(file: str) -> None:
 
 def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
     """The schema's version, and how many tables there are."""
-    version, application = _only(database, "PRAGMA user_version"), _only(database, "PRAGMA application_id")
+    version, application = (
+        _only(database, "PRAGMA user_version"),
+        _only(database, "PRAGMA application_id"),
+    )
     tables = _only(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
     if tables and version < OLDEST:
-        raise StoreError(f"it was written by an earlier version of this server (schema {version}; this one needs {OLDEST})")
+        raise StoreError(
+            f"it was written by an earlier version of this server (schema {version}; this one "
+            f"needs {OLDEST})"
+        )
     if version > VERSION:
-        raise StoreError(f"it was written by a later version of this server (schema {version}; this one knows {VERSION})")
+        raise StoreError(
+            f"it was written by a later version of this server (schema {version}; this one knows "
+            f"{VERSION})"
+        )
     if sys.byteorder != "little":
         raise StoreError("a store's columns are those of little-endian machines")
     return version, tables
@@ -334,7 +414,8 @@ def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
 def _prepare(database: sqlite3.Connection) -> None:
     version, tables = _see_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
-    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before the log is deleted.
+    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before
+    # the log is deleted.
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute(f"PRAGMA wal_autocheckpoint = {MOST_WAL_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
@@ -342,10 +423,13 @@ def _prepare(database: sqlite3.Connection) -> None:
     database.execute("PRAGMA secure_delete = OFF")
     if tables and version < VERSION:
         steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
-        database.executescript(f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT;")
+        database.executescript(
+            f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT;"
+        )
     if not tables:
         database.executescript(
-            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+            f"BEGIN; {TABLES} PRAGMA application_id = {APPLICATION}; PRAGMA user_version = "
+            f"{VERSION};"
             f" INSERT INTO counters VALUES ('{LINEAGE}', random() & 0x7fffffffffffffff); COMMIT;"
         )
 
@@ -368,7 +452,9 @@ class StoreLock:
         except OSError as error:
             holder = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
             os.close(self._descriptor)
-            raise StoreError(f"another server has this store: {file} is locked by process {holder or 'unknown'}") from error
+            raise StoreError(
+                f"another server has this store: {file} is locked by process {holder or 'unknown'}"
+            ) from error
         # Its content is for messages only: a full disk is no reason to have no lock.
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)

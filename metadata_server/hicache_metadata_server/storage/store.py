@@ -23,7 +23,8 @@ class StoreError(Exception):
 
 
 class Store(Protocol):
-    """Keeps changes. All methods block; no two of them are called at the same time, but for `checkpoint`."""
+    """Keeps changes. All methods block; no two of them are called at the same time, but for
+    `checkpoint`."""
 
     @property
     def durability(self) -> Durability:
@@ -31,7 +32,8 @@ class Store(Protocol):
         ...
 
     def recover(self, now: float) -> Recovered:
-        """Everything but slots, once at the start; pins and answers that have ended by `now` are dropped."""
+        """Everything but slots, once at the start; pins and answers that have ended by `now` are
+        dropped."""
         ...
 
     def rows(self, scope: int) -> Iterable[SlotRows]:
@@ -52,13 +54,16 @@ class Store(Protocol):
         ...
 
     def wants_folding(self, *, idle: bool) -> bool:
-        """Whether there is something to fold that cannot wait, or, if nobody writes just now, anything."""
+        """Whether there is something to fold that cannot wait, or, if nobody writes just now,
+        anything."""
         ...
 
     def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
-        """What is to be folded next, of scopes by their numbers: less than a millisecond of work, here and in `fold`.
+        """What is to be folded next, of scopes by their numbers: less than a millisecond of work,
+        here and in `fold`.
 
-        To be called where `wants_folding`, and where everything that has changed was taken to be written.
+        To be called where `wants_folding`, and where everything that has changed was taken to be
+        written.
         """
         ...
 
@@ -66,7 +71,8 @@ class Store(Protocol):
         """Write what was gathered, after all that had been taken to be written by then.
 
         Raises:
-            StoreError: it could not be done; nothing that was written is lost, and it will be gathered again.
+            StoreError: it could not be done; nothing that was written is lost, and it will be
+            gathered again.
         """
         ...
 
@@ -79,7 +85,8 @@ class Store(Protocol):
         ...
 
     def checkpoint(self) -> None:
-        """Move what was written to where it belongs; the only method that may be called while another one runs.
+        """Move what was written to where it belongs; the only method that may be called while
+        another one runs.
 
         Raises:
             StoreError: it could not be done; nothing that was written is lost.
@@ -175,5 +182,8 @@ def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
 
         return SqliteStore(url.removeprefix(SQLITE), durability)
     if url.startswith(("redis", "valkey", "unix:")):
-        raise ValueError(f"{url!r} is a store that servers share: no server has it as its own, and it is not opened as one")
+        raise ValueError(
+            f"{url!r} is a store that servers share: no server has it as its own, and it is not "
+            f"opened as one"
+        )
     raise ValueError(_no_address(url))

@@ -1,4 +1,5 @@
-"""Groups of changes in files of their own, one behind the other: what was appended is kept, and nothing else is touched for it."""
+"""Groups of changes in files of their own, one behind the other: what was appended is kept, and
+nothing else is touched for it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ MAGIC: Final = b"HiCache metadata log 1\n\0"
 SEGMENT_BYTES: Final = 4 << 20
 """A file is followed by a new one when it has grown beyond; it is deleted as a whole."""
 _HEAD: Final = struct.Struct("<QQQQ")
-"""Of a record: the checksum of all that follows, the number of the group, that of the group before, and the bytes of the payload."""
+"""Of a record: the checksum of all that follows, the number of the group, that of the group before,
+and the bytes of the payload."""
 _NUMBERS: Final = struct.Struct("<QQQ")
 
 
@@ -34,8 +36,9 @@ class _Segment(NamedTuple):
 class Log:
     """Files `FILE.log-NUMBER`, NUMBER being that of the first group that may be in it.
 
-    A record that is cut short or does not fit its checksum ends its file: it was never acknowledged, or the machine has lost it, and
-    then what came after does not count either. Not for several threads at once, but for `forget`.
+    A record that is cut short or does not fit its checksum ends its file: it was never
+    acknowledged, or the machine has lost it, and then what came after does not count either. Not
+    for several threads at once, but for `forget`.
     """
 
     def __init__(self, file: str, lineage: int, *, synchronous: bool) -> None:
@@ -69,7 +72,10 @@ class Log:
             if bytes(content[: len(MAGIC)]) != MAGIC:
                 raise ValueError(f"{segment.file.name} is no log")
             if bytes(content[:place]) != self._head:
-                raise ValueError(f"{segment.file.name} is the log of another database: bring that back, or remove the log")
+                raise ValueError(
+                    f"{segment.file.name} is the log of another database: bring that back, or "
+                    f"remove the log"
+                )
             while (found := _record(content, place)) is not None:
                 if found.follows > after:
                     # What is between them is lost.
@@ -99,7 +105,8 @@ class Log:
         self._last_group = group
 
     def forget(self, group: int) -> None:
-        """Delete the files all of whose groups are up to this one. May be called while another thread appends."""
+        """Delete the files all of whose groups are up to this one. May be called while another
+        thread appends."""
         while len(self._segments) > 1 and self._segments[1].first_group <= group + 1:
             self._segments[0].file.unlink(missing_ok=True)
             self._segments.popleft()
@@ -130,7 +137,9 @@ class Log:
         self.close()
         file = self._base.with_name(self._name(f"{group:016x}"))
         # One of that name has nothing in it that was acknowledged.
-        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(
+            file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
         if not self._segments or self._segments[-1].file != file:
             self._segments.append(_Segment(file, group))
         try:
@@ -149,7 +158,8 @@ class Log:
         return written
 
     def _give_up(self) -> None:
-        """What of a record was written is no record; if it cannot be taken away, the next goes into a new file."""
+        """What of a record was written is no record; if it cannot be taken away, the next goes into
+        a new file."""
         try:
             os.ftruncate(self._descriptor, self._size)
         except OSError:

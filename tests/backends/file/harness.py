@@ -10,7 +10,12 @@ import torch
 
 from hicache_backends.file.config import FileConfig
 from hicache_backends.file.driver import FileStorage
-from hicache_storage.spec import HiCacheStorageExtraInfo, PageGeometry, PoolTransfer, StorageIdentity
+from hicache_storage.spec import (
+    HiCacheStorageExtraInfo,
+    PageGeometry,
+    PoolTransfer,
+    StorageIdentity,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -25,7 +30,9 @@ OVERHEAD_BYTES = 64 + 65
 
 
 def identity(**changes: object) -> StorageIdentity:
-    return StorageIdentity(**{"model": "m", "kv_dtype": "bfloat16", "page_size": 4, "layout": "page_first", **changes})
+    return StorageIdentity(
+        **{"model": "m", "kv_dtype": "bfloat16", "page_size": 4, "layout": "page_first", **changes}
+    )
 
 
 def chain(name: str, pages: int) -> list[str]:
@@ -41,7 +48,13 @@ def content(key: str, version: int, size: int) -> bytes:
 class ScratchPool:
     """A host pool in a bytearray, page after page."""
 
-    def __init__(self, pages: int, components: Sequence[int], layout: str = "page_first", dtype: str = "bfloat16"):
+    def __init__(
+        self,
+        pages: int,
+        components: Sequence[int],
+        layout: str = "page_first",
+        dtype: str = "bfloat16",
+    ):
         self.geometry = PageGeometry(layout, dtype, 4, pages * 4, tuple(components))
         self.memory = bytearray(pages * sum(components))
 
@@ -97,7 +110,12 @@ class Rig:
         return sorted(self.bundles_path.glob("*.bundle"))
 
     def put(
-        self, keys: Sequence[str], *, version: int = 0, prefix: Sequence[str] = (), seconds: float | None = None
+        self,
+        keys: Sequence[str],
+        *,
+        version: int = 0,
+        prefix: Sequence[str] = (),
+        seconds: float | None = None,
     ) -> list[bool]:
         for number, key in enumerate(keys):
             self.pool.page(number)[:] = content(key, version, self.page_bytes)
@@ -112,13 +130,16 @@ class Rig:
         return [bytes(self.pool.page(number)) if ok else None for number, ok in enumerate(answer)]
 
     def versions(self, keys: Sequence[str], versions: Iterable[int] = (0,)) -> list[int | None]:
-        """The version of each page; None where it was not delivered. Any other bytes are a failure."""
+        """The version of each page; None where it was not delivered. Any other bytes are a
+        failure."""
         known, found = list(versions), list[int | None]()
         for key, page in zip(keys, self.get(keys), strict=True):
             if page is None:
                 found.append(None)
                 continue
-            matching = [version for version in known if content(key, version, self.page_bytes) == page]
+            matching = [
+                version for version in known if content(key, version, self.page_bytes) == page
+            ]
             assert matching, f"a get answered True with other bytes for {key}"
             found.append(matching[0])
         return found

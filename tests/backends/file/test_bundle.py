@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.file.bundle import FOOTER_BYTES, BundleFormat, BundleIndex, NotABundleError, tail_checksum
+from hicache_backends.file.bundle import (
+    FOOTER_BYTES,
+    BundleFormat,
+    BundleIndex,
+    NotABundleError,
+    tail_checksum,
+)
 
-KEYS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), min_size=1, max_size=12)
+KEYS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40),
+    min_size=1,
+    max_size=12,
+)
 FORMAT = BundleFormat(7, b"0123456789abcdef")
 
 
@@ -17,8 +27,14 @@ def bundle(keys: list[str]) -> tuple[bytes, BundleIndex]:
     return b"p" * (FORMAT.page_bytes * len(keys)) + FORMAT.tail(index), index
 
 
-def read(data: bytes, shape: BundleFormat = FORMAT, size: int | None = None, checksum: int | None = None) -> BundleIndex:
-    length = shape.tail_bytes(data, len(data) if size is None else size, tail_checksum(data) if checksum is None else checksum)
+def read(
+    data: bytes, shape: BundleFormat = FORMAT, size: int | None = None, checksum: int | None = None
+) -> BundleIndex:
+    length = shape.tail_bytes(
+        data,
+        len(data) if size is None else size,
+        tail_checksum(data) if checksum is None else checksum,
+    )
     return shape.parse(data[-length:])
 
 
@@ -57,7 +73,9 @@ def test_garbage_is_no_bundle(data):
         read(data)
 
 
-@pytest.mark.parametrize("shape", [BundleFormat(8, FORMAT.fingerprint), BundleFormat(7, b"another namespac")])
+@pytest.mark.parametrize(
+    "shape", [BundleFormat(8, FORMAT.fingerprint), BundleFormat(7, b"another namespac")]
+)
 def test_a_bundle_of_another_namespace_is_none_of_ours(shape):
     data, _ = bundle(["a", "b"])
     with pytest.raises(NotABundleError):
@@ -74,4 +92,7 @@ def test_a_bundle_is_not_taken_for_another_one_of_the_same_length():
 
 def test_the_tail_is_found_from_the_end_of_the_file():
     data, _ = bundle(["a", "b"])
-    assert FORMAT.tail_bytes(data[-FOOTER_BYTES:], len(data), tail_checksum(data)) == len(data) - 2 * FORMAT.page_bytes
+    assert (
+        FORMAT.tail_bytes(data[-FOOTER_BYTES:], len(data), tail_checksum(data))
+        == len(data) - 2 * FORMAT.page_bytes
+    )

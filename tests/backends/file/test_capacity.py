@@ -19,7 +19,9 @@ from tests.backends.file.harness import Rig, ScratchPool, chain, identity
 
 def disk_bytes(path: Path) -> int:
     """Bytes of the driver's files, as the file system counts them."""
-    return sum(file.stat().st_size for file in path.rglob("*") if file.suffix in (".bundle", ".temporary"))
+    return sum(
+        file.stat().st_size for file in path.rglob("*") if file.suffix in (".bundle", ".temporary")
+    )
 
 
 def batches(rig: Rig, count: float) -> int:
@@ -117,7 +119,8 @@ def test_uses_are_told_in_the_background_and_not_for_each_call(room, monkeypatch
 
 
 def test_one_more_page_than_fits_costs_the_tail_of_a_chain_and_not_its_head(room):
-    # D20: a least-recently-used list of pages evicts the head first, and the whole chain is worth nothing.
+    # D20: a least-recently-used list of pages evicts the head first, and the whole chain is worth
+    # nothing.
     a = room(1.05)
     keys = chain("a", 8)
     a.put(keys)
@@ -188,7 +191,9 @@ def test_a_shrunk_bundle_makes_room_for_several_pages(rig, tmp_path):
 def test_a_full_disk_has_no_room_for_a_shorter_copy_and_the_bundle_goes(room, monkeypatch):
     a = room(1.05)
     a.put(chain("a", 8))
-    monkeypatch.setattr(a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
+    monkeypatch.setattr(
+        a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC"))
+    )
     assert a.put(["one more"]) == [True]
     assert a.hit(chain("a", 8)) == 0
 
@@ -234,7 +239,9 @@ def test_pools_of_one_call_share_the_capacity(rig, tmp_path):
     probe = rig(tmp_path / "probe")
     a, side = rig(capacity=probe.bundle_bytes(8)), ScratchPool(8, (4096,))
     a.storage.register_mem_host_pool_v2(side, "mamba")
-    transfers = [PoolTransfer(name, torch.arange(32), keys=chain("a", 8)) for name in ("kv", "mamba")]
+    transfers = [
+        PoolTransfer(name, torch.arange(32), keys=chain("a", 8)) for name in ("kv", "mamba")
+    ]
     answer = a.storage.batch_set_v2(transfers)
     assert answer == {"kv": [True] * 8, "mamba": [False] * 8}
     assert disk_bytes(a.path) <= a.store.capacity.limit
@@ -244,8 +251,14 @@ def test_strangers_and_look_alikes_are_never_evicted(room):
     a = room(2)
     a.put(chain("a", 8))
     name = a.bundles()[0].name
-    strangers = [a.bundles_path / f"{name}.bak", a.bundles_path / f"x{name}", a.bundles_path / "notes", a.path / name,
-                 Path(a.store.paths.temporaries) / "mine.temporary", a.bundles_path / name.upper()]  # fmt: skip
+    strangers = [
+        a.bundles_path / f"{name}.bak",
+        a.bundles_path / f"x{name}",
+        a.bundles_path / "notes",
+        a.path / name,
+        Path(a.store.paths.temporaries) / "mine.temporary",
+        a.bundles_path / name.upper(),
+    ]
     for path in strangers:
         path.write_bytes(b"precious" * 10_000)
         os.utime(path, (1, 1))
@@ -328,7 +341,9 @@ def test_the_used_bytes_are_known_without_asking_for_each_file(room, monkeypatch
         a.put(chain(f"{number}", 8))
     b, asked = room(50), list[object]()
     real = os.stat
-    monkeypatch.setattr(os, "stat", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        os, "stat", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs)
+    )
     assert b.store.capacity.used() == disk_bytes(a.path)
     in_bundles = [args for args in asked if ".bundle" in str(args[0])]
     assert len(in_bundles) <= 40  # disk_bytes itself asks for each
@@ -339,7 +354,9 @@ def test_eviction_asks_for_few_times(room, monkeypatch):
     for number in range(30):
         a.put(chain(f"{number}", 8))
     asked, real = list[object](), os.stat
-    monkeypatch.setattr(os, "stat", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        os, "stat", lambda *args, **kwargs: asked.append(args) or real(*args, **kwargs)
+    )
     a.put(chain("more", 8))
     assert sum(".bundle" in str(args[0]) for args in asked) <= 3
 
@@ -373,7 +390,9 @@ def test_what_cannot_be_removed_is_left_and_something_else_goes(room, monkeypatc
     a = room(3)
     for name in "abc":
         a.put(chain(name, 8))
-    first = a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[chain("a", 1)[0]][0].path
+    first = (
+        a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[chain("a", 1)[0]][0].path
+    )
     real = os.unlink
 
     def unlink(path, *args, **kwargs):
@@ -395,7 +414,10 @@ def test_a_file_counts_by_its_length_and_not_by_its_name(room, rig):
     a.put(keys)
     (path,) = a.path.rglob("*.bundle")
     writer, number, size, created, rest = path.name.split("-")
-    for stranger in (f"{writer}-{number}-{'f' * len(size)}-{created}-{rest}", f"{writer}-ff-{'f' * len(size)}-{created}-{rest}"):
+    for stranger in (
+        f"{writer}-{number}-{'f' * len(size)}-{created}-{rest}",
+        f"{writer}-ff-{'f' * len(size)}-{created}-{rest}",
+    ):
         path.with_name(stranger).touch()
     b = rig(a.path, capacity=a.store.capacity.limit)
     assert b.hit(keys) == 8
@@ -405,7 +427,8 @@ def test_a_file_counts_by_its_length_and_not_by_its_name(room, rig):
 
 
 def test_a_bundle_that_comes_back_is_in_the_queue_twice(room):
-    """It seemed to be gone, as one does that is claimed while its index is read; the old entry goes only in its turn."""
+    """It seemed to be gone, as one does that is claimed while its index is read; the old entry goes
+    only in its turn."""
     a, b = room(3), room(3)
     a.put(chain("a", 8))
     assert b.hit(["other"]) == 0

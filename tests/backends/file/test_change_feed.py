@@ -1,4 +1,5 @@
-"""The change feed: every announced event is applied, by cursors, logs, or a listing where these leave gaps."""
+"""The change feed: every announced event is applied, by cursors, logs, or a listing where these
+leave gaps."""
 
 from __future__ import annotations
 
@@ -163,7 +164,9 @@ def test_a_log_that_cannot_be_written_fails_nothing(party, listings, monkeypatch
     names = {a.publish()}
     assert b.sees() == names
     with monkeypatch.context() as patch:
-        patch.setattr(events_module.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC")))
+        patch.setattr(
+            events_module.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(28, "ENOSPC"))
+        )
         names |= {a.publish() for _ in range(20)}
     assert b.sees() == names
     names |= {a.publish() for _ in range(20)}
@@ -171,7 +174,9 @@ def test_a_log_that_cannot_be_written_fails_nothing(party, listings, monkeypatch
     assert b.sees() == names
 
 
-def test_what_an_announcement_that_failed_has_logged_is_not_logged_twice(party, listings, monkeypatch):
+def test_what_an_announcement_that_failed_has_logged_is_not_logged_twice(
+    party, listings, monkeypatch
+):
     a, b = party(), party()
     names = {a.publish()}
     assert b.sees() == names
@@ -209,7 +214,9 @@ def test_an_unchanged_store_is_asked_for_the_counter_only(party, monkeypatch):
     a, b = party(), party()
     a.publish()
     expected = b.sees()
-    monkeypatch.setattr(feed_module, "list_directory", lambda *_, **__: pytest.fail("listed the cursors"))
+    monkeypatch.setattr(
+        feed_module, "list_directory", lambda *_, **__: pytest.fail("listed the cursors")
+    )
     assert b.sees() == expected
 
 
@@ -226,7 +233,9 @@ def test_a_removal_by_a_second_writer_counts_though_its_cursor_is_read_first(par
 
 def test_an_announcement_that_failed_is_made_good(party, monkeypatch):
     a, b = party(), party()
-    monkeypatch.setattr(feed_module.os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "EIO")))
+    monkeypatch.setattr(
+        feed_module.os, "utime", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "EIO"))
+    )
     with pytest.raises(OSError, match="EIO"):
         a.publish()
     monkeypatch.undo()
@@ -264,7 +273,9 @@ def age(path: Path, monkeypatch, seconds: float) -> None:
     def older(target, *args, **kwargs):
         found = real(target, *args, **kwargs)
         if str(target) == str(path):
-            return os.stat_result(list(found), {"st_ctime_ns": found.st_ctime_ns - int(seconds * 1e9)})
+            return os.stat_result(
+                list(found), {"st_ctime_ns": found.st_ctime_ns - int(seconds * 1e9)}
+            )
         return found
 
     monkeypatch.setattr(os, "stat", older)
@@ -294,7 +305,9 @@ def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
     assert listings == []
     # A new storage finds its bundles, and has nothing to announce.
     fresh = party()
-    monkeypatch.setattr(fresh.feed, "announce", lambda **_: pytest.fail("announced events that every storage knows"))
+    monkeypatch.setattr(
+        fresh.feed, "announce", lambda **_: pytest.fail("announced events that every storage knows")
+    )
     assert fresh.sees() == names
     # The idle writer goes on, and makes a new cursor.
     listings.clear()
@@ -354,7 +367,10 @@ def test_other_files_among_the_cursors_are_ignored(party):
 def test_the_counter_changes_with_every_advance(tmp_path, asks_server):
     path = tmp_path / "stamp"
     path.mkdir()
-    counter, other = ChangeCounter(str(path), asks_server=asks_server), ChangeCounter(str(path), asks_server=asks_server)
+    counter, other = (
+        ChangeCounter(str(path), asks_server=asks_server),
+        ChangeCounter(str(path), asks_server=asks_server),
+    )
     values = {counter.read()}
     for _ in range(300):
         other.advance()
@@ -377,7 +393,10 @@ def test_the_counter_differs_even_where_times_are_kept_in_whole_seconds(tmp_path
 def test_a_counter_of_another_owner_is_replaced(tmp_path, monkeypatch):
     path = tmp_path / "stamp"
     path.mkdir()
-    counter, other = ChangeCounter(str(path), asks_server=False), ChangeCounter(str(path), asks_server=False)
+    counter, other = (
+        ChangeCounter(str(path), asks_server=False),
+        ChangeCounter(str(path), asks_server=False),
+    )
     before, real = other.read(), os.utime
 
     def refuse(target, *args, **kwargs):
@@ -447,7 +466,9 @@ def test_a_cursor_whose_counter_value_was_seen_needs_no_other(party, monkeypatch
     a, b = party(), party()
     a.publish()
     b.sees()
-    monkeypatch.setattr(b.counter, "advance", lambda value=None: pytest.fail("advanced the counter"))
+    monkeypatch.setattr(
+        b.counter, "advance", lambda value=None: pytest.fail("advanced the counter")
+    )
     for _ in range(5):
         assert a.publish() in b.sees()
 

@@ -16,7 +16,8 @@ from tests.backends.file.harness import chain
 YEAR_NS = 365 * 24 * 3600 * 1_000_000_000
 
 TICK_SECONDS = 0.02
-"""A file system's clock goes in steps of up to 10 ms: what is less apart may come in any order by a clock that follows it."""
+"""A file system's clock goes in steps of up to 10 ms: what is less apart may come in any order by a
+clock that follows it."""
 
 
 def skewed(offset_ns):
@@ -60,7 +61,9 @@ def test_a_use_on_a_node_with_a_wrong_clock_counts_as_any(node, offset_ns):
     time.sleep(TICK_SECONDS)
     assert wrong.hit(chain("a", 8)) == 8
     wrong.store.flush_touches()
-    right.store.capacity._queue._added.extend(right.store.bundle_sets.get(right.namespace).bundles.values())
+    right.store.capacity._queue._added.extend(
+        right.store.bundle_sets.get(right.namespace).bundles.values()
+    )
     for bundle in right.store.bundle_sets.get(right.namespace).bundles.values():
         bundle.checked = -10.0
     right.put(chain("e", 8))

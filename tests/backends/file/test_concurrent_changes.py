@@ -41,16 +41,26 @@ def rigs(tmp_path):
 
 
 class Steps:
-    """Does something before and after each rename and unlink of a bundle; what it does itself is left alone."""
+    """Does something before and after each rename and unlink of a bundle; what it does itself is
+    left alone."""
 
     def __init__(self, monkeypatch, between: Callable[[int], None]):
-        self.count, self._between, self._thread, self._busy = 0, between, threading.get_ident(), False
+        self.count, self._between, self._thread, self._busy = (
+            0,
+            between,
+            threading.get_ident(),
+            False,
+        )
         for name in ("rename", "unlink"):
             monkeypatch.setattr(os, name, self._around(getattr(os, name)))
 
     def _around(self, real):
         def step(*paths):
-            if self._busy or threading.get_ident() != self._thread or "/bundles/" not in str(paths[-1]):
+            if (
+                self._busy
+                or threading.get_ident() != self._thread
+                or "/bundles/" not in str(paths[-1])
+            ):
                 return real(*paths)
             self._look()
             try:
@@ -75,7 +85,8 @@ def test_pages_that_stay_are_found_at_every_step_of_a_rewrite(rigs, monkeypatch)
     assert knows.holds(KEYS)
 
     def look(step):
-        # One that has to list, one that knows the bundle, and one that knows it and has no file open.
+        # One that has to list, one that knows the bundle, and one that knows it and has no file
+        # open.
         assert rigs().holds(KEYS[1:]), step
         knows.store.descriptors.close()
         assert knows.present(KEYS[1:]) == [True, True], step
@@ -284,7 +295,10 @@ def test_an_unlink_that_hangs_keeps_nobody_else(rigs, monkeypatch):
         answers = list[object]()
         fresh = chain("fresh", 3)
         going_on = threading.Thread(
-            target=lambda: answers.extend([a.hit(others), a.put(fresh), a.holds(fresh), a.holds(others)]), daemon=True
+            target=lambda: answers.extend(
+                [a.hit(others), a.put(fresh), a.holds(fresh), a.holds(others)]
+            ),
+            daemon=True,
         )
         going_on.start()
         going_on.join(30)
@@ -300,7 +314,9 @@ def claimed_elsewhere(path: Path) -> Path:
     """Claim a bundle in the name of a process of another machine."""
     name = parse_bundle(path.name)
     assert name is not None
-    claimed = path.with_name(str(structs.replace(name, claim=Claim(ProcessId("zzzzzzzz", 1, 1), BundleId("b" * 10, 1)))))
+    claimed = path.with_name(
+        str(structs.replace(name, claim=Claim(ProcessId("zzzzzzzz", 1, 1), BundleId("b" * 10, 1))))
+    )
     path.rename(claimed)
     return claimed
 
@@ -334,7 +350,10 @@ def test_others_are_evicted_instead_of_what_another_machine_has_claimed(tmp_path
         claimed = claimed_elsewhere(oldest)
         for batch in batches[3:]:
             assert a.put(batch) == [True] * 8
-            assert sum(path.stat().st_size for path in a.bundles_path.iterdir()) <= a.store.capacity.limit
+            assert (
+                sum(path.stat().st_size for path in a.bundles_path.iterdir())
+                <= a.store.capacity.limit
+            )
         assert claimed.exists()
         assert a.holds(batches[0])
         assert a.holds(batches[-1])

@@ -26,7 +26,8 @@ def flip(path, position):
 
 
 def misread_once(monkeypatch, module):
-    """A bit of the next bytes that a module reads is another; the list is empty once it has been."""
+    """A bit of the next bytes that a module reads is another; the list is empty once it has
+    been."""
     real, lies = module.read_into, [None]
 
     def misread(descriptor, buffers, offset):
@@ -78,11 +79,15 @@ def test_a_bundle_whose_pages_are_all_damaged_goes(rig):
     assert rig().holds(keys, version=1)
 
 
-def test_where_the_damaged_page_cannot_be_dropped_it_is_hidden_and_its_repair_wins(rig, monkeypatch):
+def test_where_the_damaged_page_cannot_be_dropped_it_is_hidden_and_its_repair_wins(
+    rig, monkeypatch
+):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
-    monkeypatch.setattr(a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(30, "EROFS")))
+    monkeypatch.setattr(
+        a.store.rewriter, "drop", lambda *_: (_ for _ in ()).throw(OSError(30, "EROFS"))
+    )
     assert a.versions(keys) == [0, 0, None, 0]
     assert a.present(keys) == [True, True, False, True]
     assert a.put(keys, version=0) == [True] * 4
@@ -99,7 +104,9 @@ def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
     flip(a.bundles()[0], 2 * a.page_bytes)
     real, failures = a.store.rewriter.drop, [OSError(5, "EIO")]
     monkeypatch.setattr(
-        a.store.rewriter, "drop", lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args)
+        a.store.rewriter,
+        "drop",
+        lambda *args: (_ for _ in ()).throw(failures.pop()) if failures else real(*args),
     )
     assert a.versions(keys) == [0, 0, None, 0]
     assert a.put([keys[2]]) == [True]
@@ -111,7 +118,11 @@ def test_a_repair_drops_the_damaged_copy(rig, monkeypatch):
 def put_again(side, keys, version, monkeypatch):
     """Write pages that are there already, as after a lookup that has failed."""
     with monkeypatch.context() as patch:
-        patch.setattr(side.storage, "objects_exist", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")))
+        patch.setattr(
+            side.storage,
+            "objects_exist",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")),
+        )
         assert side.put(keys, version=version) == [True] * len(keys)
 
 
@@ -200,7 +211,9 @@ def test_a_page_that_was_misread_once_is_not_lost(rig, monkeypatch, hung_reads):
     assert a.holds(keys)
 
 
-def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_written_anew(rig, monkeypatch):
+def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_written_anew(
+    rig, monkeypatch
+):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     flip(a.bundles()[0], 2 * a.page_bytes)
@@ -208,7 +221,9 @@ def test_a_damaged_page_that_cannot_be_looked_at_again_is_hidden_until_it_is_wri
 
     def once(runs, call):
         calls.append(None)
-        return real(runs, call) if len(calls) == 1 else ReadOutcome(faults=[OSError(errno.EIO, "EIO")])
+        return (
+            real(runs, call) if len(calls) == 1 else ReadOutcome(faults=[OSError(errno.EIO, "EIO")])
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(a.store.reader, "read", once)
@@ -272,7 +287,9 @@ def test_what_is_no_bundle_is_looked_at_again_only_so_often(rig, monkeypatch):
     monkeypatch.setattr(page_index_module, "RETRY_SECONDS", 0.0)
     asked, real = [], page_index_module.PageIndex._read_index
     monkeypatch.setattr(
-        page_index_module.PageIndex, "_read_index", lambda self, bundle: asked.append(bundle) or real(self, bundle)
+        page_index_module.PageIndex,
+        "_read_index",
+        lambda self, bundle: asked.append(bundle) or real(self, bundle),
     )
     for _ in range(3 * page_index_module.MAX_RECHECKS):
         assert a.hit(keys) == 0
@@ -307,12 +324,16 @@ def test_a_file_that_is_torn_behind_a_readers_back(rig, pages_left):
         assert side.holds(keys)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"x", b"\0" * 100, b"HCBUNDLE" * 5000], ids=["empty", "byte", "zeros", "magic"])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"x", b"\0" * 100, b"HCBUNDLE" * 5000], ids=["empty", "byte", "zeros", "magic"]
+)
 def test_garbage_under_a_bundles_name_is_ignored_and_counted(rig, garbage, caplog):
     a, keys = rig(), chain("a", 4)
     a.put(keys)
     for number in range(3):
-        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3-4.bundle").write_bytes(garbage)
+        (a.bundles_path / f"aaaaaaaaaa-{number:x}-{max(1, len(garbage)):x}-3-4.bundle").write_bytes(
+            garbage
+        )
     b = rig()
     assert b.holds(keys)
     assert b.store.ignored() == 3
@@ -362,7 +383,11 @@ def test_a_reader_keeps_the_right_bytes_when_a_bundle_is_removed_under_it(rig):
     assert b.holds(keys, version=1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.data())
 def test_whatever_happens_to_the_bytes_nothing_wrong_is_read(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("fuzz")
@@ -382,7 +407,10 @@ def test_whatever_happens_to_the_bytes_nothing_wrong_is_read(tmp_path_factory, d
     bundle.write_bytes(whole)
     for side in (reader, writer):
         found = side.versions(keys)
-        assert [exists or version is None for exists, version in zip(side.present(keys), found, strict=True)] == [True] * 5
+        assert [
+            exists or version is None
+            for exists, version in zip(side.present(keys), found, strict=True)
+        ] == [True] * 5
         assert side.storage.get_stats().faults == 0
     assert writer.put(keys) == [True] * 5
     assert writer.holds(keys)

@@ -50,8 +50,12 @@ def temporaries(rig: Rig) -> list[str]:
     return os.listdir(rig.store.paths.temporaries)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EFBIG])
-@pytest.mark.parametrize("function", ["pwritev", "open", "rename", "close", "posix_fallocate", "utime"])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EFBIG]
+)
+@pytest.mark.parametrize(
+    "function", ["pwritev", "open", "rename", "close", "posix_fallocate", "utime"]
+)
 def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, number):
     a, b, keys = rig(), rig(), chain("a", 4)
     a.put(chain("before", 2))
@@ -60,7 +64,9 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
         "open": in_store(a.path),
         "rename": in_store(a.path),
         "utime": in_store(a.path),
-        "close": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}").endswith(".temporary"),
+        "close": lambda descriptor: os.readlink(f"/proc/self/fd/{descriptor}").endswith(
+            ".temporary"
+        ),
     }.get(function, lambda *_: True)
     with failing(function, number, when=when):
         answer = a.put(keys)
@@ -74,7 +80,9 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_succeeds(rig, function, 
     assert b.holds(keys)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT])
+@pytest.mark.parametrize(
+    "number", [errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.EMFILE, errno.ETIMEDOUT]
+)
 @pytest.mark.parametrize("function", ["preadv", "open", "fstat", "pread", "listdir"])
 def test_a_failed_read_is_a_miss_and_the_next_one_succeeds(rig, function, number, monkeypatch):
     monkeypatch.setattr(page_index, "RETRY_SECONDS", 0.0)
@@ -110,7 +118,11 @@ def test_one_pages_failure_leaves_its_neighbours(rig):
     a, keys = rig(), chain("a", 6)
     a.put(keys)
     bad = 2 * a.page_bytes
-    with failing("preadv", errno.EIO, when=lambda fd, buffers, at, *flags: at <= bad < at + sum(map(len, buffers))):
+    with failing(
+        "preadv",
+        errno.EIO,
+        when=lambda fd, buffers, at, *flags: at <= bad < at + sum(map(len, buffers)),
+    ):
         assert a.versions(keys) == [0, 0, None, 0, 0, 0]
     # Other pages of the file could be read, so it is the page: it is gone, and can be set anew.
     assert a.present(keys) == [True, True, False, True, True, True]
@@ -141,8 +153,12 @@ def test_short_reads_and_short_writes_are_completed(rig, monkeypatch):
                 break
         return some
 
-    monkeypatch.setattr(vectored.os, "preadv", lambda fd, buffers, *rest: real_read(fd, shortened(buffers), *rest))
-    monkeypatch.setattr(vectored.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at))
+    monkeypatch.setattr(
+        vectored.os, "preadv", lambda fd, buffers, *rest: real_read(fd, shortened(buffers), *rest)
+    )
+    monkeypatch.setattr(
+        vectored.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at)
+    )
     assert a.put(keys) == [True] * 8
     assert a.holds(keys)
     monkeypatch.undo()
@@ -335,13 +351,21 @@ def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
     a.put(others)
     path = a.store.page_indexes([a.storage.pools["kv"].namespace])[0].pages[keys[0]][0].path
     b = rig()
-    with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
+    with failing(
+        "pread",
+        errno.EIO,
+        when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path,
+    ):
         for _ in range(20):
             assert b.hit(keys) == 0
             assert b.holds(others)
     b.storage.close()
     c = rig()
-    with failing("pread", errno.EIO, when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path):
+    with failing(
+        "pread",
+        errno.EIO,
+        when=lambda descriptor, *_: os.readlink(f"/proc/self/fd/{descriptor}") == path,
+    ):
         assert c.hit(keys) == 0
     # Not after a second, but with the first sign that the fault is gone.
     assert c.holds(others)
@@ -351,7 +375,8 @@ def test_an_index_that_could_not_be_read_is_tried_again_when_others_can(rig):
 
 @pytest.mark.parametrize("kind", ["description", "log"])
 def test_a_symbolic_link_in_the_place_of_a_file_is_not_written_through(rig, tmp_path, kind):
-    """Somebody else who may write in the directory cannot point the driver's writes at a file outside of it."""
+    """Somebody else who may write in the directory cannot point the driver's writes at a file
+    outside of it."""
     outside = tmp_path / "outside"
     outside.write_bytes(b"untouched")
     a = rig()

@@ -32,7 +32,8 @@ def eventually(holds):
 
 @pytest.fixture
 def hung(monkeypatch):
-    """Lets `preadv` hang, and counts the reads that do and that come back; released at the end of the test at the latest."""
+    """Lets `preadv` hang, and counts the reads that do and that come back; released at the end of
+    the test at the latest."""
 
     class Hung:
         def __init__(self):
@@ -72,10 +73,15 @@ def hurry(rig, seconds=SECONDS):
     rig.storage._seconds = seconds
 
 
-@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 @pytest.mark.parametrize("verifies", [True, False], ids=["verified", "unverified"])
 def test_pages_come_through_buffers_whole(rig, components, verifies):
-    a, keys = rig(components=components, pages=8, hung_reads="bounce_buffer", verify_checksums=verifies), chain("a", 8)
+    a, keys = (
+        rig(components=components, pages=8, hung_reads="bounce_buffer", verify_checksums=verifies),
+        chain("a", 8),
+    )
     a.put(keys)
     assert a.store.buffers is not None
     assert a.holds(keys)
@@ -83,7 +89,9 @@ def test_pages_come_through_buffers_whole(rig, components, verifies):
     assert a.store.hung_reads() == 0
 
 
-@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 def test_a_hung_get_returns_and_nothing_arrives_later(rig, hung, components):
     a, keys = guarded(rig, components=components, pages=8), chain("a", 8)
     a.put(keys)
@@ -123,7 +131,11 @@ def test_hung_reads_are_bounded_and_fail_fast_beyond(rig, hung, monkeypatch):
 
 
 def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
-    a, stuck, well = guarded(rig, components=(600_000,), pages=40, threads=4), chain("stuck", 2), chain("well", 36)
+    a, stuck, well = (
+        guarded(rig, components=(600_000,), pages=40, threads=4),
+        chain("stuck", 2),
+        chain("well", 36),
+    )
     a.put(stuck)
     a.put(well)
     release, real = threading.Event(), os.preadv
@@ -173,12 +185,16 @@ def test_whatever_has_a_device_below_may_hang(rig, monkeypatch, kind, option, hu
     a = rig(hung_reads=option)
     assert a.storage.capabilities.may_hang
     a.storage.open()
-    assert (a.storage.capabilities.hung_reads, a.storage.capabilities.may_hang) == (hung_reads, may_hang)
+    assert (a.storage.capabilities.hung_reads, a.storage.capabilities.may_hang) == (
+        hung_reads,
+        may_hang,
+    )
     assert (a.store.buffers is None) == (hung_reads is HungReads.WAIT)
 
 
 def test_a_straight_read_keeps_its_caller(rig, hung):
-    """The first get may open the store, behind a deadline, before it is known that nothing is below that could stall."""
+    """The first get may open the store, behind a deadline, before it is known that nothing is below
+    that could stall."""
     a, keys = rig(hung_reads="wait"), chain("a", 4)
     a.put(keys)
     hung.begin()
@@ -199,8 +215,13 @@ def _extents(rig, keys, call):
     from hicache_storage.objects import ObjectRead
 
     namespace = rig.storage.pools["kv"].namespace
-    buffers = [[memoryview(bytearray(length)) for length in namespace.geometry.component_bytes] for _ in keys]
-    reads = [ObjectRead(namespace, key, some, call=call) for key, some in zip(keys, buffers, strict=True)]
+    buffers = [
+        [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
+        for _ in keys
+    ]
+    reads = [
+        ObjectRead(namespace, key, some, call=call) for key, some in zip(keys, buffers, strict=True)
+    ]
     return rig.store.page_indexes([namespace])[0].locate(reads)
 
 

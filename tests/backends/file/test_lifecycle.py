@@ -16,17 +16,32 @@ from hicache_backends.posix import paths
 from hicache_backends.posix.descriptors import Descriptors
 from hicache_backends.posix.process_id import ProcessId, current_process, has_exited
 from hicache_backends.posix.thread_pool import IoThreadPool
-from hicache_storage.spec import ConfigError, Durability, Sharing, StorageClosedError, StorageForkedError, parse_config
+from hicache_storage.spec import (
+    ConfigError,
+    Durability,
+    Sharing,
+    StorageClosedError,
+    StorageForkedError,
+    parse_config,
+)
 from tests.backends.file.harness import Rig, chain
 
 
 def open_files() -> set[str]:
-    return {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
 
 
 def descriptors_below(path: Path) -> int:
     """Number of open files of a store; other files of this process may come and go."""
-    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+    names = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
     return sum(name.startswith(str(path)) for name in names)
 
 
@@ -95,7 +110,9 @@ def test_an_evicted_bundle_frees_its_room_at_once(rig):
     assert b.holds(chain("a", 8))
     a.storage.clear()
     b.hit(["x"])
-    assert [name for name in open_files() if name.startswith(str(a.path)) and "deleted" in name] == []
+    assert [
+        name for name in open_files() if name.startswith(str(a.path)) and "deleted" in name
+    ] == []
 
 
 def test_a_forked_child_is_told(rig):
@@ -145,18 +162,21 @@ def test_checksums_can_be_turned_off_and_that_shows(rig):
     assert rig(components=(600_000,)).get(keys)[0] is None
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({}, "path"),
-    ({"path": ""}, "path"),
-    ({"path": "x", "capacity": "much"}, "'much' is not a size"),
-    ({"path": "x", "capacity": "500"}, "a unit is missing"),
-    ({"path": "x", "capacity": 500}, "a unit is missing"),
-    ({"path": "~/x"}, "only a shell expands"),
-    ({"path": "x", "capacity": 0}, "capacity must not be 0"),
-    ({"path": "x", "threads": 0}, "threads"),
-    ({"path": "x", "open_files": -1}, "open_files"),
-    ({"path": "x", "capactiy": 5}, "did you mean 'capacity'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "path"),
+        ({"path": ""}, "path"),
+        ({"path": "x", "capacity": "much"}, "'much' is not a size"),
+        ({"path": "x", "capacity": "500"}, "a unit is missing"),
+        ({"path": "x", "capacity": 500}, "a unit is missing"),
+        ({"path": "~/x"}, "only a shell expands"),
+        ({"path": "x", "capacity": 0}, "capacity must not be 0"),
+        ({"path": "x", "threads": 0}, "threads"),
+        ({"path": "x", "open_files": -1}, "open_files"),
+        ({"path": "x", "capactiy": 5}, "did you mean 'capacity'"),
+    ],
+)
 def test_a_wrong_option_is_told(options, message):
     with pytest.raises(ConfigError, match=message):
         parse_config(FileConfig, options)
@@ -171,7 +191,9 @@ def test_every_option_is_described():
 
 
 def test_text_options_are_understood():
-    config = parse_config(FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "direct_io": "true"})
+    config = parse_config(
+        FileConfig, {"path": "x", "capacity": "1.5GiB", "threads": "3", "direct_io": "true"}
+    )
     assert (config.capacity_bytes, config.threads, config.direct_io) == (1_610_612_736, 3, True)
 
 
@@ -204,7 +226,11 @@ def hidden_processes(monkeypatch):
     me, real = os.getpid(), open
 
     def hide(path, *args, **kwargs):
-        if str(path).startswith("/proc/") and str(path).split("/")[2].isdigit() and str(me) not in str(path):
+        if (
+            str(path).startswith("/proc/")
+            and str(path).split("/")[2].isdigit()
+            and str(me) not in str(path)
+        ):
             raise FileNotFoundError(2, "hidden")
         return real(path, *args, **kwargs)
 
@@ -240,7 +266,9 @@ def test_the_file_system_under_a_path_is_known(tmp_path):
 
 
 def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc")))
+    monkeypatch.setattr(
+        "builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc"))
+    )
     assert paths.mount_of(str(tmp_path)) == paths.Mount("")
 
 

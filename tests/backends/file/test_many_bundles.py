@@ -43,7 +43,9 @@ class Deadline(Call):
 def look_up(rig: Rig, keys: list[str], call: Call) -> list[bool]:
     from hicache_storage.objects import LookupBatch
 
-    return rig.storage.objects_exist([LookupBatch(rig.storage.pools["kv"].namespace, keys)], call)[0]
+    return rig.storage.objects_exist([LookupBatch(rig.storage.pools["kv"].namespace, keys)], call)[
+        0
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,9 @@ def test_what_is_not_looked_into_yet_is_counted_and_cleared(rig):
     b = rig(capacity="1GiB")
     b.storage.open()
     assert sum(look_up(b, keys, Deadline(1))) == 4
-    assert b.store.bundle_sets.get(b.namespace).used == sum(path.stat().st_size for path in a.bundles())
+    assert b.store.bundle_sets.get(b.namespace).used == sum(
+        path.stat().st_size for path in a.bundles()
+    )
     b.storage.clear()
     assert a.bundles() == []
     for side in (a, b, rig()):
@@ -111,7 +115,11 @@ def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig,
     a, keys = rig(), chain("k", 2)
     for version in range(3):
         with monkeypatch.context() as patch:
-            patch.setattr(a.storage, "objects_exist", lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")))
+            patch.setattr(
+                a.storage,
+                "objects_exist",
+                lambda *_: (_ for _ in ()).throw(OSError(errno.ESTALE, "ESTALE")),
+            )
             assert a.put(keys, version=version) == [True] * 2
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)):
         b = rig()
@@ -120,7 +128,9 @@ def test_of_two_copies_the_newer_one_counts_in_whatever_order_they_are_read(rig,
         with monkeypatch.context() as patch:
             patch.setattr(page_index.bundle_set, "index", lambda expired: True)
             page_index.bundle_set.catch_up(b.store.feed.read())
-        bundles = sorted(page_index.bundle_set.bundles.values(), key=lambda bundle: bundle.name.created_us)
+        bundles = sorted(
+            page_index.bundle_set.bundles.values(), key=lambda bundle: bundle.name.created_us
+        )
         page_index._unread = {bundles[number]: None for number in order}
         assert b.versions(keys, range(3)) == [2, 2]
         copies = [bundle.name.created_us for bundle, _ in page_index.copies(keys[0])]
@@ -209,14 +219,17 @@ def test_a_thread_that_hangs_in_an_index_keeps_no_other_past_its_deadline(rig, m
     assert b.holds(keys)
 
 
-@pytest.mark.parametrize("name", [
-    "aaaaaaaaaa-1-ffffffffffffffff-0-0.bundle",
-    "aaaaaaaaaa-1-7fffffffffffffff-0-0.bundle",
-    "aaaaaaaaaa-1-100000000001-0-0.bundle",
-    "aaaaaaaaaa-1-1000-ffffffffffffffff-0.bundle",
-    "aaaaaaaaaa-1-100000000000-0-0.bundle",
-    "aaaaaaaaaa-ffffffffffffffff-0-0-ffffffffffffffff.bundle",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "aaaaaaaaaa-1-ffffffffffffffff-0-0.bundle",
+        "aaaaaaaaaa-1-7fffffffffffffff-0-0.bundle",
+        "aaaaaaaaaa-1-100000000001-0-0.bundle",
+        "aaaaaaaaaa-1-1000-ffffffffffffffff-0.bundle",
+        "aaaaaaaaaa-1-100000000000-0-0.bundle",
+        "aaaaaaaaaa-ffffffffffffffff-0-0-ffffffffffffffff.bundle",
+    ],
+)
 def test_a_name_that_claims_the_absurd_hides_no_page(rig, name):
     a, keys = rig(), chain("k", 20)
     a.put(keys)
@@ -277,7 +290,8 @@ def test_what_is_interrupted_is_done_by_the_next_call(rig, monkeypatch, error, p
 
 
 def test_what_another_thread_leaves_unread_is_no_answer_from_memory(rig):
-    """Between two looks of a lookup without I/O another thread takes in bundles, and its deadline passes."""
+    """Between two looks of a lookup without I/O another thread takes in bundles, and its deadline
+    passes."""
     keys = fill(rig(), logged=False)
     b = rig()
     b.storage.open()

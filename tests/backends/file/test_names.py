@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_backends.file.events import MAX_CURSOR_BYTES, Added, Found, Removed, Unlisted, WriterCursor, parse_cursor
+from hicache_backends.file.events import (
+    MAX_CURSOR_BYTES,
+    Added,
+    Found,
+    Removed,
+    Unlisted,
+    WriterCursor,
+    parse_cursor,
+)
 from hicache_backends.file.paths import (
     MAX_CREATED_US,
     MAX_FILE_BYTES,
@@ -28,7 +36,9 @@ NAMESPACE = "0123456789abcdef" * 2
 
 
 PLACES = st.text("abcdefghijklmnopqrstuvwxyz234567", min_size=8, max_size=8)
-CLAIMS = st.builds(Claim, st.builds(ProcessId, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS))
+CLAIMS = st.builds(
+    Claim, st.builds(ProcessId, PLACES, NUMBERS, NUMBERS), st.builds(BundleId, WRITERS, NUMBERS)
+)
 
 
 @given(st.builds(BundleName, WRITERS, NUMBERS, SIZES, MOMENTS, NUMBERS, st.none() | CLAIMS))
@@ -37,14 +47,22 @@ def test_a_bundle_name_is_read_back(name):
 
 
 @given(
-    st.builds(TemporaryName, st.builds(ProcessId, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS), WRITERS, NUMBERS, SIZES)
+    st.builds(
+        TemporaryName,
+        st.builds(ProcessId, WRITERS.map(lambda text: text[:8]), NUMBERS, NUMBERS),
+        WRITERS,
+        NUMBERS,
+        SIZES,
+    )
 )
 def test_a_temporary_name_is_read_back(name):
     assert parse_temporary(str(name)) == name
 
 
 EVENTS = st.one_of(
-    st.builds(lambda size, created, checksum: ("added", size, created, checksum), SIZES, MOMENTS, NUMBERS),
+    st.builds(
+        lambda size, created, checksum: ("added", size, created, checksum), SIZES, MOMENTS, NUMBERS
+    ),
     st.builds(lambda writer, number: Removed(BundleId(writer, number)), WRITERS, NUMBERS),
 )
 
@@ -56,7 +74,9 @@ def test_a_cursor_holds_the_last_events(writer, batches):
         events = []
         for offset, event in enumerate(batch):
             number = len(told) + offset + 1
-            events.append(Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event)
+            events.append(
+                Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event
+            )
         told += events
         cursor = cursor.after(events, 0xABCDEF)
         assert len(str(cursor)) <= MAX_CURSOR_BYTES
@@ -73,14 +93,27 @@ def test_a_cursor_holds_the_last_events(writer, batches):
 def test_a_cursor_that_is_too_far_ahead_has_no_events():
     cursor = WriterCursor(NAMESPACE, random_writer(), 0, ())
     for number in range(100):
-        cursor = cursor.after([Added(BundleName(cursor.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF)
+        cursor = cursor.after(
+            [Added(BundleName(cursor.writer, number + 1, 2**26, 2**41, 2**32 - 1))], 0xFFFFFF
+        )
     assert cursor.since(0) is None
     assert len(cursor.since(95)) == 5
 
 
-@pytest.mark.parametrize("change", [
-    "x{}", "{}x", "{}.bak", "{} ", ".{}", "{}\n", " {}", "{}.tmp", "A{}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        "x{}",
+        "{}x",
+        "{}.bak",
+        "{} ",
+        ".{}",
+        "{}\n",
+        " {}",
+        "{}.tmp",
+        "A{}",
+    ],
+)
 def test_names_that_look_alike_are_strangers(change):
     writer = random_writer()
     bundle = str(BundleName(writer, 1, 2, 3, 4))
@@ -105,11 +138,14 @@ def test_any_other_text_is_a_stranger_or_its_own_spelling(text):
         assert name is None or str(name) == text
 
 
-@pytest.mark.parametrize("text", [
-    f"{NAMESPACE}.aaaaaaaaaa.1.a1-2-3,a1-2-3",   # more events than there were
-    f"{NAMESPACE}.aaaaaaaaaa.1.A1-2-3",
-    f"{NAMESPACE}.aaaaaaaaaa.",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{NAMESPACE}.aaaaaaaaaa.1.a1-2-3,a1-2-3",  # more events than there were
+        f"{NAMESPACE}.aaaaaaaaaa.1.A1-2-3",
+        f"{NAMESPACE}.aaaaaaaaaa.",
+    ],
+)
 def test_an_impossible_cursor_is_ignored(text):
     assert parse_cursor(text) is None
 
@@ -122,11 +158,15 @@ def test_events_that_make_no_sense_make_the_reader_list(events):
 
 def test_what_a_writer_has_found_is_read_back():
     found = Found(BundleName("b" * 10, 2**63, 2**44, 2**53, 2**32 - 1))
-    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after([Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1)
+    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after(
+        [Added(BundleName("a" * 10, 1, 10, 1, 7)), found], 1
+    )
     assert parse_cursor(str(cursor)).since(1) == [found]
 
 
 def test_who_cannot_be_told_one_by_one_lists():
-    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after([Removed(BundleId("b" * 10, 7)), Unlisted()], 1)
+    cursor = WriterCursor(NAMESPACE, "a" * 10, 0, ()).after(
+        [Removed(BundleId("b" * 10, 7)), Unlisted()], 1
+    )
     read = parse_cursor(str(cursor))
     assert (read.since(0), read.since(1), read.since(2)) == (None, None, [])

@@ -11,7 +11,8 @@ from tests.backends.file.harness import Rig, chain
 from tests.fuse.counting_fs import CountingMount
 
 pytestmark = pytest.mark.skipif(
-    not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None, reason="needs /dev/fuse and fusermount3"
+    not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None,
+    reason="needs /dev/fuse and fusermount3",
 )
 
 PAGES = 128
@@ -36,7 +37,9 @@ def mounts(tmp_path):
 
 @pytest.fixture
 def on(rig):
-    return lambda mount, **options: rig(mount.point / "store", pages=PAGES, components=COMPONENTS, **options)
+    return lambda mount, **options: rig(
+        mount.point / "store", pages=PAGES, components=COMPONENTS, **options
+    )
 
 
 def requests(mount: CountingMount, before: dict[str, int]) -> int:
@@ -129,7 +132,8 @@ def test_many_small_sets_cost_their_writer_one_more_request_and_readers_few(moun
     for key in keys:
         assert a.put([key]) == [True]
     made = one.since(before)
-    # Two writes a bundle, and an append to the event log for every fifth set; 17 requests a set without the log.
+    # Two writes a bundle, and an append to the event log for every fifth set; 17 requests a set
+    # without the log.
     assert made["write"] <= sets * 2.3
     assert sum(made.values()) <= sets * 18
     before = two.counts()

@@ -99,7 +99,12 @@ def test_a_process_that_shares_nothing_with_this_one_sees_it_too(rig, tmp_path):
         "assert rig.holds(chain('a', 6)); assert all(rig.put(chain('b', 4))); rig.storage.close()"
     )
     root = os.path.abspath(f"{__file__}/../../../..")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "store")], check=True, cwd=root, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "store")],
+        check=True,
+        cwd=root,
+        timeout=120,
+    )
     assert a.holds(chain("b", 4))
 
 
@@ -161,7 +166,9 @@ def test_what_was_acknowledged_survives_a_kill_at_any_instant(rig, tmp_path):
                 keys = chain(f"round {round_number}/{number}", 24)
                 found = side.versions(keys)
                 if number in deleted:
-                    assert [version is None for version in found] == [page % 5 == 0 for page in range(24)]
+                    assert [version is None for version in found] == [
+                        page % 5 == 0 for page in range(24)
+                    ]
                 elif number != begun - 1:
                     assert found == [0] * 24
                 else:
@@ -175,7 +182,8 @@ def test_what_was_acknowledged_survives_a_kill_at_any_instant(rig, tmp_path):
 
 @contextlib.contextmanager
 def standing(children: list[Child]) -> Iterator[None]:
-    """Nobody of them does anything meanwhile, so that a listing counts no file beside the one that has replaced it."""
+    """Nobody of them does anything meanwhile, so that a listing counts no file beside the one that
+    has replaced it."""
     for child in children:
         os.kill(child.process.pid, signal.SIGSTOP)
     try:
@@ -206,7 +214,11 @@ def test_three_processes_keep_one_capacity_while_some_are_killed(rig, tmp_path):
         for folder, _, names in os.walk(path):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    total += os.stat(f"{folder}/{name}").st_size if name.endswith((".bundle", ".temporary")) else 0
+                    total += (
+                        os.stat(f"{folder}/{name}").st_size
+                        if name.endswith((".bundle", ".temporary"))
+                        else 0
+                    )
         return total
 
     children = [Child(play) for _ in range(3)]
@@ -242,7 +254,9 @@ def test_histories_of_many_processes_are_correct(tmp_path):
             if action < 0.4:
                 assert all(side.put(some, version=seed * 1000 + turn))
             elif action < 0.8:
-                side.versions(some, [other * 1000 + at for other in range(1, 5) for at in range(150)])
+                side.versions(
+                    some, [other * 1000 + at for other in range(1, 5) for at in range(150)]
+                )
             elif action < 0.95:
                 side.storage.delete(some)
             else:

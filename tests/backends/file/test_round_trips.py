@@ -76,9 +76,39 @@ def test_an_existing_page_is_not_written_again(rig):
 
 
 STRANGE_KEYS = [
-    "../../x", "..", ".", "/", "/etc/passwd", "x/y", "x-y", "x\\y", "", " ", "a b", "A", "a", "ä", "a\u0308", "\u00e4",
-    "CON", "nul", "*", "?", "-rf", "x\n", "x\t", "日本語", "🙂", "k" * 512, ".bundle", "stamp", "x.y", "x,y", "\x01", "\ufeff",
-]  # fmt: skip
+    "../../x",
+    "..",
+    ".",
+    "/",
+    "/etc/passwd",
+    "x/y",
+    "x-y",
+    "x\\y",
+    "",
+    " ",
+    "a b",
+    "A",
+    "a",
+    "ä",
+    "a\u0308",
+    "\u00e4",
+    "CON",
+    "nul",
+    "*",
+    "?",
+    "-rf",
+    "x\n",
+    "x\t",
+    "日本語",
+    "🙂",
+    "k" * 512,
+    ".bundle",
+    "stamp",
+    "x.y",
+    "x,y",
+    "\x01",
+    "\ufeff",
+]
 
 
 def test_any_text_is_a_key_and_no_two_are_the_same(rig, tmp_path):
@@ -90,23 +120,51 @@ def test_any_text_is_a_key_and_no_two_are_the_same(rig, tmp_path):
         c = rig(tmp_path / f"alone {number}")
         c.put([key])
         assert [other for other in distinct if c.hit([other])] == [key]
-    assert {path.name for path in tmp_path.iterdir()} == {"store", *(f"alone {number}" for number in range(len(distinct)))}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "store",
+        *(f"alone {number}" for number in range(len(distinct))),
+    }
 
 
-@pytest.mark.parametrize("changes", [
-    {"model": "other"}, {"kv_dtype": "float16"}, {"layout": "layer_first"}, {"page_size": 8}, {"revision": "r"},
-    {"tp_size": 2}, {"tp_rank": 1, "tp_size": 2}, {"pp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"cp_size": 2},
-    {"cp_rank": 1, "cp_size": 2}, {"dp_replicated": False, "dp_rank": 1, "dp_size": 2}, {"tenant": "t"},
-    {"adapter": "lora"}, {"salt": "s"}, {"layer_end": 4}, {"head_end": 2},
-], ids=lambda changes: "-".join(changes))  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "other"},
+        {"kv_dtype": "float16"},
+        {"layout": "layer_first"},
+        {"page_size": 8},
+        {"revision": "r"},
+        {"tp_size": 2},
+        {"tp_rank": 1, "tp_size": 2},
+        {"pp_size": 2},
+        {"pp_rank": 1, "pp_size": 2},
+        {"cp_size": 2},
+        {"cp_rank": 1, "cp_size": 2},
+        {"dp_replicated": False, "dp_rank": 1, "dp_size": 2},
+        {"tenant": "t"},
+        {"adapter": "lora"},
+        {"salt": "s"},
+        {"layer_end": 4},
+        {"head_end": 2},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
 def test_another_identity_shares_nothing(rig, changes):
     share_nothing(rig(), rig(who=identity(**changes)))
 
 
-@pytest.mark.parametrize("other", [
-    {"components": (4096,)}, {"components": (3096, 1000)}, {"components": (500, 1548)}, {"components": (2000, 6192)},
-    {"dtype": "float16"}, {"layout": "layer_first"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"components": (4096,)},
+        {"components": (3096, 1000)},
+        {"components": (500, 1548)},
+        {"components": (2000, 6192)},
+        {"dtype": "float16"},
+        {"layout": "layer_first"},
+    ],
+    ids=str,
+)
 def test_a_pool_of_another_geometry_shares_nothing(rig, other):
     share_nothing(rig(), rig(**other))
 
@@ -132,7 +190,9 @@ def test_pools_of_one_storage_are_kept_apart(rig):
     assert a.storage.batch_set_v2(transfers) == {"kv": [True] * 4, "mamba": [True] * 4}
     side.memory[:] = bytes(len(side.memory))
     assert a.storage.batch_get_v2(transfers) == {"kv": [True] * 4, "mamba": [True] * 4}
-    assert [bytes(side.page(number)) for number in range(4)] == [content(key, 9, 64) for key in keys]
+    assert [bytes(side.page(number)) for number in range(4)] == [
+        content(key, 9, 64) for key in keys
+    ]
     assert a.storage.batch_exists_v2(keys, [PoolTransfer("mamba", keys=keys[:1])]).kv_hit_pages == 4
     a.storage.delete(keys, pool="mamba")
     assert a.hit(keys) == 4
@@ -153,9 +213,20 @@ def test_pages_that_lie_apart_in_the_host_pool_are_served(rig):
     assert all(bytes(a.pool.page(page)) == b"\xee" * a.page_bytes for page in untouched)
 
 
-@pytest.mark.parametrize("components", [
-    (1,), (600_000,), (300_000, 300_001), (700_000, 5, 1_000_000), (7,) * 1500, (4096,) * 300, (262_144,), (524_288, 524_288),
-], ids=lambda components: f"{len(components)}x{components[0]}")  # fmt: skip
+@pytest.mark.parametrize(
+    "components",
+    [
+        (1,),
+        (600_000,),
+        (300_000, 300_001),
+        (700_000, 5, 1_000_000),
+        (7,) * 1500,
+        (4096,) * 300,
+        (262_144,),
+        (524_288, 524_288),
+    ],
+    ids=lambda components: f"{len(components)}x{components[0]}",
+)
 def test_pages_of_any_size_and_number_of_components(rig, components):
     a, b = rig(pages=5, components=components), rig(pages=5, components=components)
     keys = chain("a", 5)
@@ -234,7 +305,9 @@ def test_of_two_copies_one_remains_when_the_other_goes(rig):
     for path in (a.bundles()[0], a.bundles()[1]):
         assert c.hit(keys) == 3
         page_index = c.store.page_indexes([c.storage.pools["kv"].namespace])[0]
-        bundle = next(bundle for bundle in page_index.bundle_set.bundles.values() if bundle.path == str(path))
+        bundle = next(
+            bundle for bundle in page_index.bundle_set.bundles.values() if bundle.path == str(path)
+        )
         c.store.publisher.remove(page_index.bundle_set, bundle)
         c.store.feed.announce()
         left = len(c.bundles())
@@ -247,8 +320,14 @@ def test_clear_removes_this_identitys_pages_and_nothing_else(rig):
     a, other, b = rig(), rig(who=identity(model="a_m")), rig()
     a.put(chain("a", 4))
     other.put(chain("o", 4))
-    strangers = [a.path / "precious", a.bundles_path / "notes.txt", a.bundles_path / "aaaaaaaaaa-1-2-3-4.bundle.bak",
-                 a.bundles_path / "x-1-2-3-4.bundle", a.bundles_path.parent / "mine", a.path / "hicache-file-1" / "also mine"]  # fmt: skip
+    strangers = [
+        a.path / "precious",
+        a.bundles_path / "notes.txt",
+        a.bundles_path / "aaaaaaaaaa-1-2-3-4.bundle.bak",
+        a.bundles_path / "x-1-2-3-4.bundle",
+        a.bundles_path.parent / "mine",
+        a.path / "hicache-file-1" / "also mine",
+    ]
     for path in strangers:
         path.write_text("do not touch")
     directory = a.bundles_path / "bbbbbbbbbb-1-2-3-4.bundle"
@@ -283,7 +362,9 @@ def test_people_can_read_whose_pages_a_directory_holds(rig):
 
 @pytest.mark.parametrize("layers", [True, False])
 def test_it_is_created_by_name(tmp_path, layers):
-    storage = create_storage("file", identity(), {"path": str(tmp_path / "s"), "capacity": "10MiB", "fsync": "true"})
+    storage = create_storage(
+        "file", identity(), {"path": str(tmp_path / "s"), "capacity": "10MiB", "fsync": "true"}
+    )
     pool = ScratchPool(4, (100,))
     storage.register_mem_host_pool_v2(pool, "kv")
     with storage:
@@ -322,7 +403,9 @@ def test_fsync_syncs_the_bytes_before_the_name_and_the_name_before_the_answer(ri
     real_fsync, real_rename = os.fsync, os.rename
 
     def fsync(descriptor):
-        steps.append("sync " + ("directory" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file"))
+        steps.append(
+            "sync " + ("directory" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+        )
         real_fsync(descriptor)
 
     def rename(source, target):
@@ -342,4 +425,6 @@ def test_fsync_syncs_the_bytes_before_the_name_and_the_name_before_the_answer(ri
 def test_a_page_costs_its_bytes_and_its_name(rig):
     a: Rig = rig()
     a.put(chain("a", 10))
-    assert a.bundles()[0].stat().st_size == a.bundle_bytes(10) == 10 * (4096 + OVERHEAD_BYTES) - 1 + 64
+    assert (
+        a.bundles()[0].stat().st_size == a.bundle_bytes(10) == 10 * (4096 + OVERHEAD_BYTES) - 1 + 64
+    )

@@ -24,7 +24,8 @@ PATIENCE_SECONDS = 60.0
 
 
 class Disk:
-    """A disk below the system calls of this process, whose names and attributes are in memory, and which can stall."""
+    """A disk below the system calls of this process, whose names and attributes are in memory, and
+    which can stall."""
 
     def __init__(self, monkeypatch):
         self.cached = True
@@ -32,13 +33,24 @@ class Disk:
         self._stalls, self._thaw = False, threading.Event()
         monkeypatch.setattr(store, "mount_of", lambda path: Mount("ext4"))
         monkeypatch.setattr(reader, "is_cached", lambda *args: self.cached)
-        for name in ("open", "rename", "unlink", "utime", "listdir", "pwritev", "close", "posix_fadvise"):
+        for name in (
+            "open",
+            "rename",
+            "unlink",
+            "utime",
+            "listdir",
+            "pwritev",
+            "close",
+            "posix_fadvise",
+        ):
             monkeypatch.setattr(os, name, functools.partial(self._waiting, getattr(os, name)))
         real = os.preadv
         monkeypatch.setattr(
             os,
             "preadv",
-            lambda fd, buffers, at, flags=0: (real if flags else functools.partial(self._waiting, real))(fd, buffers, at),
+            lambda fd, buffers, at, flags=0: (
+                real if flags else functools.partial(self._waiting, real)
+            )(fd, buffers, at),
         )
 
     def stall(self):
@@ -124,7 +136,10 @@ def test_what_is_known_is_answered_while_the_disk_stalls(guarded, disk):
     a.put(keys)
     assert a.hit(keys) == 4
     looked, threads = a.bare.store.cached_page_indexes, []
-    a.bare.store.cached_page_indexes = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
+    a.bare.store.cached_page_indexes = lambda namespaces: (
+        threads.append(threading.current_thread()),
+        looked(namespaces),
+    )[1]
     disk.stall()
     assert (a.hit(keys), a.hit(chain("b", 1)), a.hit([*keys, "more"])) == (4, 0, 4)
     assert set(threads) == {threading.current_thread()}
@@ -156,13 +171,18 @@ def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk)
     assert a.hit(keys) == 2
 
 
-@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, components):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
     assert a.holds(keys)
     looked, threads = a.bare.store.cached_page_indexes, []
-    a.bare.store.cached_page_indexes = lambda namespaces: (threads.append(threading.current_thread()), looked(namespaces))[1]
+    a.bare.store.cached_page_indexes = lambda namespaces: (
+        threads.append(threading.current_thread()),
+        looked(namespaces),
+    )[1]
     disk.stall()
     # With a deadline that a worker thread would not keep: the caller's own thread reads.
     hurry(a)
@@ -173,7 +193,9 @@ def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, 
     assert a.stats().pages_read == 16
 
 
-@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, components):
     a, keys = guarded(components=components, pages=4), chain("a", 4)
     a.put(keys)
@@ -188,13 +210,19 @@ def test_damage_in_the_page_cache_is_found_and_counted_once(guarded, disk, compo
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_reads_from_the_page_cache_close_idle_files_in_another_thread(guarded, disk, monkeypatch, idle):
+def test_reads_from_the_page_cache_close_idle_files_in_another_thread(
+    guarded, disk, monkeypatch, idle
+):
     a, keys = guarded(), chain("a", 4)
     a.put(keys)
     assert a.holds(keys)
     threads = []
     expire = a.bare.store.descriptors.expire
-    monkeypatch.setattr(a.bare.store.descriptors, "expire", lambda: (threads.append(threading.current_thread()), expire())[1])
+    monkeypatch.setattr(
+        a.bare.store.descriptors,
+        "expire",
+        lambda: (threads.append(threading.current_thread()), expire())[1],
+    )
     if idle:
         monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
     assert a.holds(keys)
@@ -203,9 +231,13 @@ def test_reads_from_the_page_cache_close_idle_files_in_another_thread(guarded, d
     assert threading.current_thread() not in threads
 
 
-@pytest.mark.parametrize("components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"])
+@pytest.mark.parametrize(
+    "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
+)
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP], ids=["evicted", "unsupported"])
-def test_what_has_left_the_page_cache_comes_through_buffers(guarded, monkeypatch, components, number):
+def test_what_has_left_the_page_cache_comes_through_buffers(
+    guarded, monkeypatch, components, number
+):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
     real, refused = os.preadv, []

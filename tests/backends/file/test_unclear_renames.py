@@ -21,7 +21,9 @@ NUMBERS = [errno.EIO, errno.ENOENT, errno.ETIMEDOUT]
 
 
 @contextlib.contextmanager
-def unclear(number: int, when: Callable[[str, str], bool], *, times: int = 1) -> Iterator[list[tuple[str, str]]]:
+def unclear(
+    number: int, when: Callable[[str, str], bool], *, times: int = 1
+) -> Iterator[list[tuple[str, str]]]:
     """Make some renames take effect and report an error."""
     real, hits = os.rename, list[tuple[str, str]]()
 
@@ -155,7 +157,9 @@ def test_what_could_not_be_announced_is_announced_with_the_next_set(rig, monkeyp
     a.put(chain("before", 1))
     assert b.hit(keys) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(a.store.feed, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC")))
+        patch.setattr(
+            a.store.feed, "_move", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "ENOSPC"))
+        )
         assert a.put(keys) == [False] * 3
     assert b.hit(keys) == 0
     assert a.put(chain("after", 1)) == [True]

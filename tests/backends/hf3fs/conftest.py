@@ -10,7 +10,8 @@ from hicache_conformance.protocol.server import Served
 from tests.backends.hf3fs.harness import Rig
 
 SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
+    f"--port {{port}}"
     " --store sqlite:///{tmp}/m.db --quarantine-seconds 0.05 --lease-seconds 1"
 )
 
@@ -20,7 +21,8 @@ MAIN, ANOTHER = "main thread", "another thread"
 
 @pytest.fixture(params=[MAIN, ANOTHER])
 def caller(request):
-    """The thread that a test runs in: the client of the metadata server runs its event loop in any but the main one."""
+    """The thread that a test runs in: the client of the metadata server runs its event loop in any
+    but the main one."""
     return request.param
 
 

@@ -1,7 +1,9 @@
-"""Eight engines in processes of their own, on one directory, whose load goes on while servers are killed; and what is said of it.
+"""Eight engines in processes of their own, on one directory, whose load goes on while servers are
+killed; and what is said of it.
 
-Each makes calls with a deadline, of pages whose bytes tell which set wrote them, and tells both ends of every call. What the calls
-answered is judged by the history checker of the conformance suite.
+Each makes calls with a deadline, of pages whose bytes tell which set wrote them, and tells both
+ends of every call. What the calls answered is judged by the history checker of the conformance
+suite.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ RETURN_SECONDS = 60.0
 CHUNK = 8
 """Calls that an engine is told to make at a time."""
 EPOCH_KEYS, EPOCH_SECONDS = 64, 2.0
-"""All engines work on the same few keys for a while, then on others, so that pages of every time are read at the end."""
+"""All engines work on the same few keys for a while, then on others, so that pages of every time
+are read at the end."""
 MIX = {Call.SET: 5, Call.GET: 6, Call.EXISTS: 1, Call.DELETE: 1}
-# The pages are small, because what is tried is the metadata, and the engines share two cores with the servers.
+# The pages are small, because what is tried is the metadata, and the engines share two cores with
+# the servers.
 PAGES = {PoolName.KV: PoolShape(pages=48, components=(1_500, 2_500))}
 NANOSECONDS = 1_000_000_000
 
@@ -48,11 +52,17 @@ class Engines:
 
     def __init__(self, path, urls, seed=1):
         self._seed, self._random = seed, random.Random(seed)
-        self.identity = StorageIdentity(model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt=f"servers-{seed}")
+        self.identity = StorageIdentity(
+            model="m", kv_dtype="bfloat16", page_size=2, layout="page_first", salt=f"servers-{seed}"
+        )
         self._config = {
-            "path": str(path), "metadata_url": ",".join(urls), "file_size": "64MiB", "lease_seconds": 1.0, "wait_seconds": 0.2,
+            "path": str(path),
+            "metadata_url": ",".join(urls),
+            "file_size": "64MiB",
+            "lease_seconds": 1.0,
+            "wait_seconds": 0.2,
             "timeout_seconds": DEADLINE_SECONDS,
-        }  # fmt: skip
+        }
         self.peers = list[WorkerProcess]()
         self.keys = list[str]()
         self.stored_at = dict[WorkerProcess, int]()
@@ -66,10 +76,16 @@ class Engines:
 
     def open_one(self, name):
         peer = WorkerProcess.open(
-            name, "hf3fs", self._config, self.identity, pools=PAGES, seed=f"{self._seed}/{name}", fresh=False,
+            name,
+            "hf3fs",
+            self._config,
+            self.identity,
+            pools=PAGES,
+            seed=f"{self._seed}/{name}",
+            fresh=False,
             # Without a circuit breaker, so that every call reaches the servers.
             options=StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0),
-        )  # fmt: skip
+        )
         self.peers.append(peer)
         return peer
 
@@ -99,14 +115,20 @@ class Engines:
             peer.note(message)
             if isinstance(message, Begun) and message.call is Call.SET:
                 self._sets[peer] = message.number
-            elif isinstance(message, Ended) and message.number == self._sets.get(peer) and any(message.done):
+            elif (
+                isinstance(message, Ended)
+                and message.number == self._sets.get(peer)
+                and any(message.done)
+            ):
                 self.stored_at[peer] = message.at
 
     def _is_over(self, strikes):
         if strikes.is_alive():
             return False
         late = [peer.name for peer in self.peers if self.stored_at.get(peer, 0) < strikes.over_at]
-        assert not late or time.monotonic_ns() < strikes.over_at + RETURN_SECONDS * NANOSECONDS, f"{late} do not come back"
+        assert not late or time.monotonic_ns() < strikes.over_at + RETURN_SECONDS * NANOSECONDS, (
+            f"{late} do not come back"
+        )
         return not late
 
     def _chunk(self):
@@ -117,10 +139,19 @@ class Engines:
         value, self._value = self._value, self._value + CHUNK
         assert self._value < VALUES, "more sets than the checker can tell apart"
         # Mostly of this time; what is older has to be there, too.
-        keys = self.keys[-EPOCH_KEYS:] if self._random.random() < 0.8 else self._random.sample(self.keys, EPOCH_KEYS)
+        keys = (
+            self.keys[-EPOCH_KEYS:]
+            if self._random.random() < 0.8
+            else self._random.sample(self.keys, EPOCH_KEYS)
+        )
         return Workload(
-            seed=f"{self._seed}/{value}", calls=CHUNK, keys=tuple(keys), mix=MIX, first_value=value, max_keys=8
-        )  # fmt: skip
+            seed=f"{self._seed}/{value}",
+            calls=CHUNK,
+            keys=tuple(keys),
+            mix=MIX,
+            first_value=value,
+            max_keys=8,
+        )
 
     def read_all(self):
         """A new engine asks for every key; its answers are the last of the history."""
@@ -133,15 +164,23 @@ class Engines:
         """What happened, as numbers.
 
         Raises:
-            Violation: something was answered that cannot be: a page lost, or delivered after its removal, or a wrong byte.
-            AssertionError: a call took too long, or an engine saw a damaged page.
+            Violation: something was answered that cannot be: a page lost, or delivered after its
+            removal, or a wrong byte. AssertionError: a call took too long, or an engine saw a
+            damaged page.
         """
         events = [event for peer in self.peers for event in peer.events]
-        anomalies = HistoryChecker([part for event in events for part in excused(event, outages)]).check()
+        anomalies = HistoryChecker(
+            [part for event in events for part in excused(event, outages)]
+        ).check()
         if anomalies:
-            violation = Counterexample(self.identity, self._book(), events).violation(anomalies, "SET-1")
+            violation = Counterexample(self.identity, self._book(), events).violation(
+                anomalies, "SET-1"
+            )
             for anomaly in anomalies:
-                told = [f"{event.call} at {self._at(event.began_at)}" for event in (*anomaly.witnesses, anomaly.answer)]
+                told = [
+                    f"{event.call} at {self._at(event.began_at)}"
+                    for event in (*anomaly.witnesses, anomaly.answer)
+                ]
                 violation.add_note(f"{anomaly.kind} {anomaly.key}: {', '.join(told)}")
             away = [f"{self._at(begin)} to {self._at(end)}" for begin, end in outages]
             violation.add_note(f"The store was away from {', '.join(away) or 'never'}.")
@@ -196,8 +235,8 @@ def overlaps(event, outages):
 
 
 def excused(event, outages):
-    """A call as it is judged. While the store is away, pages may be missed, and a delete that says `False` may be made later,
-    or never."""
+    """A call as it is judged. While the store is away, pages may be missed, and a delete that says
+    `False` may be made later, or never."""
     if not overlaps(event, outages):
         return [event]
     begun, ended = event.begun, event.ended
@@ -221,8 +260,13 @@ def _only(event, wanted):
         return tuple(entry for entry, ok in zip(column, wanted, strict=True) if ok)
 
     begun, ended = event.begun, event.ended
-    columns = {name: some(getattr(ended, name)) for name in ("done", "found") if getattr(ended, name)}
-    return Event(msgspec.structs.replace(begun, keys=some(begun.keys)), msgspec.structs.replace(ended, **columns))
+    columns = {
+        name: some(getattr(ended, name)) for name in ("done", "found") if getattr(ended, name)
+    }
+    return Event(
+        msgspec.structs.replace(begun, keys=some(begun.keys)),
+        msgspec.structs.replace(ended, **columns),
+    )
 
 
 def _missed(event):

@@ -23,7 +23,8 @@ class Manner(StrEnum):
 
 
 class Forward:
-    """Hands connections on to a port of this machine. Each connection is one thread's in each direction."""
+    """Hands connections on to a port of this machine. Each connection is one thread's in each
+    direction."""
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -57,7 +58,8 @@ class Forward:
             self._healed.set()
 
     def lead_to(self, port: int) -> None:
-        """Hand on to another port from now on, as an address does that is moved; connections to the old one stay open."""
+        """Hand on to another port from now on, as an address does that is moved; connections to the
+        old one stay open."""
         self._to = port
 
     def close(self) -> None:
@@ -77,8 +79,12 @@ class Forward:
                     continue
                 with self._lock:
                     self._open |= {near, far}
-                threading.Thread(target=self._pump, args=(near, far), kwargs={"asks": True}, daemon=True).start()
-                threading.Thread(target=self._pump, args=(far, near), kwargs={"asks": False}, daemon=True).start()
+                threading.Thread(
+                    target=self._pump, args=(near, far), kwargs={"asks": True}, daemon=True
+                ).start()
+                threading.Thread(
+                    target=self._pump, args=(far, near), kwargs={"asks": False}, daemon=True
+                ).start()
 
     def _pump(self, one: socket.socket, other: socket.socket, *, asks: bool) -> None:
         with contextlib.suppress(OSError):

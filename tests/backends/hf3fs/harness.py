@@ -59,11 +59,15 @@ class Rig:
         from hicache_metadata_server.protocol import LookupScope
         from hicache_storage.objects import Call
 
-        found = self.store.metadata.lookup([LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False)
+        found = self.store.metadata.lookup(
+            [LookupScope(scope=self.scope.name, keys=[key])], Call(5), touch=False
+        )
         return found.scopes[0].slots[0]
 
     def _transfer(self, keys):
-        return PoolTransfer("kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64))
+        return PoolTransfer(
+            "kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64)
+        )
 
     def _info(self, prefix, seconds):
         return HiCacheStorageExtraInfo(prefix_keys=list(prefix), deadline_seconds=seconds)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def listening(answer):
-    """A server that answers every connection by a function of its own; yields its address and the requests it has read."""
+    """A server that answers every connection by a function of its own; yields its address and the
+    requests it has read."""
     requests = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -30,7 +31,12 @@ def listening(answer):
                     data += chunk
                     head, _, body = data.partition(b"\r\n\r\n")
                     length = next(
-                        (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                        (
+                            int(line[15:])
+                            for line in head.split(b"\r\n")
+                            if line.lower().startswith(b"content-length:")
+                        ),
+                        0,
                     )
                     if b"\r\n\r\n" in data and len(body) >= length:
                         requests.append(data)
@@ -43,5 +49,9 @@ def listening(answer):
 
 
 def reply(status, body, content_type=b"application/msgpack"):
-    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (status, content_type, len(body))
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n" % (
+        status,
+        content_type,
+        len(body),
+    )
     return lambda connection: connection.sendall(head + body)

@@ -33,7 +33,8 @@ class Strikes(threading.Thread):
         self.plan = list[Callable[[], None]]()
         """What is to be done in a round; methods of this one."""
         self.outages = list[tuple[int, int]]()
-        """When the store was away: from its end until it and every server say that they are ready, by `time.monotonic_ns()`."""
+        """When the store was away: from its end until it and every server say that they are ready,
+        by `time.monotonic_ns()`."""
         self.log = list[str]()
         self.over_at = 0
         self._error: BaseException | None = None

@@ -56,14 +56,18 @@ def client(request, tmp_path, monkeypatch, caller):
 
 def reserve(client, keys, scope=SCOPE):
     asked = [p.ReserveScope(scope=scope, keys=keys)]
-    [part] = client.reserve(asked, Call(PATIENCE_SECONDS), owner="me", lease_seconds=LEASE_SECONDS).scopes
+    [part] = client.reserve(
+        asked, Call(PATIENCE_SECONDS), owner="me", lease_seconds=LEASE_SECONDS
+    ).scopes
     return part
 
 
 def store(client, keys, scope=SCOPE):
     part = reserve(client, keys, scope)
     count = len(part.leases)
-    asked = p.CommitScope(scope=scope, leases=part.leases, lengths=[5] * count, checksums=list(range(count)))
+    asked = p.CommitScope(
+        scope=scope, leases=part.leases, lengths=[5] * count, checksums=list(range(count))
+    )
     assert client.commit([asked], Call(10)) == [[True] * count]
     return part
 
@@ -87,7 +91,10 @@ def test_a_page_is_stored_found_and_deleted(client):
 def test_several_scopes_in_one_request(client):
     client.declare(geometry("0:mamba-test", slots=4))
     store(client, ["a"], "0:mamba-test")
-    asked = [p.LookupScope(scope=SCOPE, keys=["a"]), p.LookupScope(scope="0:mamba-test", keys=["a"])]
+    asked = [
+        p.LookupScope(scope=SCOPE, keys=["a"]),
+        p.LookupScope(scope="0:mamba-test", keys=["a"]),
+    ]
     assert [part.slots[0] >= 0 for part in client.lookup(asked, Call(10)).scopes] == [False, True]
 
 
@@ -160,13 +167,22 @@ def test_local_clients_of_one_directory_share_one_state(tmp_path):
 def test_requests_are_split_and_responses_merged():
     limits = msgspec.structs.replace(DEFAULTS, keys=10, scopes=2)
     request = p.Lookup(
-        scopes=[p.LookupScope(scope=f"0:s{n}", keys=[f"{n}-{i}" for i in range(size)]) for n, size in enumerate((25, 0, 3))]
+        scopes=[
+            p.LookupScope(scope=f"0:s{n}", keys=[f"{n}-{i}" for i in range(size)])
+            for n, size in enumerate((25, 0, 3))
+        ]
     )
     cut = split_request(request, limits)
-    assert all(sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2 for _, piece in cut)
+    assert all(
+        sum(len(part.keys) for part in piece.scopes) <= 10 and len(piece.scopes) <= 2
+        for _, piece in cut
+    )
     # The last keys are sent first, so that the head of a chain ends as the latest used.
     assert cut[0][1].scopes[-1].keys[-1] == "2-2"
-    done = [(numbers, p.LookedUp(scopes=[_echo(part.keys) for part in piece.scopes])) for numbers, piece in cut]
+    done = [
+        (numbers, p.LookedUp(scopes=[_echo(part.keys) for part in piece.scopes]))
+        for numbers, piece in cut
+    ]
     assert [part.slots for part in merge_responses(request, done)] == [
         [int(key.split("-")[1]) for key in part.keys] for part in request.scopes
     ]
@@ -240,7 +256,9 @@ BAD = {
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nabc"),
         connection.shutdown(socket.SHUT_RDWR),
     ),
-    "a body without an end": lambda connection: connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"),
+    "a body without an end": lambda connection: connection.sendall(
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"
+    ),
 }
 
 
@@ -250,8 +268,18 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
     with listening(BAD[manner]) as (url, requests), closing(HttpMetadataClient(url)) as client:
         client.declare(geometry())
         with pytest.raises(StorageUnavailableError):
-            client.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized, Call(PATIENCE_SECONDS))
-        keys = {line for data in requests for line in data.split(b"\r\n") if line.lower().startswith(b"idempotency-key")}
+            client.send(
+                "/v2/initialize",
+                p.Initialize(scopes=[geometry()]),
+                p.Initialized,
+                Call(PATIENCE_SECONDS),
+            )
+        keys = {
+            line
+            for data in requests
+            for line in data.split(b"\r\n")
+            if line.lower().startswith(b"idempotency-key")
+        }
         assert len(requests) == ATTEMPTS
         assert len(keys) == 1
 
@@ -259,7 +287,10 @@ def test_what_is_no_answer_is_an_error_and_is_asked_again_under_one_key(manner):
 @pytest.mark.parametrize(("status", "code"), [(422, "invalid"), (429, "too_many"), (403, "quota")])
 def test_a_refusal_is_not_asked_again(status, code):
     problem = msgspec.msgpack.encode({"code": code, "message": "no", "field": "scopes"})
-    with listening(reply(b"%d No" % status, problem)) as (url, requests), closing(HttpMetadataClient(url)) as client:
+    with (
+        listening(reply(b"%d No" % status, problem)) as (url, requests),
+        closing(HttpMetadataClient(url)) as client,
+    ):
         with pytest.raises(MetadataError, match=f"{status} {code}"):
             client.refresh(Call(PATIENCE_SECONDS))
         assert len(requests) == 1
@@ -336,4 +367,8 @@ def test_close_leaves_no_thread_and_ends_what_runs(hangs):
         assert failed
         with pytest.raises(MetadataError, match="closed"):
             client.refresh(Call(1))
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-metadata-client"]
+    assert not [
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.name == "hicache-metadata-client"
+    ]

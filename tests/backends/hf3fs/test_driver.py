@@ -24,7 +24,12 @@ from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.core.errors import RefusedError
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
-from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError, parse_config
+from hicache_storage.spec import (
+    ConfigError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+    parse_config,
+)
 from tests.backends.file.harness import identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
@@ -39,7 +44,9 @@ def mine(request, rig):
     """Storages on one store, without and with a server."""
     if request.param == "remote":
         url = request.getfixturevalue("server").url
-        return lambda **options: rig(**{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options})
+        return lambda **options: rig(
+            **{"metadata_url": url, "lease_seconds": LEASE_SECONDS, **options}
+        )
     return rig
 
 
@@ -99,7 +106,11 @@ def test_a_page_that_has_moved_is_read_from_where_it_is(mine):
     one.expect(keys, version=1)
 
 
-@pytest.mark.parametrize("at", [0, 4095, 4096 + 20, 4096 + 40, 4096 + 60], ids=["first", "last", "namespace", "key", "checksum"])
+@pytest.mark.parametrize(
+    "at",
+    [0, 4095, 4096 + 20, 4096 + 40, 4096 + 60],
+    ids=["first", "last", "namespace", "key", "checksum"],
+)
 def test_damage_is_reported_once_and_repaired(mine, at):
     one, other, keys = mine(), mine(), chain("a", 3)
     assert all(one.put(keys))
@@ -170,7 +181,8 @@ def test_a_lost_lease_publishes_nothing(mine):
         assert time.monotonic() < until
     goes_on.set()
     writing.join()
-    # Told by the directory that somebody else has stored the page meanwhile, or that it was not stored.
+    # Told by the directory that somebody else has stored the page meanwhile, or that it was not
+    # stored.
     assert answers[0] in ([False], [True])
     other.expect(keys, version=1)
 
@@ -230,7 +242,9 @@ def test_slow_writes_renew_their_leases(mine, monkeypatch):
 
 def test_pages_longer_than_a_piece(rig):
     for hung_reads in ("wait", "bounce_buffer"):
-        one = rig(components=(300_001, 700_000, 64), pages=3, hung_reads=hung_reads, file_size="8MiB")
+        one = rig(
+            components=(300_001, 700_000, 64), pages=3, hung_reads=hung_reads, file_size="8MiB"
+        )
         keys = chain(hung_reads, 3)
         assert all(one.put(keys))
         one.expect(keys)
@@ -238,7 +252,10 @@ def test_pages_longer_than_a_piece(rig):
         assert [page is None for page in one.get(keys)] == [False, True, False]
 
 
-@pytest.mark.parametrize("sizes", [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1,), (512 << 10,), ((512 << 10) - 64, 64), ((512 << 10) - 1, 2), (1, (1 << 20) + 1, 3)],
+)
 def test_split_buffers_cover_everything_in_order(sizes):
     from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, split_buffers
 
@@ -284,7 +301,9 @@ def test_another_process_without_a_server_is_refused(rig, tmp_path):
     one = rig()
     assert all(one.put(chain("a", 1)))
     answers = multiprocessing.get_context("spawn").Queue()
-    child = multiprocessing.get_context("spawn").Process(target=_open_in_child, args=(str(tmp_path / "store"), answers))
+    child = multiprocessing.get_context("spawn").Process(
+        target=_open_in_child, args=(str(tmp_path / "store"), answers)
+    )
     child.start()
     assert "another process" in answers.get(timeout=60)
     child.join()
@@ -410,7 +429,10 @@ def test_a_killed_server_loses_nothing(rig, server):
         ({"metadata_url": "http://a:1,b:1"}, "metadata_url: 'b:1' is no"),
         ({"metadata_url": "http://a:1,"}, "metadata_url: '' is no"),
         ({"metadata_url": "http://a:none"}, "metadata_url: 'http://a:none' is no"),
-        ({"metadata_url": ["http://a:1", "http://b:1", "http://a:1/"]}, "metadata_url: 'http://a:1' is named twice"),
+        (
+            {"metadata_url": ["http://a:1", "http://b:1", "http://a:1/"]},
+            "metadata_url: 'http://a:1' is named twice",
+        ),
         ({"metadata_url": []}, "metadata_url: an empty list"),
         ({"metadata_url": ["http://a:1", 2]}, "metadata_url"),
         ({"engine": "magic"}, "engine"),
@@ -423,11 +445,17 @@ def test_bad_options_are_named(tmp_path, options, message):
 
 def test_a_password_in_an_address_is_refused_and_not_told(tmp_path):
     with pytest.raises(ConfigError, match="meta:18000' is given with a user") as refused:
-        create_storage("hf3fs", identity(), {"path": str(tmp_path), "metadata_url": "http://me:secret@meta:18000"})
+        create_storage(
+            "hf3fs",
+            identity(),
+            {"path": str(tmp_path), "metadata_url": "http://me:secret@meta:18000"},
+        )
     assert "secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("given", ["http://a:1, https://b/", ["http://a:1/", "https://b"], ("http://a:1", "https://b")])
+@pytest.mark.parametrize(
+    "given", ["http://a:1, https://b/", ["http://a:1/", "https://b"], ("http://a:1", "https://b")]
+)
 def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given):
     config = parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given})
     assert config.metadata_urls == ("http://a:1", "https://b")
@@ -435,7 +463,10 @@ def test_several_servers_are_a_list_or_separated_by_commas(tmp_path, given):
 
 @pytest.mark.parametrize("given", [None, ""])
 def test_without_an_address_there_is_no_server(tmp_path, given):
-    assert parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given}).metadata_urls == ()
+    assert (
+        parse_config(Hf3fsConfig, {"path": str(tmp_path), "metadata_url": given}).metadata_urls
+        == ()
+    )
 
 
 def test_health_names_the_server(rig, server):
@@ -482,13 +513,16 @@ def test_a_storage_names_its_model_once(rig, server):
     one = rig(metadata_url=server.url)
     assert all(one.put(chain("a", 8)))
     until = time.monotonic() + PATIENCE_SECONDS
-    while f'hicache_metadata_scope_info{{model="{identity().model}",scope="{one.scope.name}"}} 1.0'.encode() not in metrics(
-        server
+    while (
+        f'hicache_metadata_scope_info{{model="{identity().model}",scope="{one.scope.name}"}} 1.0'.encode()
+        not in metrics(server)
     ):
         assert time.monotonic() < until
         time.sleep(0.01)
     one.expect(chain("a", 8))
-    assert b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0' in metrics(server)
+    assert b'hicache_metadata_requests_total{route="/v2/describe",status="204"} 1.0' in metrics(
+        server
+    )
 
 
 def metrics(server):
@@ -509,7 +543,9 @@ def test_engines_close_their_threads(rig):
     assert all(one.put(chain("a", 48)))
     one.expect(chain("a", 48))
     one.storage.close()
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-hf3fs"]
+    assert not [
+        thread for thread in set(threading.enumerate()) - before if thread.name == "hicache-hf3fs"
+    ]
 
 
 def test_the_directory_is_told_of_reads(mine):

@@ -36,20 +36,29 @@ class Requests:
 
 
 def test_neighbours_go_together(one, monkeypatch):
-    reads, writes, keys = Requests(monkeypatch, one, "read_into"), Requests(monkeypatch, one, "write_from"), chain("a", 20)
+    reads, writes, keys = (
+        Requests(monkeypatch, one, "read_into"),
+        Requests(monkeypatch, one, "write_from"),
+        chain("a", 20),
+    )
     together = IO_BYTES // one.scope.file.geometry.slot_bytes
     assert together == 7
     assert all(one.put(keys))
     one.expect(keys)
     for requests in (reads, writes):
         assert [len(slots) for slots in requests.slots] == [7, 7, 6]
-        assert [slot for slots in requests.slots for slot in slots] == [one.slot(key) for key in keys]
+        assert [slot for slots in requests.slots for slot in slots] == [
+            one.slot(key) for key in keys
+        ]
 
 
 def test_strangers_do_not(one, monkeypatch):
     keys = chain("a", 12)
     assert all(one.put(keys))
-    reads, asked = Requests(monkeypatch, one, "read_into"), [keys[at] for at in (0, 1, 3, 4, 5, 2, 11, 10, 8)]
+    reads, asked = (
+        Requests(monkeypatch, one, "read_into"),
+        [keys[at] for at in (0, 1, 3, 4, 5, 2, 11, 10, 8)],
+    )
     one.expect(asked)
     assert [len(slots) for slots in reads.slots] == [2, 3, 1, 1, 1, 1]
 
@@ -94,7 +103,10 @@ def test_damaged_pages_among_sound_ones_are_left_out(one):
         file.seek(one.scope.file.offset(one.slot(other[0])))
         one.overwrite(one.slot(keys[6]), file.read(one.scope.file.geometry.slot_bytes))
     one.overwrite(one.slot(keys[13]), bytes(one.scope.file.geometry.slot_bytes))
-    wanted = [None if number in (2, 6, 13) else content(key, 0, one.page_bytes) for number, key in enumerate(keys)]
+    wanted = [
+        None if number in (2, 6, 13) else content(key, 0, one.page_bytes)
+        for number, key in enumerate(keys)
+    ]
     assert one.get(keys) == wanted
 
 

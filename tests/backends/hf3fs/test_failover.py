@@ -73,7 +73,12 @@ def test_clients_are_spread_over_the_servers():
     assert min(firsts.values()) > 60
 
 
-@given(st.integers(1, 4), st.lists(st.sampled_from([RetryableError, NoResponseError, BusyError, DrainingError]), max_size=12))
+@given(
+    st.integers(1, 4),
+    st.lists(
+        st.sampled_from([RetryableError, NoResponseError, BusyError, DrainingError]), max_size=12
+    ),
+)
 def test_no_server_is_asked_again_before_all_others(count, failures):
     async def travel():
         some = servers(URLS[:count] if count < 4 else (*URLS, "http://d"))
@@ -84,7 +89,11 @@ def test_no_server_is_asked_again_before_all_others(count, failures):
             if not plan.advance(failure("")):
                 break
             again = failure is BusyError
-            assert plan.server.url == visited[-1] if again else plan.server.url not in visited or len(set(visited)) == count
+            assert (
+                plan.server.url == visited[-1]
+                if again
+                else plan.server.url not in visited or len(set(visited)) == count
+            )
             assert plan.needs_pause == (plan.server.url in visited)
             visited.append(plan.server.url)
         some.close()
@@ -134,7 +143,8 @@ def test_nobody_is_watched_after_the_close():
 
 
 def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
-    """Up to a limit, and drawn from a range, so that not all clients come back at once; until a request is answered."""
+    """Up to a limit, and drawn from a range, so that not all clients come back at once; until a
+    request is answered."""
     now, rests = 100.0, list[float]()
     monkeypatch.setattr(failover_module, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -202,14 +212,17 @@ def geometry(scope="0:kv-test"):
 
 
 class Client:
-    """A metadata client of some addresses, with a scope of its own; which server it asks first is known."""
+    """A metadata client of some addresses, with a scope of its own; which server it asks first is
+    known."""
 
     numbers = itertools.count()
 
     def __init__(self, ways):
         self.left = 0
         self.scope = f"{next(self.numbers)}:kv-test"
-        self.metadata = HttpMetadataClient([way.url for way in ways], on_failover=self._count, rng=random.Random(1))
+        self.metadata = HttpMetadataClient(
+            [way.url for way in ways], on_failover=self._count, rng=random.Random(1)
+        )
         self.metadata.declare(geometry(self.scope))
         [self.home] = [way for way in ways if way.url == self.metadata.endpoint]
         self.other = next(way for way in ways if way is not self.home)
@@ -218,11 +231,15 @@ class Client:
         self.left += 1
 
     def lookup(self, keys=("a",), seconds=PATIENCE_SECONDS):
-        return self.metadata.lookup([p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)).scopes[0]
+        return self.metadata.lookup(
+            [p.LookupScope(scope=self.scope, keys=list(keys))], Call(seconds)
+        ).scopes[0]
 
     def reserve(self, keys, seconds=PATIENCE_SECONDS):
         asked = [p.ReserveScope(scope=self.scope, keys=list(keys))]
-        return self.metadata.reserve(asked, Call(seconds), owner="me", lease_seconds=300.0).scopes[0]
+        return self.metadata.reserve(asked, Call(seconds), owner="me", lease_seconds=300.0).scopes[
+            0
+        ]
 
     def leased(self, server):
         scopes = Remote(server.url).call("/v2/scopes", None, p.Scopes).scopes
@@ -341,7 +358,9 @@ def test_a_client_that_waits_for_a_server_closes_at_once(client, monkeypatch):
     client.home.manner = Manner.HANGS
     client.lookup()
     begin = time.monotonic()
-    threads = [thread for thread in threading.enumerate() if thread.name == "hicache-metadata-client"]
+    threads = [
+        thread for thread in threading.enumerate() if thread.name == "hicache-metadata-client"
+    ]
     client.metadata.close()
     # Less than what `close` grants to requests that nobody waits for.
     assert time.monotonic() - begin < PATIENCE_SECONDS
@@ -352,7 +371,10 @@ def test_a_client_that_waits_for_a_server_closes_at_once(client, monkeypatch):
 
 
 def problem(status, code):
-    return reply(f"{status} No".encode(), msgspec.msgpack.encode({"code": code, "message": "no", "field": ""}))
+    return reply(
+        f"{status} No".encode(),
+        msgspec.msgpack.encode({"code": code, "message": "no", "field": ""}),
+    )
 
 
 class Pair:
@@ -373,7 +395,12 @@ class Pair:
 
     @property
     def keys(self):
-        lines = [line for _, requests in self._servers for data in requests for line in data.lower().split(b"\r\n")]
+        lines = [
+            line
+            for _, requests in self._servers
+            for data in requests
+            for line in data.lower().split(b"\r\n")
+        ]
         return {line for line in lines if line.startswith(b"idempotency-key")}
 
 
@@ -415,7 +442,11 @@ def test_each_server_that_drains_is_asked_once():
     with ExitStack() as stack:
         pair = Pair(stack, problem(503, "draining"))
         with pytest.raises(DrainingError):
-            pair.send("/v2/reserve", p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]), p.Leases)
+            pair.send(
+                "/v2/reserve",
+                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a"])]),
+                p.Leases,
+            )
         assert (pair.asked, len(pair.keys)) == ([1, 1], 1)
 
 
@@ -435,7 +466,8 @@ def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two)
 
 
 def test_two_addresses_that_are_two_stores_lose_pages_and_are_told(server, server_two, caplog):
-    """Nothing can prove that addresses belong to one store. A scope that is not there is made anew."""
+    """Nothing can prove that addresses belong to one store. A scope that is not there is made
+    anew."""
     client = Client([server, server_two])
     with closing(client.metadata), caplog.at_level(logging.WARNING):
         client.metadata.refresh(Call(10))

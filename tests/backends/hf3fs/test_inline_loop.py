@@ -24,7 +24,13 @@ from tests.backends.hf3fs.listening import listening, reply
 ABOUT = reply(
     b"200 OK",
     msgspec.msgpack.encode(
-        p.About(protocol=p.PROTOCOL, server="test 0", instance="1", durability=p.Durability.PROCESS, limits=DEFAULTS)
+        p.About(
+            protocol=p.PROTOCOL,
+            server="test 0",
+            instance="1",
+            durability=p.Durability.PROCESS,
+            limits=DEFAULTS,
+        )
     ),
 )
 elsewhere = pytest.mark.parametrize("caller", [ANOTHER], indirect=True)
@@ -127,7 +133,8 @@ def test_calls_at_the_same_time_are_all_answered():
 
 @elsewhere
 def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used(caller, monkeypatch):
-    """A server closes those that are idle; a client that did not look would take its request for failed, and the server for ill."""
+    """A server closes those that are idle; a client that did not look would take its request for
+    failed, and the server for ill."""
     monkeypatch.setattr(inline_loop, "IDLE_SECONDS", 0.0)
     answered, closed = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -141,7 +148,9 @@ def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used(caller, m
         refuse_work(client, monkeypatch)
         for count in range(1, 4):
             # aiohttp itself would ask again for a GET.
-            assert client.send("/v2/clear", p.Clear(scopes=["0:kv"]), p.Cleared, Call(10)).pages == [3]
+            assert client.send(
+                "/v2/clear", p.Clear(scopes=["0:kv"]), p.Cleared, Call(10)
+            ).pages == [3]
             answered.release()
             assert closed.acquire(timeout=30)
             assert len(requests) == count

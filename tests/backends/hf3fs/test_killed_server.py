@@ -16,7 +16,8 @@ from tests.backends.hf3fs.harness import Rig, chain, content
 
 DEADLINE_SECONDS = 1.0
 SLACK_SECONDS = 1.0 if "HICACHE_RACE_SECONDS" in os.environ else 20.0
-"""For a machine that is busy with something else: less than what the calls of a load would add up to without deadlines."""
+"""For a machine that is busy with something else: less than what the calls of a load would add up
+to without deadlines."""
 PATIENCE_SECONDS = 60.0
 LONGEST = 16
 SHARED = 40
@@ -36,7 +37,9 @@ class Ledger:
 
     def stored(self, keys, answers):
         with self.lock:
-            self.acknowledged.update(dict.fromkeys(key for key, ok in zip(keys, answers, strict=True) if ok))
+            self.acknowledged.update(
+                dict.fromkeys(key for key, ok in zip(keys, answers, strict=True) if ok)
+            )
 
     def some(self, chance, count):
         """Keys that were acknowledged to anybody, as a reader asks for them."""
@@ -44,7 +47,11 @@ class Ledger:
             return chance.sample(list(self.acknowledged), min(count, len(self.acknowledged)))
 
     def read(self, keys, found, page_bytes):
-        wrong = [key for key, page in zip(keys, found, strict=True) if page not in (None, content(key, 0, page_bytes))]
+        wrong = [
+            key
+            for key, page in zip(keys, found, strict=True)
+            if page not in (None, content(key, 0, page_bytes))
+        ]
         with self.lock:
             self.wrong += [f"wrong bytes for {key}" for key in wrong]
             self.misses += found.count(None)
@@ -54,13 +61,17 @@ class Ledger:
         with self.lock:
             self.longest = max(self.longest, seconds)
             if seconds > DEADLINE_SECONDS + SLACK_SECONDS:
-                self.wrong.append(f"{what} took {seconds:.2f} s, with a deadline of {DEADLINE_SECONDS} s")
+                self.wrong.append(
+                    f"{what} took {seconds:.2f} s, with a deadline of {DEADLINE_SECONDS} s"
+                )
 
 
 class Worker(threading.Thread):
     """An engine of its own: sets, gets and asks, each with a deadline."""
 
-    def __init__(self, number: int, rig: Rig, ledger: Ledger, seed: int, over: threading.Event) -> None:
+    def __init__(
+        self, number: int, rig: Rig, ledger: Ledger, seed: int, over: threading.Event
+    ) -> None:
         super().__init__(name=f"worker-{number}")
         self.number, self.rig, self.ledger, self.over = number, rig, ledger, over
         self.chance = random.Random(f"{seed}/{number}")
@@ -85,7 +96,9 @@ class Worker(threading.Thread):
         else:
             keys = self.ledger.some(chance, LONGEST)
             if what == "get":
-                self.ledger.read(keys, self.rig.get(keys, seconds=DEADLINE_SECONDS), self.rig.page_bytes)
+                self.ledger.read(
+                    keys, self.rig.get(keys, seconds=DEADLINE_SECONDS), self.rig.page_bytes
+                )
             else:
                 assert 0 <= self.rig.hits(keys, seconds=DEADLINE_SECONDS) <= len(keys)
         self.ledger.took(what, time.monotonic() - begin)
@@ -93,7 +106,8 @@ class Worker(threading.Thread):
 
 @pytest.mark.parametrize("seed", [1])
 def test_a_server_killed_at_random_instants_loses_nothing(rig, server, race_seconds, seed):
-    """No acknowledged page is lost, no byte is wrong, no call raises or takes longer than it may."""
+    """No acknowledged page is lost, no byte is wrong, no call raises or takes longer than it
+    may."""
     store = {"metadata_url": server.url, "file_size": "1GiB", "lease_seconds": 1.0}
     chance, ledger, over = random.Random(seed), Ledger(), threading.Event()
     workers = [Worker(number, rig(**store), ledger, seed, over) for number in range(3)]
@@ -103,7 +117,12 @@ def test_a_server_killed_at_random_instants_loses_nothing(rig, server, race_seco
     kills, until = 0, time.monotonic() + max(5.0, race_seconds)
 
     def enough():
-        return kills >= 2 and len(ledger.acknowledged) > 100 and ledger.hits > 100 and all(worker.turns for worker in workers)
+        return (
+            kills >= 2
+            and len(ledger.acknowledged) > 100
+            and ledger.hits > 100
+            and all(worker.turns for worker in workers)
+        )
 
     while time.monotonic() < until or not enough():
         assert time.monotonic() < until + PATIENCE_SECONDS, ledger.wrong

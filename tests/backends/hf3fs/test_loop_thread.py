@@ -29,7 +29,9 @@ def thread():
     made.close()
 
 
-@pytest.mark.parametrize("ask", [LoopThread.post, lambda thread, work: thread.run(work, 1.0)], ids=["post", "run"])
+@pytest.mark.parametrize(
+    "ask", [LoopThread.post, lambda thread, work: thread.run(work, 1.0)], ids=["post", "run"]
+)
 @pytest.mark.parametrize("served", [False, True], ids=["never started", "has served"])
 def test_a_closed_one_refuses_work_and_does_not_leave_it_lying(thread, ask, served):
     if served:

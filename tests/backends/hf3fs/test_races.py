@@ -1,4 +1,5 @@
-"""The races of the driver that this one replaces, D2 to D7: each forced, and unforced for `race_seconds`. No wrong byte is a hit."""
+"""The races of the driver that this one replaces, D2 to D7: each forced, and unforced for
+`race_seconds`. No wrong byte is a hit."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ LEASE_SECONDS = 10.0
 @pytest.fixture
 def shared(rig, server):
     """Storages on one small store with a server."""
-    return lambda **options: rig(**{"metadata_url": server.url, "file_size": SMALL, "lease_seconds": LEASE_SECONDS, **options})
+    return lambda **options: rig(
+        **{
+            "metadata_url": server.url,
+            "file_size": SMALL,
+            "lease_seconds": LEASE_SECONDS,
+            **options,
+        }
+    )
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -66,7 +74,8 @@ def recycle(writer, keys):
 
 @contextmanager
 def interrupted(thing, name, act, *, times=1, after=0):
-    """Let something else happen just before a call is done, some times, once some calls have passed."""
+    """Let something else happen just before a call is done, some times, once some calls have
+    passed."""
     real, calls = getattr(thing, name), []
 
     def stand_in(*arguments, **named):
@@ -86,7 +95,11 @@ def check(server, rig):
     """Every slot is in one state, and all is in order; the scope's numbers."""
     remote = Remote(server.url)
     assert remote.call("/v2/fsck", p.Fsck(), p.Checked).problems == []
-    [status] = [part for part in remote.call("/v2/scopes", None, p.Scopes).scopes if part.scope == rig.scope.name]
+    [status] = [
+        part
+        for part in remote.call("/v2/scopes", None, p.Scopes).scopes
+        if part.scope == rig.scope.name
+    ]
     assert status.free + status.leased + status.live + status.quarantined == status.slots
     return status
 
@@ -108,7 +121,10 @@ def test_d2_slots_are_recycled_between_the_lookup_and_the_read(mine, times):
     with interrupted(reader.store.engine, "read", again, times=times) as calls:
         found = reader.get(keys)
     assert calls
-    assert all(page in (None, content(key, 0, reader.page_bytes)) for key, page in zip(keys, found, strict=True))
+    assert all(
+        page in (None, content(key, 0, reader.page_bytes))
+        for key, page in zip(keys, found, strict=True)
+    )
     assert found == [None] * 8 or times > 1
     stats = reader.storage.get_stats()
     assert stats.pools["kv"].pages_damaged == 0
@@ -117,17 +133,25 @@ def test_d2_slots_are_recycled_between_the_lookup_and_the_read(mine, times):
 
 def test_d2_slots_are_recycled_in_the_middle_of_a_page(rig):
     """The first half of a page is read, the second is another page's by then."""
-    options = {"components": (300_000, 600_000), "pages": 8, "file_size": "4MiB", "quarantine_seconds": 0.0}
+    options = {
+        "components": (300_000, 600_000),
+        "pages": 8,
+        "file_size": "4MiB",
+        "quarantine_seconds": 0.0,
+    }
     reader, writer, keys = rig(**options), rig(**options), chain("a", 2)
     assert all(writer.put(keys))
-    with interrupted(posix_module, "read_into", lambda: recycle(writer, keys[:1]), after=1) as calls:
+    with interrupted(
+        posix_module, "read_into", lambda: recycle(writer, keys[:1]), after=1
+    ) as calls:
         assert reader.get(keys[:1]) == [None]
     assert len(calls) > 1
     assert reader.storage.get_stats().pools["kv"].pages_damaged == 0
 
 
 def test_d2_would_be_seen_here_without_verification(mine, monkeypatch):
-    """The control of this file: a reader that trusts the metadata server delivers other pages' bytes."""
+    """The control of this file: a reader that trusts the metadata server delivers other pages'
+    bytes."""
 
     class Believed:
         __hash__ = None
@@ -141,13 +165,20 @@ def test_d2_would_be_seen_here_without_verification(mine, monkeypatch):
     assert all(writer.put(keys))
     with interrupted(reader.store.engine, "read", lambda: recycle(writer, keys)):
         found = reader.get(keys)
-    wrong = [page not in (None, content(key, 0, reader.page_bytes)) for key, page in zip(keys, found, strict=True)]
+    wrong = [
+        page not in (None, content(key, 0, reader.page_bytes))
+        for key, page in zip(keys, found, strict=True)
+    ]
     assert any(wrong)
 
 
 def test_d2_unforced(mine, race_seconds):
-    """A writer recycles a small store as fast as it can, and a reader asks for what was just there."""
-    writer, reader = mine(components=(65_536,), file_size="1MiB"), mine(components=(65_536,), file_size="1MiB")
+    """A writer recycles a small store as fast as it can, and a reader asks for what was just
+    there."""
+    writer, reader = (
+        mine(components=(65_536,), file_size="1MiB"),
+        mine(components=(65_536,), file_size="1MiB"),
+    )
     written, over, failed = list[str](), threading.Event(), list[BaseException]()
 
     def write():
@@ -201,7 +232,8 @@ def test_d3_a_restarted_server_names_nobody_elses_slots(shared, server):
 
 
 def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp_path):
-    """What its file says of slots is old, and other pages are in them: misses, not one wrong byte."""
+    """What its file says of slots is old, and other pages are in them: misses, not one wrong
+    byte."""
     from hicache_conformance.harness.sparse_files import copy_file
 
     home, one, old, new = _home(server), shared(), chain("old", 8), chain("new", SLOTS)
@@ -223,7 +255,8 @@ def test_d3_a_server_set_back_to_an_older_state_is_found_out(shared, server, tmp
 
 
 def test_d3_unforced(shared, server, race_seconds):
-    """Killed again and again while every slot is recycled: no key leads to another's slot, nothing acknowledged last is lost."""
+    """Killed again and again while every slot is recycled: no key leads to another's slot, nothing
+    acknowledged last is lost."""
     one, other, chance = shared(lease_seconds=1.0), shared(lease_seconds=1.0), random.Random(2)
     written, until, kills = dict[str, None](), time.monotonic() + max(4.0, race_seconds), 0
     over, failed = threading.Event(), list[BaseException]()
@@ -233,7 +266,9 @@ def test_d3_unforced(shared, server, race_seconds):
             while not over.is_set():
                 keys = list(written)[-2 * SLOTS :]
                 for key, page in zip(keys, other.get(keys, seconds=1.0), strict=True):
-                    assert page in (None, content(key, 0, other.page_bytes)), f"wrong bytes for {key}"
+                    assert page in (None, content(key, 0, other.page_bytes)), (
+                        f"wrong bytes for {key}"
+                    )
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
 
@@ -300,7 +335,9 @@ def test_d5_the_slots_of_a_dead_writer_return(shared, server, tmp_path):
     assert one.hits(keys) == 0
     context = multiprocessing.get_context("spawn")
     stuck = context.Event()
-    child = context.Process(target=_stick_before_commit, args=(str(tmp_path / "store"), server.url, keys, stuck))
+    child = context.Process(
+        target=_stick_before_commit, args=(str(tmp_path / "store"), server.url, keys, stuck)
+    )
     child.start()
     assert stuck.wait(PATIENCE_SECONDS * 2)
     assert check(server, one).leased == SLOTS
@@ -368,12 +405,19 @@ def test_d6_what_is_committed_cannot_be_given_back(mine):
     one, key = mine(), chain("a", 1)
     metadata, scope = one.store.metadata, one.scope.name
     assert one.hits(key) == 0
-    [leases] = metadata.reserve([p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0).scopes
-    commit = p.CommitScope(scope=scope, leases=leases.leases, lengths=[one.page_bytes + 64], checksums=[1])
+    [leases] = metadata.reserve(
+        [p.ReserveScope(scope=scope, keys=key)], Call(5), owner="me", lease_seconds=5.0
+    ).scopes
+    commit = p.CommitScope(
+        scope=scope, leases=leases.leases, lengths=[one.page_bytes + 64], checksums=[1]
+    )
     assert metadata.commit([commit], Call(5)) == [[True]]
     metadata.abort([p.LeaseScope(scope=scope, leases=leases.leases)])
     for _ in range(3):
-        assert metadata.lookup([p.LookupScope(scope=scope, keys=key)], Call(5)).scopes[0].slots == leases.slots
+        assert (
+            metadata.lookup([p.LookupScope(scope=scope, keys=key)], Call(5)).scopes[0].slots
+            == leases.slots
+        )
         others = chain(os.urandom(4).hex(), 4)
         assert all(one.put(others))
         assert one.slot(key[0]) not in [one.slot(other) for other in others]
@@ -391,7 +435,9 @@ def test_d6_an_invented_lease_is_stale(mine):
 # D7: holes in a batch.
 
 
-@pytest.mark.parametrize("components", [(4096,), (1000, 3096), (512,) * 8], ids=["one", "two", "eight"])
+@pytest.mark.parametrize(
+    "components", [(4096,), (1000, 3096), (512,) * 8], ids=["one", "two", "eight"]
+)
 def test_d7_holes_stay_where_they_are(mine, components):
     one, keys = mine(components=components), chain("a", 8)
     assert all(one.put(keys))
@@ -410,14 +456,17 @@ def test_d7_a_page_is_evicted_between_exists_and_get(mine):
     assert one.hits(keys) == 6
     for gone in (0, 3, 5):
         assert other.storage.delete([keys[gone]]) == [True]
-    assert one.get(keys) == [None if n in (0, 3, 5) else content(key, 0, one.page_bytes) for n, key in enumerate(keys)]
+    assert one.get(keys) == [
+        None if n in (0, 3, 5) else content(key, 0, one.page_bytes) for n, key in enumerate(keys)
+    ]
 
 
 # All of it at once.
 
 
 def test_d4_to_d7_unforced(shared, server, race_seconds):
-    """Several clients set more than fits, read with holes, delete and clear: every page delivered is right, and no slot is lost."""
+    """Several clients set more than fits, read with holes, delete and clear: every page delivered
+    is right, and no slot is lost."""
     over, failed, seen = threading.Event(), list[BaseException](), Counter[str]()
 
     def work(number, one):
@@ -445,7 +494,9 @@ def test_d4_to_d7_unforced(shared, server, race_seconds):
     for thread in threads:
         thread.start()
     until = time.monotonic() + race_seconds
-    while time.monotonic() < until or (not (seen["hit"] and seen["miss"]) and time.monotonic() < until + PATIENCE_SECONDS):
+    while time.monotonic() < until or (
+        not (seen["hit"] and seen["miss"]) and time.monotonic() < until + PATIENCE_SECONDS
+    ):
         time.sleep(0.1)
     over.set()
     for thread in threads:

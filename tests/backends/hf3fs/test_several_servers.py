@@ -1,7 +1,9 @@
-"""Two metadata servers on one Redis, or on a cluster of three, under the load of eight engines: all are killed, one after another.
+"""Two metadata servers on one Redis, or on a cluster of three, under the load of eight engines: all
+are killed, one after another.
 
-While one server is away no page may be missed: calls go on with the other one, within their deadline. While the store is away they
-may be, and nothing is lost. `make servers` runs it for a minute each.
+While one server is away no page may be missed: calls go on with the other one, within their
+deadline. While the store is away they may be, and nothing is lost. `make servers` runs it for a
+minute each.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def engines(tmp_path, servers):
 
 @pytest.fixture
 def strikes(servers, store):
-    """Not begun. Without more time than for one round, of a cluster the node is struck that has the pages."""
+    """Not begun. Without more time than for one round, of a cluster the node is struck that has the
+    pages."""
     made = Strikes(servers, store.wait, seconds=SECONDS)
     short = len(store.processes) > 1 and not SECONDS
     made.plan = [partial(made.kill_server, server) for server in servers[: 1 if short else 2]]
@@ -86,7 +89,8 @@ def _keys(node):
 
 @pytest.mark.timeout(300 + 6 * SECONDS)
 def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes):
-    """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a grace; all come back."""
+    """No acknowledged page is lost, no byte is wrong, no call takes longer than its deadline and a
+    grace; all come back."""
     engines.open()
     strikes.start()
     try:
@@ -113,7 +117,10 @@ SET = Event(
 
 
 def made(call, at, **answer):
-    return Event(Begun(number=1, client="B", call=call, at=at, pool="kv", keys=KEYS), Ended(number=1, at=at + 1, **answer))
+    return Event(
+        Begun(number=1, client="B", call=call, at=at, pool="kv", keys=KEYS),
+        Ended(number=1, at=at + 1, **answer),
+    )
 
 
 def anomalies(*events, outages=()):
@@ -137,7 +144,12 @@ def test_wrong_bytes_are_never_excused():
 
 
 def test_a_delete_that_failed_while_the_store_was_away_may_have_been_made_or_not():
-    failed, later = made(Call.DELETE, 10, done=(True, False, False)), made(Call.GET, 30, found=(None, None, 1))
+    failed, later = (
+        made(Call.DELETE, 10, done=(True, False, False)),
+        made(Call.GET, 30, found=(None, None, 1)),
+    )
     assert anomalies(failed, later) == [(AnomalyKind.REMOVED, "c")]
     assert anomalies(failed, later, outages=[(5, 20)]) == []
-    assert anomalies(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [(AnomalyKind.REMOVED, "a")]
+    assert anomalies(failed, made(Call.GET, 30, found=(1, 1, 1)), outages=[(5, 20)]) == [
+        (AnomalyKind.REMOVED, "a")
+    ]

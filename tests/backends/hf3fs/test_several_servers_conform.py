@@ -1,5 +1,5 @@
-"""The conformance suite on two metadata servers and a Redis. `make servers` runs all of it, here are cases about servers and engines
-that are killed or hang."""
+"""The conformance suite on two metadata servers and a Redis. `make servers` runs all of it, here
+are cases about servers and engines that are killed or hang."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from hicache_conformance.model.settings import Settings
 from hicache_conformance.runner.child_process import run
 
 SERVE = (
-    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port:PORT}}'
+    f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
+    f"--port {{port:PORT}}"
     " --store redis://127.0.0.1:{port:redis}/0 --quarantine-seconds 0.02 --lease-seconds 1"
 )
 SERVICES = [
-    "redis-server --port {port:redis} --bind 127.0.0.1 --dir {tmp} --save '' --appendonly yes --appendfsync always",
+    (
+        "redis-server --port {port:redis} --bind 127.0.0.1 --dir {tmp} --save '' --appendonly yes "
+        "--appendfsync always"
+    ),
     *(SERVE.replace("PORT", name) for name in "ab"),
 ]
 URLS = "http://127.0.0.1:{port:a},http://127.0.0.1:{port:b}"
@@ -31,5 +35,7 @@ def test_the_driver_conforms_on_two_servers_and_a_redis():
     settings = Settings.fresh(1, "smoke", tuple(Level))
     ran = run("hf3fs", {"metadata_url": URLS}, settings, services=SERVICES, cases=CASES)
     assert ran.stream.finished, ran.log[-3000:]
-    assert [(case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS] == []
+    assert [
+        (case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS
+    ] == []
     assert len(ran.stream.outcomes) == len(CASES)

@@ -17,7 +17,13 @@ from tests.metadata_server.redis_servers import PATIENCE, until
 
 @contextmanager
 def three_nodes(directory, ports):
-    command = [sys.executable, "-m", "tests.backends.hf3fs.three_nodes", str(directory), *map(str, ports)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.backends.hf3fs.three_nodes",
+        str(directory),
+        *map(str, ports),
+    ]
     process = subprocess.Popen(command, cwd=Path(__file__).parents[3], start_new_session=True)
     try:
         until(lambda: accepts(ports[-1]), "the cluster does not come up")

@@ -127,7 +127,10 @@ def test_several_threads_share_the_rings(usrbio, library):
 
     def work():
         for _ in range(5):
-            jobs = [SlotRead(ObjectRead.aside(scope.namespace, key), scope.file, slot) for key, slot in places.items()]
+            jobs = [
+                SlotRead(ObjectRead.aside(scope.namespace, key), scope.file, slot)
+                for key, slot in places.items()
+            ]
             engine.read(jobs, Call(20))
             read.extend(jobs)
 
@@ -138,7 +141,9 @@ def test_several_threads_share_the_rings(usrbio, library):
         thread.join()
     assert len(read) == 4 * 5 * 24
     assert all(job.whole and job.fault is None for job in read)
-    assert all(b"".join(job.read.buffers) == content(job.read.key, 0, mine.page_bytes) for job in read)
+    assert all(
+        b"".join(job.read.buffers) == content(job.read.key, 0, mine.page_bytes) for job in read
+    )
     assert len([ring for ring in library.rings if ring.for_read]) <= 2
 
 
@@ -181,7 +186,9 @@ def test_nothing_is_left_behind(usrbio, library):
     assert library.registered
     mine.storage.close()
     assert not library.registered
-    assert {name for name in os.listdir("/dev/shm") if name.startswith(f"hicache-{os.getpid()}-")} == before
+    assert {
+        name for name in os.listdir("/dev/shm") if name.startswith(f"hicache-{os.getpid()}-")
+    } == before
     assert os.listdir(library.links) == []
 
 
@@ -190,7 +197,10 @@ def test_the_stand_in_finds_misuse(tmp_path):
     with open(tmp_path / "file", "w+b") as file:
         number = file.fileno()
         pages = SharedPages(8192)
-        vector, ring = library.make_iovec(pages, str(tmp_path)), library.make_ioring(str(tmp_path), 1, True)
+        vector, ring = (
+            library.make_iovec(pages, str(tmp_path)),
+            library.make_ioring(str(tmp_path), 1, True),
+        )
         pages.unlink()
         for wrong, message in (
             (lambda: ring.prepare(vector[0:4096], True, number, 0), "not registered"),
@@ -199,9 +209,17 @@ def test_the_stand_in_finds_misuse(tmp_path):
             (lambda: vector[0:9000], "beyond"),
             (lambda: ring.prepare(vector[0:4096], True, number, -1), "offset"),
             (lambda: ring.prepare(vector[0:4096], True, number, 100), "aligned differently"),
-            (lambda: ring.prepare(vector[0:4096], True, number, 0).prepare(vector[2048:4097], True, number, 0), "share memory"),
+            (
+                lambda: ring.prepare(vector[0:4096], True, number, 0).prepare(
+                    vector[2048:4097], True, number, 0
+                ),
+                "share memory",
+            ),
             (lambda: ring.wait(min_results=1, max_results=1), "for ever"),
-            (lambda: ring.wait(min_results=2, max_results=1, timeout=timedelta(seconds=1)), "at least 2"),
+            (
+                lambda: ring.wait(min_results=2, max_results=1, timeout=timedelta(seconds=1)),
+                "at least 2",
+            ),
             (lambda: ring.submit().submit(), "nothing was prepared"),
             (lambda: library.make_iovec(pages, "/elsewhere"), "another mount point"),
             (lambda: library.deregister_fd(0), "not registered"),

@@ -1,8 +1,10 @@
 """A Redis cluster of three as one command, for `hicache conformance run --start-server`.
 
-    python -m tests.backends.hf3fs.three_nodes {tmp} {port:r0} {port:r1} {port:r2} {port:b0} {port:b1} {port:b2} {port:whole}
+    python -m tests.backends.hf3fs.three_nodes {tmp} {port:r0} {port:r1} {port:r2} {port:b0}
+    {port:b1} {port:b2} {port:whole}
 
-The last port accepts connections when the cluster serves. What the nodes have written outlives them.
+The last port accepts connections when the cluster serves. What the nodes have written outlives
+them.
 """
 
 from __future__ import annotations
@@ -20,9 +22,13 @@ def main(directory: str, *ports: str) -> None:
     nodes = list[RedisServer]()
     for number, (port, bus) in enumerate(zip(numbers[:3], numbers[3:6], strict=True)):
         node = RedisServer(
-            Path(directory) / f"redis-{number}", appendonly="yes", appendfsync="always",
-            cluster_enabled="yes", cluster_port=bus, cluster_node_timeout=2000,
-        )  # fmt: skip
+            Path(directory) / f"redis-{number}",
+            appendonly="yes",
+            appendfsync="always",
+            cluster_enabled="yes",
+            cluster_port=bus,
+            cluster_node_timeout=2000,
+        )
         node.port = port
         nodes.append(node)
     knows = (Path(directory) / "redis-0" / "nodes.conf").exists()

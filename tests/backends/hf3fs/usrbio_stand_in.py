@@ -1,6 +1,8 @@
-"""A stand-in for `hf3fs_fuse.io` that checks every argument as the published interface describes them, and moves real bytes.
+"""A stand-in for `hf3fs_fuse.io` that checks every argument as the published interface describes
+them, and moves real bytes.
 
-Written from the interface's description in the 3FS repository (`hf3fs_fuse/io.py`, `usrbio_binding.cc`, `UsrbIo.md`).
+Written from the interface's description in the 3FS repository (`hf3fs_fuse/io.py`,
+`usrbio_binding.cc`, `UsrbIo.md`).
 """
 
 from __future__ import annotations
@@ -15,19 +17,22 @@ import uuid
 from datetime import timedelta
 
 SECTOR = 512
-"""Storage targets are read past their page cache, in sectors: bytes that lie differently in a sector are copied once more."""
+"""Storage targets are read past their page cache, in sectors: bytes that lie differently in a
+sector are copied once more."""
 
 
 class Misuse(AssertionError):
-    """What the real library would answer with a crash, or with wrong bytes in somebody else's file."""
+    """What the real library would answer with a crash, or with wrong bytes in somebody else's
+    file."""
 
 
 class StandIn:
     """The functions of the module.
 
-    Trouble is set as attributes: `short` cuts so many results, `errors` fails so many, `excess` tells of more bytes than were
-    asked for; `hangs` keeps all results, `kept` so many of each ring; `idle` lets so many waits come back with nothing;
-    `refusals` are what the next submissions fail with.
+    Trouble is set as attributes: `short` cuts so many results, `errors` fails so many, `excess`
+    tells of more bytes than were asked for; `hangs` keeps all results, `kept` so many of each ring;
+    `idle` lets so many waits come back with nothing; `refusals` are what the next submissions fail
+    with.
     """
 
     def __init__(self, mount_point, seed=1):
@@ -52,7 +57,11 @@ class StandIn:
             raise Misuse(message)
 
     def extract_mount_point(self, path):
-        return self.mount_point if os.path.realpath(path).startswith(os.path.realpath(self.mount_point)) else None
+        return (
+            self.mount_point
+            if os.path.realpath(path).startswith(os.path.realpath(self.mount_point))
+            else None
+        )
 
     def register_fd(self, fd):
         self.check(fd not in self.registered, f"descriptor {fd} is registered twice")
@@ -60,18 +69,33 @@ class StandIn:
 
     def deregister_fd(self, fd):
         self.check(fd in self.registered, f"descriptor {fd} is not registered")
-        self.check(os.fstat(fd).st_ino == self.registered.pop(fd), f"descriptor {fd} was closed before it was deregistered")
+        self.check(
+            os.fstat(fd).st_ino == self.registered.pop(fd),
+            f"descriptor {fd} was closed before it was deregistered",
+        )
 
     def make_iovec(self, shm, hf3fs_mount_point, block_size=0, numa=-1):
         self.check(hf3fs_mount_point == self.mount_point, "another mount point")
         # The daemon maps what the name stands for, when it is told of it.
         with open(f"/dev/shm/{shm.name}", "r+b") as file:
             vector = Vector(self, mmap.mmap(file.fileno(), 0))
-        self.check(len(vector.memory) == len(shm.buf), "the memory has another length than its file")
+        self.check(
+            len(vector.memory) == len(shm.buf), "the memory has another length than its file"
+        )
         self.check(block_size == 0, f"blocks of {block_size} bytes, which no request may cross")
         return vector
 
-    def make_ioring(self, hf3fs_mount_point, entries, for_read=True, io_depth=0, priority=None, timeout=None, numa=-1, flags=0):
+    def make_ioring(
+        self,
+        hf3fs_mount_point,
+        entries,
+        for_read=True,
+        io_depth=0,
+        priority=None,
+        timeout=None,
+        numa=-1,
+        flags=0,
+    ):
         self.check(hf3fs_mount_point == self.mount_point, "another mount point")
         self.check(type(entries) is int and entries > 0, f"{entries} entries")
         ring = Ring(self, entries, for_read)
@@ -93,8 +117,12 @@ class Vector:
     def __getitem__(self, part):
         start, stop, step = part.indices(len(self.memory))
         self.library.check(step == 1, "a slice with steps")
-        self.library.check(part.start is None or part.start == start, f"slice {part} reaches beyond the memory")
-        self.library.check(part.stop is None or part.stop == stop, f"slice {part} reaches beyond the memory")
+        self.library.check(
+            part.start is None or part.start == start, f"slice {part} reaches beyond the memory"
+        )
+        self.library.check(
+            part.stop is None or part.stop == stop, f"slice {part} reaches beyond the memory"
+        )
         self.library.check(stop > start, f"slice {part} is empty")
         return Part(self, start, stop)
 
@@ -114,14 +142,25 @@ class Ring:
     def prepare(self, iov, read, fd, off, userdata=None):
         library = self.library
         library.check(isinstance(iov, Part), "no slice of a vector")
-        library.check(read is self.for_read, "a ring for reading and a request to write, or the other way round")
+        library.check(
+            read is self.for_read,
+            "a ring for reading and a request to write, or the other way round",
+        )
         library.check(fd in library.registered, f"descriptor {fd} is not registered")
-        library.check(os.fstat(fd).st_ino == library.registered[fd], f"descriptor {fd} stands for another file by now")
+        library.check(
+            os.fstat(fd).st_ino == library.registered[fd],
+            f"descriptor {fd} stands for another file by now",
+        )
         library.check(type(off) is int and off >= 0, f"offset {off!r}")
-        library.check((iov.start - off) % SECTOR == 0, f"memory at {iov.start} and file at {off} are aligned differently")
+        library.check(
+            (iov.start - off) % SECTOR == 0,
+            f"memory at {iov.start} and file at {off} are aligned differently",
+        )
         for other in (*self.prepared, *self.submitted):
             part = other[0]
-            apart = part.vector is not iov.vector or part.stop <= iov.start or iov.stop <= part.start
+            apart = (
+                part.vector is not iov.vector or part.stop <= iov.start or iov.stop <= part.start
+            )
             library.check(apart, "two requests in flight share memory")
         if len(self.prepared) + len(self.submitted) >= self.entries:
             raise OSError(errno.EAGAIN, "the ring is full")
@@ -140,7 +179,10 @@ class Ring:
         library = self.library
         library.check(timeout is None or isinstance(timeout, timedelta), f"timeout {timeout!r}")
         library.check(timeout is not None, "waits for ever for a daemon that may have died")
-        library.check(0 <= min_results <= max_results, f"at least {min_results} results, and {max_results} at most")
+        library.check(
+            0 <= min_results <= max_results,
+            f"at least {min_results} results, and {max_results} at most",
+        )
         # What was prepared may be begun at any time, submitted or not.
         self.submitted += self.prepared
         self.prepared = []
@@ -168,7 +210,9 @@ class Ring:
             library.short -= 1
             length = library.random.randint(1, length - 1)
         memory = memoryview(part.vector.memory)[part.start : part.start + length]
-        part.result = os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
+        part.result = (
+            os.preadv(fd, [memory], off) if self.for_read else os.pwritev(fd, [memory], off)
+        )
         if library.excess:
             library.excess -= 1
             part.result += 1

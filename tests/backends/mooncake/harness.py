@@ -27,12 +27,24 @@ class Rig:
         deadline: of each call, kept by the SDK's layer; None for the bare driver.
     """
 
-    def __init__(self, options, *, pages=64, components=COMPONENTS, dtype="bfloat16", who=None, deadline=None, **more):
+    def __init__(
+        self,
+        options,
+        *,
+        pages=64,
+        components=COMPONENTS,
+        dtype="bfloat16",
+        who=None,
+        deadline=None,
+        **more,
+    ):
         self.pool = ScratchPool(pages, components, dtype=dtype)
         self.driver = MooncakeStorage(who or identity(), MooncakeConfig(**{**options, **more}))
         self.storage = self.driver
         if deadline is not None:
-            self.storage = wrap(self.driver, StorageOptions(deadline_seconds=deadline, breaker_threshold=0))
+            self.storage = wrap(
+                self.driver, StorageOptions(deadline_seconds=deadline, breaker_threshold=0)
+            )
         self.storage.register_mem_host_pool_v2(self.pool, "kv")
         self.page_bytes = self.pool.geometry.page_bytes
 
@@ -62,7 +74,9 @@ class Rig:
         return self.storage.get_stats().pools["kv"]
 
     def _transfer(self, keys):
-        return PoolTransfer("kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64))
+        return PoolTransfer(
+            "kv", keys=list(keys), host_indices=torch.arange(len(keys) * 4, dtype=torch.int64)
+        )
 
     def _info(self, seconds):
         return HiCacheStorageExtraInfo(deadline_seconds=seconds)
@@ -73,13 +87,24 @@ class StrangersClient:
 
     def __init__(self, options, tenant="default"):
         self.store = library.new_store()
-        code = self.store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", options["master_server_address"], tenant_id=tenant)
+        code = self.store.setup(
+            "127.0.0.1",
+            "P2PHANDSHAKE",
+            0,
+            0,
+            "tcp",
+            "",
+            options["master_server_address"],
+            tenant_id=tenant,
+        )
         assert code == 0
 
     def put(self, name, data):
         buffer = bytearray(data)
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-        codes = self.store.batch_put_from_multi_buffers([name], [[address]], [[len(buffer)]], library.replicate_config(1))
+        codes = self.store.batch_put_from_multi_buffers(
+            [name], [[address]], [[len(buffer)]], library.replicate_config(1)
+        )
         assert codes == [0]
 
     def size(self, name):

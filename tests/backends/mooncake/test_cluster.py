@@ -14,7 +14,13 @@ from hicache_backends.mooncake.cluster import DevCluster
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
 
-COMMAND = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "mooncake", "dev-cluster"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from hicache_storage.cli.main import main; main()",
+    "mooncake",
+    "dev-cluster",
+]
 
 
 def is_alive(pid):
@@ -26,7 +32,8 @@ def is_alive(pid):
 
 
 def eventually_ended(pids):
-    """The kernel's signal to the children of a killed parent is on its way when the parent's end is known."""
+    """The kernel's signal to the children of a killed parent is on its way when the parent's end is
+    known."""
     until = time.monotonic() + 30
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -37,10 +44,14 @@ def children(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_the_command_stops_what_it_started(number):
     """It prints options that work, and nothing outlives it however it ends."""
-    with subprocess.Popen([*COMMAND, "--stores", "2", "--store-size", "16mb", "--json"], stdout=subprocess.PIPE) as command:
+    with subprocess.Popen(
+        [*COMMAND, "--stores", "2", "--store-size", "16mb", "--json"], stdout=subprocess.PIPE
+    ) as command:
         options = json.loads(command.stdout.readline())
         started = children(command.pid)
         assert len(started) == 3
@@ -68,13 +79,19 @@ def test_a_cluster_that_does_not_come_up():
 
 def test_without_the_library_the_command_names_the_fix():
     source = (
-        "import sys; sys.modules['mooncake'] = None; sys.argv = ['hicache', 'mooncake', 'dev-cluster']\n"
+        "import sys; sys.modules['mooncake'] = None; sys.argv = ['hicache', 'mooncake', "
+        "'dev-cluster']\n"
         "from hicache_storage.cli.main import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2
-    assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
+    assert (
+        "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("size", [16 << 20, 100_000_000])
@@ -97,16 +114,19 @@ def test_a_master_that_hangs_is_told_from_one_that_is_gone():
 
 
 def test_an_interrupted_process_is_interrupted():
-    """The library leaves signal handlers and masks as they are: SIGINT is Python's KeyboardInterrupt."""
+    """The library leaves signal handlers and masks as they are: SIGINT is Python's
+    KeyboardInterrupt."""
     script = (
         "import sys, json, signal, os, time\n"
         "from tests.backends.mooncake.harness import Rig\n"
         # What a shell starts behind `&` ignores it from its birth.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(0, [])\n"
+        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], "
+        "signal.pthread_sigmask(0, [])\n"
         "rig = Rig(json.loads(sys.argv[1]))\n"
         "rig.storage.open()\n"
-        "assert before == ([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], signal.pthread_sigmask(0, []))\n"
+        "assert before == ([signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, "
+        "signal.SIGHUP)], signal.pthread_sigmask(0, []))\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(30)\n"
@@ -115,7 +135,11 @@ def test_an_interrupted_process_is_interrupted():
     )
     with DevCluster(1, 16 << 20) as cluster:
         done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps(cluster.options)], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", script, json.dumps(cluster.options)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
     assert done.stdout.strip() == "interrupted", done.stderr
     assert done.returncode == 0

@@ -36,7 +36,11 @@ def test_what_counts_first(tmp_path):
             }
         )
     )
-    environment = {"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_MASTER": "variable:2", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "2gb"}
+    environment = {
+        "MOONCAKE_CONFIG_PATH": str(file),
+        "MOONCAKE_MASTER": "variable:2",
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE": "2gb",
+    }
     found = settings(environment, global_segment_size="1gb")
     assert found.global_segment_size == 1 << 30
     assert found.master_server_address == "variable:2"
@@ -61,14 +65,22 @@ def test_sizes_are_mooncakes():
     ("environment", "options", "complaint"),
     [
         ({}, {}, "'master_server_address'.*MOONCAKE_MASTER.*config_path"),
-        ({}, {"master_server_address": "master"}, "option 'master_server_address' is 'master'; write HOST:PORT"),
+        (
+            {},
+            {"master_server_address": "master"},
+            "option 'master_server_address' is 'master'; write HOST:PORT",
+        ),
         ({"MOONCAKE_MASTER": "m:99999"}, {}, r"\$MOONCAKE_MASTER is 'm:99999'"),
         (
             {"MOONCAKE_MASTER": "m:1", "MOONCAKE_GLOBAL_SEGMENT_SIZE": "lots"},
             {},
             r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 'lots'.*'4gb'",
         ),
-        ({}, {"master_server_address": "m:1", "local_buffer_size": -1}, "'local_buffer_size' is -1"),
+        (
+            {},
+            {"master_server_address": "m:1", "local_buffer_size": -1},
+            "'local_buffer_size' is -1",
+        ),
         ({}, {"master_adress": "m:1"}, "did you mean"),
         ({}, {"config_path": "/nowhere/mooncake.json"}, "'/nowhere/mooncake.json' cannot be read"),
     ],
@@ -79,12 +91,15 @@ def test_errors_name_the_setting_and_the_fix(environment, options, complaint):
 
 
 def test_how_reads_go():
-    """Over tcp a get can be left; where the memory of a pool is registered, pages come straight into it."""
+    """Over tcp a get can be left; where the memory of a pool is registered, pages come straight
+    into it."""
     assert buffer() == buffer(hung_reads="bounce_buffer") == 64 << 20
     assert buffer(buffer_size="1mb") == 1 << 20
     assert buffer(hung_reads="wait") is None
     assert buffer(protocol="RDMA") is None
-    with pytest.raises(ConfigError, match="for protocol 'tcp', and this is 'rdma'; leave it at 'auto'"):
+    with pytest.raises(
+        ConfigError, match="for protocol 'tcp', and this is 'rdma'; leave it at 'auto'"
+    ):
         buffer(protocol="rdma", hung_reads="bounce_buffer")
     with pytest.raises(ConfigError, match="'buffer_size' must not be 0"):
         buffer(buffer_size="0")
@@ -99,7 +114,9 @@ def test_a_file_that_asks_for_more(tmp_path):
     with pytest.raises(ConfigError, match="no JSON object"):
         settings(config_path=str(file))
     file.write_text(json.dumps({"master_server_address": 5}))
-    with pytest.raises(ConfigError, match=r"'master_server_address' in .* is 5, and has to be text"):
+    with pytest.raises(
+        ConfigError, match=r"'master_server_address' in .* is 5, and has to be text"
+    ):
         settings(config_path=str(file))
 
 
@@ -109,11 +126,19 @@ def test_masters_behind_a_name_service():
 
 
 def test_how_long_a_lookup_may_take(monkeypatch):
-    """As long as the library tries to connect, and twice as long as a request; shorter than the SDK's own deadline of 30 s."""
+    """As long as the library tries to connect, and twice as long as a request; shorter than the
+    SDK's own deadline of 30 s."""
     for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
         monkeypatch.delenv(name, raising=False)
-    assert max_lookup_seconds(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 5 + 2 * 2 < 30
-    assert max_lookup_seconds(settings(master_server_address="m:1", rpc_timeout_seconds=0.5)) == 4 * (0.5 + 1) + 2 * 0.5 + 2 * 2
+    assert (
+        max_lookup_seconds(settings(master_server_address="m:1"))
+        == 4 * (2 + 1) + 2 * 5 + 2 * 2
+        < 30
+    )
+    assert (
+        max_lookup_seconds(settings(master_server_address="m:1", rpc_timeout_seconds=0.5))
+        == 4 * (0.5 + 1) + 2 * 0.5 + 2 * 2
+    )
     assert max_lookup_seconds(settings(master_server_address="etcd://m:1")) is None
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "60000")
     assert max_lookup_seconds(settings(master_server_address="m:1")) == 4 * (2 + 1) + 2 * 60 + 2 * 2

@@ -23,8 +23,12 @@ def test_importing_and_constructing_need_no_library():
         "print('torch' in sys.modules, 'mooncake.store' in sys.modules, storage.health().detail)\n"
         "storage.close()\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("False False StorageUnavailableError: the master at 127.0.0.1:1 cannot be reached")
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(
+        "False False StorageUnavailableError: the master at 127.0.0.1:1 cannot be reached"
+    )
 
 
 def test_a_library_that_is_missing_is_named(cluster):
@@ -34,12 +38,19 @@ def test_a_library_that_is_missing_is_named(cluster):
         "identity = StorageIdentity(model='m', kv_dtype='b', page_size=1, layout='l')\n"
         f"create_storage('mooncake', identity, {cluster.options!r}).open()\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False
+    )
     assert "driver 'mooncake' cannot load Mooncake" in done.stderr
-    assert "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1" in done.stderr
+    assert (
+        "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
+        in done.stderr
+    )
 
 
-@pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
+@pytest.mark.parametrize(
+    "components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"]
+)
 @pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_pages_come_back(rig, way, components):
     one = rig(hung_reads=way, components=components)
@@ -54,14 +65,19 @@ def test_pages_come_back(rig, way, components):
     assert one.hits(keys) == 3
 
 
-@pytest.mark.parametrize("components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"])
+@pytest.mark.parametrize(
+    "components", [COMPONENTS, (200_000, 100_003)], ids=["gathered", "scattered"]
+)
 def test_pages_that_are_there_are_not_sent_again(rig, monkeypatch, components):
-    """The library finds them when it is to begin them; nothing is asked before, and nothing of them is read."""
+    """The library finds them when it is to begin them; nothing is asked before, and nothing of them
+    is read."""
     one, sent, asked = rig(components=components), [], []
     one.storage.open()
     connection = one.driver.handle._connection
     transfer, exist = connection.transfer, connection.exist
-    monkeypatch.setattr(connection, "transfer", lambda names, *rest: (sent.extend(names), transfer(names, *rest))[1])
+    monkeypatch.setattr(
+        connection, "transfer", lambda names, *rest: (sent.extend(names), transfer(names, *rest))[1]
+    )
     monkeypatch.setattr(connection, "exist", lambda names: (asked.append(names), exist(names))[1])
     keys = chain("there", 6)
     assert one.put(keys[:2]) == [True] * 2
@@ -92,7 +108,8 @@ def test_more_pages_than_one_request_takes(rig):
 
 
 def test_a_process_that_lends_memory(cluster, rig):
-    """Its pages are there for others as long as it is, and its memory is given back with its last storage."""
+    """Its pages are there for others as long as it is, and its memory is given back with its last
+    storage."""
     lender = rig(global_segment_size="32mb", who=identity(model="lender"))
     assert lender.driver.capabilities.durability is Durability.NONE
     keys = chain("lent", 8)
@@ -140,7 +157,8 @@ def test_threads_that_write_one_page(rig):
 
 @pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_threads_that_read_one_page(rig, way):
-    """The library remembers one lookup of a name in a client: they take turns, and all of them are served."""
+    """The library remembers one lookup of a name in a client: they take turns, and all of them are
+    served."""
     rigs = [rig(components=(200_000, 100_003), hung_reads=way) for _ in range(4)]
     keys, told = chain(f"readers {way}", 8), [None] * 4
     assert rigs[0].put(keys) == [True] * 8
@@ -188,7 +206,8 @@ def test_a_forked_child_is_refused(rig):
 
 
 def test_a_forked_child_opens_none_of_its_own(rig, cluster):
-    """The library's threads are not there, and it would hang; what is inherited is not closed, and the parent goes on."""
+    """The library's threads are not there, and it would hang; what is inherited is not closed, and
+    the parent goes on."""
     one = rig()
     assert one.put(["parent's"]) == [True]
     child = os.fork()
@@ -217,5 +236,7 @@ def test_a_child_forked_before_the_first_storage_opens_its_own(cluster):
         "if not child: os._exit(7 if stored == [True] else 1)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stored)\n"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == ["7", "[True]"], done.stderr

@@ -1,4 +1,5 @@
-"""Faults that a driver for Mooncake was found to have, on a real master (docs/mooncake.md lists them)."""
+"""Faults that a driver for Mooncake was found to have, on a real master (docs/mooncake.md lists
+them)."""
 
 from __future__ import annotations
 
@@ -66,11 +67,18 @@ def test_an_object_of_another_length(rig, stranger, way, length):
     assert one.put(keys) == [True] * 3
     stranger.remove(one.name(keys[1]))
     page = content(keys[1], 0, one.page_bytes)
-    wrong = {"half": page[: one.page_bytes // 2], "longer": page + bytes(100), "empty envelope": page + bytes(64)}[length]
+    wrong = {
+        "half": page[: one.page_bytes // 2],
+        "longer": page + bytes(100),
+        "empty envelope": page + bytes(64),
+    }[length]
     stranger.put(one.name(keys[1]), wrong)
     found = one.get(keys)
     assert found[1] is None
-    assert [found[0], found[2]] == [content(keys[0], 0, one.page_bytes), content(keys[2], 0, one.page_bytes)]
+    assert [found[0], found[2]] == [
+        content(keys[0], 0, one.page_bytes),
+        content(keys[2], 0, one.page_bytes),
+    ]
     assert one.stats.pages_damaged == 1
     assert one.hits(keys) == 1
     assert one.put(keys) == [True] * 3
@@ -99,7 +107,8 @@ def test_clear_is_this_namespaces(rig, cluster, stranger):
 
 
 def test_half_a_page_is_no_page(rig, stranger, way):
-    """Components lie in one object, so that there is no half; neighbours of a missing page are not touched."""
+    """Components lie in one object, so that there is no half; neighbours of a missing page are not
+    touched."""
     one = rig(hung_reads=way)
     keys = chain(f"half {way}", 3)
     one.put([keys[0], keys[2]])
@@ -129,7 +138,8 @@ def test_one_object_asked_for_twice(rig, way):
 
 
 def test_damage_is_repaired(rig, stranger, way):
-    """Other bytes of the right length: a miss, once counted, and gone for everybody until it is set again."""
+    """Other bytes of the right length: a miss, once counted, and gone for everybody until it is set
+    again."""
     one, other = rig(hung_reads=way), rig()
     keys = chain(f"damage {way}", 2)
     one.put(keys)
@@ -146,7 +156,9 @@ def test_a_key_that_somebody_else_is_writing(rig, stranger):
     one = rig(wait_seconds=0.1)
     [key] = chain("busy", 1)
     name = one.name(key)
-    assert stranger.store.batch_put_session_start([name], [one.page_bytes + 64], library.replicate_config(1)) == [0]
+    assert stranger.store.batch_put_session_start(
+        [name], [one.page_bytes + 64], library.replicate_config(1)
+    ) == [0]
     assert one.put([key]) == [False]
     assert one.hits([key]) == 0
     stranger.store.batch_put_session_revoke([name])

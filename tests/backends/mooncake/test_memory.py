@@ -82,7 +82,8 @@ def test_a_pool_that_is_refused_changes_nothing(cluster):
 
 
 def test_memory_that_the_transport_refuses(rig, monkeypatch):
-    """Over TCP it does not matter; elsewhere the pool is refused, and what was there before stays."""
+    """Over TCP it does not matter; elsewhere the pool is refused, and what was there before
+    stays."""
     one = rig()
     one.storage.open()
     handle = one.driver.handle
@@ -92,8 +93,14 @@ def test_memory_that_the_transport_refuses(rig, monkeypatch):
     handle.register("swa", [(1, 2)], None)
     assert handle._pools["swa"].regions == []
     settings = handle._connection.settings
-    monkeypatch.setattr(handle._connection, "settings", settings.__class__(**{**as_dict(settings), "protocol": "rdma"}))
-    with pytest.raises(InvalidPoolError, match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l"):
+    monkeypatch.setattr(
+        handle._connection,
+        "settings",
+        settings.__class__(**{**as_dict(settings), "protocol": "rdma"}),
+    )
+    with pytest.raises(
+        InvalidPoolError, match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l"
+    ):
         handle.register("kv", [(1, 2)], None)
     assert regions(one) == before
     assert registered(one) == known
@@ -102,11 +109,16 @@ def test_memory_that_the_transport_refuses(rig, monkeypatch):
 
 def test_a_page_larger_than_a_buffer(rig):
     one = rig(buffer_size=8192)
-    with pytest.raises(InvalidPoolError, match=r"pool 'kv': a page and its envelope have 9064 bytes.*'buffer_size' is 8192"):
+    with pytest.raises(
+        InvalidPoolError,
+        match=r"pool 'kv': a page and its envelope have 9064 bytes.*'buffer_size' is 8192",
+    ):
         one.storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
     assert one.put(["fits"]) == [True]
     one.expect(["fits"])
-    rig(buffer_size=8192, hung_reads="wait").storage.register_mem_host_pool_v2(ScratchPool(4, (9000,)), "kv")
+    rig(buffer_size=8192, hung_reads="wait").storage.register_mem_host_pool_v2(
+        ScratchPool(4, (9000,)), "kv"
+    )
 
 
 def as_dict(settings):

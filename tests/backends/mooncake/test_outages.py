@@ -1,4 +1,5 @@
-"""Masters that are killed, stores that are killed, and less memory than pages: no wrong byte, no exception, no hang."""
+"""Masters that are killed, stores that are killed, and less memory than pages: no wrong byte, no
+exception, no hang."""
 
 from __future__ import annotations
 
@@ -101,7 +102,10 @@ def test_the_master_is_killed_and_restarted():
 
 
 def test_the_master_hangs():
-    with DevCluster(1, 32 << 20) as cluster, under_load({**cluster.options, "rpc_timeout_seconds": 2}) as workers:
+    with (
+        DevCluster(1, 32 << 20) as cluster,
+        under_load({**cluster.options, "rpc_timeout_seconds": 2}) as workers,
+    ):
         wait_for_hits(workers)
         cluster.master.suspend()
         wait_for_calls(workers)
@@ -111,7 +115,8 @@ def test_the_master_hangs():
 
 @pytest.mark.parametrize("gone", ["kill", "suspend"])
 def test_lookups_end_by_themselves(gone):
-    """Within the time that the driver declares, in their caller's thread: the deadline is longer."""
+    """Within the time that the driver declares, in their caller's thread: the deadline is
+    longer."""
     with DevCluster(1, 16 << 20) as cluster:
         rig = Rig(cluster.options, deadline=60.0, rpc_timeout_seconds=0.5)
         longest = rig.driver.capabilities.lookup_seconds
@@ -130,7 +135,10 @@ def test_lookups_end_by_themselves(gone):
 
 
 def test_a_store_is_killed():
-    with DevCluster(2, 32 << 20, client_ttl_seconds=2) as cluster, under_load(cluster.options) as workers:
+    with (
+        DevCluster(2, 32 << 20, client_ttl_seconds=2) as cluster,
+        under_load(cluster.options) as workers,
+    ):
         wait_for_hits(workers)
         cluster.stores[0].kill()
         wait_for_hits(workers)
@@ -142,7 +150,9 @@ def test_a_store_is_killed():
 def test_a_store_hangs(component):
     """A get is left at its deadline, and what arrives later arrives in the driver's buffers."""
     with DevCluster(1, 32 << 20) as cluster:
-        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(component, component), pages=8)
+        rig = Rig(
+            cluster.options, deadline=DEADLINE_SECONDS, components=(component, component), pages=8
+        )
         keys = chain("hang", 8)
         assert rig.put(keys) == [True] * 8
         rig.expect(keys)
@@ -156,19 +166,28 @@ def test_a_store_hangs(component):
             assert time.monotonic() < until
             time.sleep(0.05)
         assert set(rig.pool.memory) == {UNTOUCHED}
-        while rig.put(keys) != [True] * 8 or rig.get(keys) != [content(key, 0, rig.page_bytes) for key in keys]:
+        while rig.put(keys) != [True] * 8 or rig.get(keys) != [
+            content(key, 0, rig.page_bytes) for key in keys
+        ]:
             assert time.monotonic() < until
             time.sleep(0.05)
         rig.storage.close()
 
 
 def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
-    """A get that reads straight into it waits until the library has given up, and then the pool is its owner's."""
+    """A get that reads straight into it waits until the library has given up, and then the pool is
+    its owner's."""
     # Mooncake's own patience, which is 30 s.
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "1")
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "1")
     with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
-        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(1 << 20, 64 << 10), pages=8, hung_reads="wait")
+        rig = Rig(
+            cluster.options,
+            deadline=DEADLINE_SECONDS,
+            components=(1 << 20, 64 << 10),
+            pages=8,
+            hung_reads="wait",
+        )
         keys, later = chain("late", 8), chain("later", 1)
         assert rig.put(keys) == [True] * 8
         rig.expect(keys)
@@ -176,7 +195,10 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
         assert rig.get(keys) == [None] * 8
         cluster.stores[0].resume()
         rig.pool.memory[:] = bytes([UNTOUCHED]) * len(rig.pool.memory)
-        reader, until = Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1), time.monotonic() + RECOVERY_SECONDS
+        reader, until = (
+            Rig(cluster.options, components=(1 << 20, 64 << 10), pages=1),
+            time.monotonic() + RECOVERY_SECONDS,
+        )
         while reader.put(later) != [True] or reader.get(later) == [None]:
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -186,7 +208,8 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
 
 
 def test_a_write_that_could_not_be_given_up():
-    """The library goes on believing that it is written; the next set of that page ends this, and stores it."""
+    """The library goes on believing that it is written; the next set of that page ends this, and
+    stores it."""
     with DevCluster(1, 16 << 20) as cluster:
         rig = Rig(cluster.options)
         rig.storage.open()
@@ -212,7 +235,13 @@ def test_a_write_that_could_not_be_given_up():
 def test_four_times_more_pages_than_memory(way):
     """Each batch is stored in part at least, what is read is right, and the last ones are there."""
     with DevCluster(1, 16 << 20, lease_milliseconds=50) as cluster:
-        rig = Rig(cluster.options, components=(32 << 10, 32 << 10), pages=16, deadline=10.0, hung_reads=way)
+        rig = Rig(
+            cluster.options,
+            components=(32 << 10, 32 << 10),
+            pages=16,
+            deadline=10.0,
+            hung_reads=way,
+        )
         stored = 0
         for batch in range(64):
             keys = chain(f"over {batch}", 16)

@@ -20,11 +20,14 @@ from hicache_storage.spec import CancellationToken, PageGeometry, PoolName, Stor
 from tests.backends.mooncake.harness import identity
 
 LENGTH = 100 + 64
-SPACE = Namespace(identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 16, (60, 40)))
+SPACE = Namespace(
+    identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 16, (60, 40))
+)
 
 
 class Scripted:
-    """Stands for a connection: answers codes, in the order in which it is asked, and lengths where it is asked for one."""
+    """Stands for a connection: answers codes, in the order in which it is asked, and lengths where
+    it is asked for one."""
 
     def __init__(self, codes, lengths=(), found=None):
         self.codes, self.lengths, self.found, self.operations = list(codes), list(lengths), found, 0
@@ -52,7 +55,10 @@ class Scripted:
 
 
 def reads(count):
-    return [ObjectRead(SPACE, f"key {number}", [memoryview(bytearray(60)), memoryview(bytearray(40))]) for number in range(count)]
+    return [
+        ObjectRead(SPACE, f"key {number}", [memoryview(bytearray(60)), memoryview(bytearray(40))])
+        for number in range(count)
+    ]
 
 
 @pytest.fixture
@@ -66,13 +72,24 @@ def alone():
 def ways(request, alone):
     if request.param == "bounce_buffer":
         return BufferedReader(1 << 16, alone)
-    return DirectReader(Blocks(lambda start, size: None), alone if request.param == "wait, tcp" else None)
+    return DirectReader(
+        Blocks(lambda start, size: None), alone if request.param == "wait, tcp" else None
+    )
 
 
 def test_answers(ways):
-    """A miss, an object of another length, and failed transfers, of which the length tells damage from faults."""
+    """A miss, an object of another length, and failed transfers, of which the length tells damage
+    from faults."""
     some = reads(7)
-    codes = [LENGTH, library.NOT_FOUND, 50, library.TRANSFER_FAILED, library.TRANSFER_FAILED, library.INVALID_PARAMS, -1]
+    codes = [
+        LENGTH,
+        library.NOT_FOUND,
+        50,
+        library.TRANSFER_FAILED,
+        library.TRANSFER_FAILED,
+        library.INVALID_PARAMS,
+        -1,
+    ]
     outcome = ways.read(Scripted(codes, [LENGTH, 50, library.NOT_FOUND]), some, Call())
     assert outcome.arrived == {some[0]}
     # Whether what has arrived is the page is another question.
@@ -82,7 +99,9 @@ def test_answers(ways):
     ]
 
 
-@pytest.mark.parametrize("answer", [library.RPC_TIMED_OUT, StorageUnavailableError("no master")], ids=["code", "error"])
+@pytest.mark.parametrize(
+    "answer", [library.RPC_TIMED_OUT, StorageUnavailableError("no master")], ids=["code", "error"]
+)
 def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     """It is asked once more at most: each request may take as long as the master is waited for."""
     connection = Scripted([library.TRANSFER_FAILED] * 5, [50, answer])
@@ -94,13 +113,19 @@ def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
 
 
 def test_what_a_lookup_answers(alone):
-    """What is not there is a miss, what it cannot tell a place of in memory is read by its name, and a fault is a fault."""
+    """What is not there is a miss, what it cannot tell a place of in memory is read by its name,
+    and a fault is a fault."""
     found = [0, library.NOT_FOUND, library.NO_REPLICA_IN_MEMORY, -1, 0]
-    for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
+    for way in (
+        DirectReader(Blocks(lambda start, size: None), alone),
+        BufferedReader(1 << 16, alone),
+    ):
         some, connection = reads(5), Scripted([LENGTH] * 3, found=found)
         outcome = way.read(connection, some, Call())
         assert outcome.arrived == {some[0], some[2], some[4]}
-        assert [name for names in connection.by_lookup for name in names] == names_of([some[0], some[4]])
+        assert [name for names in connection.by_lookup for name in names] == names_of(
+            [some[0], some[4]]
+        )
         assert connection.by_name == [names_of([some[2]])]
         assert [str(fault) for fault in outcome.faults] == ["an object cannot be read (code -1)"]
         assert not any(read.damaged for read in (some[1], some[3]))
@@ -128,21 +153,28 @@ def test_more_than_a_buffer_holds_is_looked_up_together(alone, monkeypatch, most
     assert [len(names) for names in connection.lookups] == together
 
 
-@pytest.mark.parametrize(("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)])
+@pytest.mark.parametrize(
+    ("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)]
+)
 def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code, after, left):
     monkeypatch.setattr(library, "HUNG_FRACTION", after)
     monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
-    for way in (DirectReader(Blocks(lambda start, size: None), alone), BufferedReader(1 << 16, alone)):
+    for way in (
+        DirectReader(Blocks(lambda start, size: None), alone),
+        BufferedReader(1 << 16, alone),
+    ):
         some, connection = reads(5), Scripted([LENGTH, code, LENGTH, LENGTH, LENGTH], [LENGTH])
         assert way.read(connection, some, Call()).arrived == {some[0], *some[5 - left :]}
         assert len(connection.by_lookup) == 2 + left
 
 
 @pytest.mark.parametrize(
-    ("large_from", "size", "threads"), [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)]
+    ("large_from", "size", "threads"),
+    [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)],
 )
 def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
-    """Four read large objects, if the buffer has room for four, and two small ones; each has memory of its own, and what all have read is answered."""
+    """Four read large objects, if the buffer has room for four, and two small ones; each has memory
+    of its own, and what all have read is answered."""
     monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
     monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
     together, places = threading.Barrier(threads), set()
@@ -155,17 +187,25 @@ def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
 
     thread_pool, some = ThreadPool(), reads(3 * threads)
     assert BufferedReader(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
-    assert sorted(place - min(places) for place in places) == [number * (size // threads) for number in range(threads)]
+    assert sorted(place - min(places) for place in places) == [
+        number * (size // threads) for number in range(threads)
+    ]
     thread_pool.close()
 
 
-@pytest.mark.parametrize(("code", "after", "again"), [(-800, 0.0, False), (-800, 60.0, True), (-704, 0.0, True)])
-def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(monkeypatch, alone, code, after, again):
+@pytest.mark.parametrize(
+    ("code", "after", "again"), [(-800, 0.0, False), (-800, 60.0, True), (-704, 0.0, True)]
+)
+def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
+    monkeypatch, alone, code, after, again
+):
     """Only what the library gives up goes on; what fails before that has ended."""
     monkeypatch.setattr(library, "ABANDON_SECONDS", after)
     blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
     for each in (DirectReader(blocks, None), by_buffers):
-        each.read(Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call())
+        each.read(
+            Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call()
+        )
     assert bool(blocks._spare) is again
     assert bool(by_buffers._buffers._spare) is again
     assert bool(memory._unsafe) is not again
@@ -189,7 +229,9 @@ def test_nothing_is_delivered_to_a_cancelled_call(alone):
 
     token = CancellationToken()
     call = Call(cancellation=token)
-    some = [ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)]
+    some = [
+        ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)
+    ]
     assert BufferedReader(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
 
 
@@ -198,7 +240,11 @@ def test_split_reads():
     some = reads(5)
     twice = some + some[:2] + some[:1]
     assert [list(part) for part in split_reads(some, 2)] == [some[:2], some[2:4], some[4:]]
-    assert [list(part) for part in split_reads(some, 9, 2 * LENGTH)] == [some[:2], some[2:4], some[4:]]
+    assert [list(part) for part in split_reads(some, 9, 2 * LENGTH)] == [
+        some[:2],
+        some[2:4],
+        some[4:],
+    ]
     assert [list(part) for part in split_reads(some, 9, 10)] == [[read] for read in some]
     assert [list(part) for part in split_reads(twice, 9)] == [some, some[:2], some[:1]]
     assert [list(part) for part in split_reads([], 9)] == []

@@ -72,7 +72,8 @@ def test_after_the_end_the_caller_works_alone():
 
 
 def test_threads_that_hang():
-    """Others find threads while there are some, and then work alone; the end waits for none of those that hang."""
+    """Others find threads while there are some, and then work alone; the end waits for none of
+    those that hang."""
     made, released, begun = ThreadPool(), threading.Event(), threading.Semaphore(0)
 
     def hang(_):
@@ -93,7 +94,9 @@ def test_threads_that_hang():
     made.run(work, range(2))
     assert done == list(range(5))
     made.close()
-    assert any(thread.name == "hicache-mooncake" and thread.daemon for thread in threading.enumerate())
+    assert any(
+        thread.name == "hicache-mooncake" and thread.daemon for thread in threading.enumerate()
+    )
     released.set()
     for caller in callers:
         caller.join(PATIENCE)

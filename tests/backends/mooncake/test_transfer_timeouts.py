@@ -32,10 +32,19 @@ def test_what_the_operator_has_set_stays(monkeypatch):
 
 @pytest.mark.parametrize(
     ("progress", "status", "after"),
-    [("10", "10", 9), ("77", "5", 4.5), ("5", "77", 4.5), ("", "", 27), ("0", "-3", 27), ("soon", "40", 27), ("40", "40", 36)],
+    [
+        ("10", "10", 9),
+        ("77", "5", 4.5),
+        ("5", "77", 4.5),
+        ("", "", 27),
+        ("0", "-3", 27),
+        ("soon", "40", 27),
+        ("40", "40", 36),
+    ],
 )
 def test_what_counts_as_hanging(monkeypatch, progress, status, after):
-    """What is no positive number counts for nothing, as for the library, whose own limit is 30 s."""
+    """What is no positive number counts for nothing, as for the library, whose own limit is 30
+    s."""
     monkeypatch.setenv(PROGRESS, progress)
     monkeypatch.setenv(STATUS, status)
     now = time.monotonic()
@@ -45,10 +54,13 @@ def test_what_counts_as_hanging(monkeypatch, progress, status, after):
 
 
 def test_a_store_that_hangs_for_good_keeps_no_thread(monkeypatch):
-    """The driver's limit counts for a library that is loaded already, and what a get has left behind comes back by it."""
+    """The driver's limit counts for a library that is loaded already, and what a get has left
+    behind comes back by it."""
     monkeypatch.setattr(library, "TRANSFER_TIMEOUTS", dict.fromkeys(library.TRANSFER_TIMEOUTS, "1"))
     with DevCluster(1, 32 << 20, client_ttl_seconds=60, lease_milliseconds=60_000) as cluster:
-        rig = Rig(cluster.options, deadline=DEADLINE_SECONDS, components=(32 << 10, 32 << 10), pages=4)
+        rig = Rig(
+            cluster.options, deadline=DEADLINE_SECONDS, components=(32 << 10, 32 << 10), pages=4
+        )
         keys = chain("hang", 4)
         assert rig.put(keys) == [True] * 4
         cluster.stores[0].suspend()

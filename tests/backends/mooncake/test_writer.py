@@ -37,8 +37,12 @@ class Scripted:
         self.chunks.append(list(names))
         for name, *places in zip(names, addresses, sizes, offsets, strict=True):
             parts = list(zip(*places, strict=True))
-            self.objects[name] = b"".join(ctypes.string_at(address, size) for address, size, _ in parts)
-            assert [offset for *_, offset in parts] == [sum(size for _, size, _ in parts[:at]) for at in range(len(parts))]
+            self.objects[name] = b"".join(
+                ctypes.string_at(address, size) for address, size, _ in parts
+            )
+            assert [offset for *_, offset in parts] == [
+                sum(size for _, size, _ in parts[:at]) for at in range(len(parts))
+            ]
         return [self.arrives(name) for name in names]
 
     def publish(self, names):
@@ -55,7 +59,9 @@ def no_library(monkeypatch):
 
 
 def made(thread_pool, gathers=True):
-    return PageWriter(Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, thread_pool, gathers=gathers)
+    return PageWriter(
+        Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, thread_pool, gathers=gathers
+    )
 
 
 @pytest.fixture
@@ -66,23 +72,34 @@ def alone():
 
 
 def writes(count, *components):
-    space = Namespace(identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 4 * count, components))
+    space = Namespace(
+        identity(), PoolName("kv"), PageGeometry("page_first", "bfloat16", 4, 4 * count, components)
+    )
     for number in range(count):
-        parts = [memoryview(bytearray(content(f"{number} {part}", 0, size))) for part, size in enumerate(components)]
+        parts = [
+            memoryview(bytearray(content(f"{number} {part}", 0, size)))
+            for part, size in enumerate(components)
+        ]
         yield ObjectWrite(space, f"key{number}", parts)
 
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_chunks(alone, gathers, monkeypatch):
-    """Small pages a few at a time, large ones in two shares, and all of them together where nothing is gathered; nothing is lost of any."""
+    """Small pages a few at a time, large ones in two shares, and all of them together where nothing
+    is gathered; nothing is lost of any."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 300_000)
     small, large = list(writes(5, 60_000, 40_000)), list(writes(5, 200_000, 100_000))
     some, others, connection = names_of(small), names_of(large), Scripted()
-    assert made(alone, gathers).write(connection, [*large, *small], Call()).stored == {*small, *large}
+    assert made(alone, gathers).write(connection, [*large, *small], Call()).stored == {
+        *small,
+        *large,
+    }
     every = [*others, *some]
     chunks = [others[:3], others[3:], some[:2], some[2:4], some[4:]]
     assert connection.chunks == (chunks if gathers else [every])
-    assert connection.objects == {name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)}
+    assert connection.objects == {
+        name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)
+    }
     assert connection.revoked == []
 
 
@@ -101,7 +118,9 @@ def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads)
 
     thread_pool, connection = ThreadPool(), Both()
     assert made(thread_pool).write(connection, sent, Call()).stored == set(sent)
-    assert connection.objects == {name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)}
+    assert connection.objects == {
+        name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)
+    }
     thread_pool.close()
 
 

@@ -1,4 +1,5 @@
-"""Drivers with SGLang's storage interface, each a class that a command line names: a right one, and wrong ones made of it.
+"""Drivers with SGLang's storage interface, each a class that a command line names: a right one, and
+wrong ones made of it.
 
 They need no SGLang: what they import of the contract has the names and fields of SGLang's own.
 """
@@ -22,7 +23,14 @@ class Shelf:
     def __init__(self, storage_config, kwargs):
         c = storage_config
         self.replicated = c.is_mla_model
-        self.owner = (c.model_name, c.pp_rank, c.pp_size, c.attn_cp_rank, c.attn_cp_size, c.is_mla_model)
+        self.owner = (
+            c.model_name,
+            c.pp_rank,
+            c.pp_size,
+            c.attn_cp_rank,
+            c.attn_cp_size,
+            c.is_mla_model,
+        )
         self.rank = (c.tp_rank, c.tp_size)
         self.pools = {}
 
@@ -48,7 +56,9 @@ class Shelf:
             else:
                 window = max(1, len(transfer.keys or ()))
                 there = [self.has(pool, key) for key in keys]
-                ends = {end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end])}
+                ends = {
+                    end for end in range(1, len(keys) + 1) if all(there[max(0, end - window) : end])
+                }
             told |= {pool: max(ends)} if ends else {}
             legal &= ends
         return PoolTransferResult(max(legal, default=0), told, sorted(legal))
@@ -126,7 +136,8 @@ class Compacts(Shelf):
 
 
 class Fragile(Shelf):
-    """Takes the process down when it is asked to clear, and does not come back from a key that climbs directories."""
+    """Takes the process down when it is asked to clear, and does not come back from a key that
+    climbs directories."""
 
     def clear(self):
         os._exit(7)

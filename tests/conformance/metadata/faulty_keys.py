@@ -38,7 +38,11 @@ class AcceptsAnotherSize(Reference):
 @plant("MD-INIT-3", field_fault="D16")
 class TakesAnySize(Desk):
     def meaning(self, path, body):
-        if path.endswith("/initialize") and isinstance(body, dict) and isinstance(body.get("num_pages"), int):
+        if (
+            path.endswith("/initialize")
+            and isinstance(body, dict)
+            and isinstance(body.get("num_pages"), int)
+        ):
             body = {**body, "num_pages": abs(body["num_pages"]) or 1}
         return super().meaning(path, body)
 
@@ -82,7 +86,9 @@ class AnswersOnlyOnce(Reference):
     def compatible(self, rank, operation, request, now):
         if operation == "exists":
             seen = list(dict.fromkeys(request.keys))
-            known = super().compatible(rank, operation, msgspec.structs.replace(request, keys=seen), now)["exists"]
+            known = super().compatible(
+                rank, operation, msgspec.structs.replace(request, keys=seen), now
+            )["exists"]
             return {"exists": [*known, *[False] * (len(request.keys) - len(seen))]}
         return super().compatible(rank, operation, request, now)
 
@@ -98,7 +104,9 @@ class _Folds(Desk):
 
     def meaning(self, path, body):
         if not path.startswith("/v2") and isinstance(body, dict):
-            body = {name: self.folded(value) if "key" in name else value for name, value in body.items()}
+            body = {
+                name: self.folded(value) if "key" in name else value for name, value in body.items()
+            }
         return super().meaning(path, body)
 
 
@@ -125,6 +133,8 @@ class LooksAtAThousand(Reference):
     def compatible(self, rank, operation, request, now):
         if operation == "exists":
             rest = len(request.keys[1000:])
-            answer = super().compatible(rank, operation, msgspec.structs.replace(request, keys=request.keys[:1000]), now)
+            answer = super().compatible(
+                rank, operation, msgspec.structs.replace(request, keys=request.keys[:1000]), now
+            )
             return {"exists": [*answer["exists"], *[False] * rest]}
         return super().compatible(rank, operation, request, now)

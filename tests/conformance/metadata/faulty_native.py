@@ -10,7 +10,9 @@ from tests.conformance.metadata.reference import LIMITS, Reference, Refused
 from tests.conformance.metadata.reference_server import Desk, Handler
 from tests.conformance.metadata.reference_state import LEASED, Scope
 
-FAULTS["ToldLimitsAreLower"] = Fault(breaks=("MD-API-2",), limits=msgspec.structs.replace(LIMITS, key_bytes=256))
+FAULTS["ToldLimitsAreLower"] = Fault(
+    breaks=("MD-API-2",), limits=msgspec.structs.replace(LIMITS, key_bytes=256)
+)
 
 
 @plant("MD-API-1")
@@ -25,7 +27,10 @@ class AnswersMsgpackWithJson(Handler):
 class LosesAnEntry(Reference):
     def lookup(self, request, now):
         answer = super().lookup(request, now)
-        short = [msgspec.structs.replace(found, checksums=found.checksums[:-1]) for found in answer.scopes]
+        short = [
+            msgspec.structs.replace(found, checksums=found.checksums[:-1])
+            for found in answer.scopes
+        ]
         return msgspec.structs.replace(answer, scopes=short)
 
 
@@ -38,7 +43,10 @@ class IsAlwaysTheSame(Reference):
 @plant("MD-API-3")
 class BeginsBeforeItLooks(Reference):
     def all_scopes(self, request, now):
-        return ((part, self.scope(part.scope, now, f"scopes[{i}].scope")) for i, part in enumerate(request.scopes))
+        return (
+            (part, self.scope(part.scope, now, f"scopes[{i}].scope"))
+            for i, part in enumerate(request.scopes)
+        )
 
 
 @plant("MD-API-3")
@@ -58,9 +66,15 @@ class KeepsTheOldPartApart(Reference):
 class IgnoresIdentities(Reference):
     def initialize(self, request, now):
         known = [
-            self.scopes[part.scope].geometry.identity if part.scope in self.scopes else part.identity for part in request.scopes
+            self.scopes[part.scope].geometry.identity
+            if part.scope in self.scopes
+            else part.identity
+            for part in request.scopes
         ]
-        parts = [msgspec.structs.replace(part, identity=identity) for part, identity in zip(request.scopes, known, strict=True)]
+        parts = [
+            msgspec.structs.replace(part, identity=identity)
+            for part, identity in zip(request.scopes, known, strict=True)
+        ]
         return super().initialize(p.Initialize(scopes=parts), now)
 
 
@@ -84,7 +98,10 @@ class NeverSaysBusy(Reference):
         named = {p.Reserved.BUSY: p.Reserved.FULL}
         return msgspec.structs.replace(
             answer,
-            scopes=[msgspec.structs.replace(s, states=[named.get(state, state) for state in s.states]) for s in answer.scopes],
+            scopes=[
+                msgspec.structs.replace(s, states=[named.get(state, state) for state in s.states])
+                for s in answer.scopes
+            ],
         )
 
 
@@ -226,7 +243,11 @@ class TakesLongPages(Scope):
 class IgnoresUnknownFields(Desk):
     def meaning(self, path, body):
         if path == "/v2/lookup" and isinstance(body, dict):
-            body = {name: value for name, value in body.items() if name in ("scopes", "pin_seconds", "touch")}
+            body = {
+                name: value
+                for name, value in body.items()
+                if name in ("scopes", "pin_seconds", "touch")
+            }
         return super().meaning(path, body)
 
 
@@ -234,7 +255,12 @@ class IgnoresUnknownFields(Desk):
 class CountsWrong(Reference):
     def list_scopes(self, now):
         answer = super().list_scopes(now)
-        return p.Scopes(scopes=[msgspec.structs.replace(scope, free=scope.slots - scope.live) for scope in answer.scopes])
+        return p.Scopes(
+            scopes=[
+                msgspec.structs.replace(scope, free=scope.slots - scope.live)
+                for scope in answer.scopes
+            ]
+        )
 
 
 @plant("MD-OPS-2")
@@ -287,7 +313,10 @@ class DropsWhatIsQuarantined(Reference):
 class DropsSomeOfSeveral(Reference):
     def drop(self, request, now):
         return p.Dropped(
-            slots=[super(DropsSomeOfSeveral, self).drop(p.Drop(scopes=[name]), now).slots[0] for name in request.scopes]
+            slots=[
+                super(DropsSomeOfSeveral, self).drop(p.Drop(scopes=[name]), now).slots[0]
+                for name in request.scopes
+            ]
         )
 
 

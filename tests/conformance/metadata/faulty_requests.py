@@ -27,16 +27,19 @@ class BreaksOnBadJson(Handler):
 class NamesNoField(Desk):
     def execute(self, now, path, body, once):
         status, answer = super().execute(now, path, body, once)
-        return status, p.Problem(code="invalid", message="bad request") if status == 422 and not path.startswith(
-            "/v2"
-        ) else answer
+        return status, p.Problem(
+            code="invalid", message="bad request"
+        ) if status == 422 and not path.startswith("/v2") else answer
 
 
 @plant("MD-REQ-3", field_fault="D16")
 class ReadsTextAsKeys(Desk):
     def meaning(self, path, body):
         if isinstance(body, dict) and isinstance(body.get("keys"), str):
-            body = {**body, "keys": [[key, ""] if "reserve" in path else key for key in body["keys"]]}
+            body = {
+                **body,
+                "keys": [[key, ""] if "reserve" in path else key for key in body["keys"]],
+            }
         return super().meaning(path, body)
 
 
@@ -117,7 +120,11 @@ class TellsItsHealthWhenItHasTime(Handler):
 @plant("MD-AUTH-3")
 class TakesOrdersFromAnyPage(Handler):
     def foreign(self):
-        return super().foreign() if "Origin" not in self.headers and "Sec-Fetch-Site" not in self.headers else ""
+        return (
+            super().foreign()
+            if "Origin" not in self.headers and "Sec-Fetch-Site" not in self.headers
+            else ""
+        )
 
 
 @plant("MD-AUTH-3")

@@ -11,7 +11,9 @@ from tests.conformance.metadata.reference import LIMITS
 from tests.conformance.metadata.reference_server import Desk
 
 
-@plant("MD-DUR-1", field_fault="D3", restarts=True, only=("test_confirmed_keys", "test_deleted_keys"))
+@plant(
+    "MD-DUR-1", field_fault="D3", restarts=True, only=("test_confirmed_keys", "test_deleted_keys")
+)
 class WritesDownLater(Desk):
     """What it was told in the last second is lost with it."""
 
@@ -24,7 +26,9 @@ class WritesDownLater(Desk):
         try:
             with self.lock:
                 now = time.time()
-                self.late.append((now, msgspec.json.encode([now, path, body, once]).decode() + "\n"))
+                self.late.append(
+                    (now, msgspec.json.encode([now, path, body, once]).decode() + "\n")
+                )
                 while kept and self.late and self.late[0][0] < now - 1:
                     kept.write(self.late.pop(0)[1])
                 return self.execute(now, path, body, once)
@@ -32,7 +36,12 @@ class WritesDownLater(Desk):
             self.journal = kept
 
 
-@plant("MD-DUR-2", restarts=True, only=("test_killed_under_load",), limits=msgspec.structs.replace(LIMITS, lease_seconds=1))
+@plant(
+    "MD-DUR-2",
+    restarts=True,
+    only=("test_killed_under_load",),
+    limits=msgspec.structs.replace(LIMITS, lease_seconds=1),
+)
 class LosesWhatWasReserved(Desk):
     def __init__(self, reference, journal=None):
         super().__init__(reference, journal)

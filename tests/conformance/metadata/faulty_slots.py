@@ -1,4 +1,5 @@
-"""Servers with one planted fault each in how the compatible part gives slots away and takes them back."""
+"""Servers with one planted fault each in how the compatible part gives slots away and takes them
+back."""
 
 from __future__ import annotations
 
@@ -64,11 +65,19 @@ class ShowsWhatIsReserved(Reference):
         answer = super().compatible(rank, operation, request, now)
         if operation == "exists":
             leasing = self.scope(f"{rank}:{request.namespace}", now).leasing
-            answer["exists"] = [flag or key in leasing for key, flag in zip(request.keys, answer["exists"], strict=True)]
+            answer["exists"] = [
+                flag or key in leasing
+                for key, flag in zip(request.keys, answer["exists"], strict=True)
+            ]
         return answer
 
 
-@plant("MD-RES-6", "MD-LEASE-3", field_fault="D5", limits=msgspec.structs.replace(LIMITS, lease_seconds=0.5))
+@plant(
+    "MD-RES-6",
+    "MD-LEASE-3",
+    field_fault="D5",
+    limits=msgspec.structs.replace(LIMITS, lease_seconds=0.5),
+)
 class LeasesForEver(Scope):
     def lease(self, key, prefix, owner, lease, until):
         return super().lease(key, prefix, owner, lease, until + 3600)
@@ -105,7 +114,12 @@ class ConfirmsOtherKeysSlots(Reference):
 class TakesAnySlot(Reference):
     def confirm(self, scope, written, released, now):
         limit = len(scope.slots)
-        super().confirm(scope, [pair for pair in written if pair[1] < limit], [index for index in released if index < limit], now)
+        super().confirm(
+            scope,
+            [pair for pair in written if pair[1] < limit],
+            [index for index in released if index < limit],
+            now,
+        )
 
 
 @plant("MD-CONF-4", field_fault="D6")

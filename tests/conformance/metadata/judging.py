@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 def listening(fault: str = "", **options: object) -> Iterator[RemoteServer]:
     """A reference server of this process."""
     made = server(fault, **options)
-    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield RemoteServer(f"http://127.0.0.1:{made.server_address[1]}")
@@ -45,19 +47,28 @@ def served(fault: str = "") -> Served:
 
 
 def judged(
-    place: RemoteServer, *, seed: int = 1, levels: tuple[Level, ...] = tuple(Level), tokens: bool = False, **options: object
+    place: RemoteServer,
+    *,
+    seed: int = 1,
+    levels: tuple[Level, ...] = tuple(Level),
+    tokens: bool = False,
+    **options: object,
 ) -> Judgement:
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
     settings = Settings.fresh(seed, "smoke", levels)
-    order = RunRequest(server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options})
+    order = RunRequest(
+        server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options}
+    )
     return judge_run(order, run(order))
 
 
 def judged_fault(name: str, seed: int = 1) -> Judgement:
     """The verdict on a faulty server, by the cases of the rules that it breaks."""
     fault = FAULTS[name]
-    cases = fault.only or [case.name for case in protocol_cases().values() if set(fault.breaks) & set(case.rules)]
+    cases = fault.only or [
+        case.name for case in protocol_cases().values() if set(fault.breaks) & set(case.rules)
+    ]
     if fault.restarts:
         with served(name) as place:
             return judged(place, seed=seed, cases=cases)
@@ -68,7 +79,11 @@ def judged_fault(name: str, seed: int = 1) -> Judgement:
 
 def broken(judgement: Judgement) -> dict[str, str]:
     """The rules that a server breaks, and what was said."""
-    return {result.rule.id: result.reason for result in judgement.rules if result.outcome is Outcome.FAIL}
+    return {
+        result.rule.id: result.reason
+        for result in judgement.rules
+        if result.outcome is Outcome.FAIL
+    }
 
 
 def conforms_entirely(judgement: Judgement) -> None:

@@ -1,4 +1,5 @@
-"""What is known about a server with a planted fault, and how the modules `faulty_*.py` register theirs."""
+"""What is known about a server with a planted fault, and how the modules `faulty_*.py` register
+theirs."""
 
 from __future__ import annotations
 
@@ -36,12 +37,15 @@ FAULTS: dict[str, Fault] = {}
 
 
 def plant(*breaks: str, field_fault: str = "", **options: Any):
-    """Register a class as a fault: of the scope, the operations, the desk or HTTP, by what it inherits."""
+    """Register a class as a fault: of the scope, the operations, the desk or HTTP, by what it
+    inherits."""
 
     def register(made: type) -> type:
         kinds = {Scope: "scope", Reference: "reference", Desk: "desk", Handler: "handler"}
         part = next(part for base, part in kinds.items() if issubclass(made, base))
-        FAULTS[made.__name__] = Fault(breaks=breaks, field_fault=field_fault, **{part: made}, **options)
+        FAULTS[made.__name__] = Fault(
+            breaks=breaks, field_fault=field_fault, **{part: made}, **options
+        )
         return made
 
     return register

@@ -1,4 +1,5 @@
-"""The operations of a metadata server that keeps the protocol: `docs/metadata-protocol.md` as a program."""
+"""The operations of a metadata server that keeps the protocol: `docs/metadata-protocol.md` as a
+program."""
 
 from __future__ import annotations
 
@@ -10,9 +11,17 @@ from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.reference_state import Scope
 
 LIMITS = p.Limits(
-    body_bytes=4_000_000, keys=20_000, scopes=16, key_bytes=1024, lease_seconds=3, least_lease_seconds=0.2, most_lease_seconds=60,
-    most_pin_seconds=30, quarantine_seconds=0.2, idempotency_seconds=60,
-)  # fmt: skip
+    body_bytes=4_000_000,
+    keys=20_000,
+    scopes=16,
+    key_bytes=1024,
+    lease_seconds=3,
+    least_lease_seconds=0.2,
+    most_lease_seconds=60,
+    most_pin_seconds=30,
+    quarantine_seconds=0.2,
+    idempotency_seconds=60,
+)
 
 
 class Refused(Exception):
@@ -43,31 +52,64 @@ class Reference:
 
     def all_scopes(self, request: Any, now: float) -> list[tuple[Any, Scope]]:
         """The scopes of a request, before anything is done to any."""
-        return [(part, self.scope(part.scope, now, f"scopes[{i}].scope")) for i, part in enumerate(request.scopes)]
+        return [
+            (part, self.scope(part.scope, now, f"scopes[{i}].scope"))
+            for i, part in enumerate(request.scopes)
+        ]
 
     def check_limits(self, request: Any) -> None:
         parts = getattr(request, "scopes", [])
         if len(parts) > self.limits.scopes:
-            raise Refused(413, "too_large", f"{len(parts)} scopes, {self.limits.scopes} is the limit", "scopes")
-        lists = [(f"scopes[{i}].", part) for i, part in enumerate(parts) if not isinstance(part, str)] or [("", request)]
+            raise Refused(
+                413,
+                "too_large",
+                f"{len(parts)} scopes, {self.limits.scopes} is the limit",
+                "scopes",
+            )
+        lists = [
+            (f"scopes[{i}].", part) for i, part in enumerate(parts) if not isinstance(part, str)
+        ] or [("", request)]
         seen = 0
         for where, part in lists:
             for name in ("keys", "leases", "written_keys_to_confirm", "pages_to_release"):
                 entries = getattr(part, name, [])
                 seen += len(entries)
                 if seen > self.limits.keys:
-                    raise Refused(413, "too_large", f"more than {self.limits.keys} entries", where + name)
+                    raise Refused(
+                        413, "too_large", f"more than {self.limits.keys} entries", where + name
+                    )
                 for i, entry in enumerate(entries):
-                    key = entry if isinstance(entry, str) else entry[0] if isinstance(entry, tuple) else ""
+                    key = (
+                        entry
+                        if isinstance(entry, str)
+                        else entry[0]
+                        if isinstance(entry, tuple)
+                        else ""
+                    )
                     if len(key.encode("utf-8", "surrogatepass")) > self.limits.key_bytes:
-                        raise Refused(422, "invalid", f"a key of more than {self.limits.key_bytes} bytes", f"{where}{name}[{i}]")
+                        raise Refused(
+                            422,
+                            "invalid",
+                            f"a key of more than {self.limits.key_bytes} bytes",
+                            f"{where}{name}[{i}]",
+                        )
             for name in ("prefixes", "generations", "lengths", "checksums"):
-                column, rows = getattr(part, name, None), len(getattr(part, "leases", None) or getattr(part, "keys", ()))
-                if column is not None and len(column) != rows and (column or name in ("lengths", "checksums")):
+                column, rows = (
+                    getattr(part, name, None),
+                    len(getattr(part, "leases", None) or getattr(part, "keys", ())),
+                )
+                if (
+                    column is not None
+                    and len(column) != rows
+                    and (column or name in ("lengths", "checksums"))
+                ):
                     raise Refused(422, "invalid", f"{len(column)} entries for {rows}", where + name)
 
     def lease_seconds(self, wish: float | None) -> float:
-        return min(max(wish or self.limits.lease_seconds, self.limits.least_lease_seconds), self.limits.most_lease_seconds)
+        return min(
+            max(wish or self.limits.lease_seconds, self.limits.least_lease_seconds),
+            self.limits.most_lease_seconds,
+        )
 
     # The native part.
 
@@ -81,12 +123,23 @@ class Reference:
         created = [wanted.scope not in self.scopes for wanted in request.scopes]
         earlier = request.earlier_lease_seconds or [0.0] * len(request.scopes)
         if len(earlier) != len(request.scopes):
-            raise Refused(422, "invalid", f"{len(earlier)} entries for {len(request.scopes)}", "earlier_lease_seconds")
+            raise Refused(
+                422,
+                "invalid",
+                f"{len(earlier)} entries for {len(request.scopes)}",
+                "earlier_lease_seconds",
+            )
         for wanted, seconds in zip(request.scopes, earlier, strict=True):
             if wanted.scope not in self.scopes:
-                scope = self.scopes[wanted.scope] = self.kind_of_scope(wanted, self.limits.quarantine_seconds)
+                scope = self.scopes[wanted.scope] = self.kind_of_scope(
+                    wanted, self.limits.quarantine_seconds
+                )
                 if seconds:
-                    scope.close(now + min(seconds, self.limits.most_lease_seconds) + self.limits.quarantine_seconds)
+                    scope.close(
+                        now
+                        + min(seconds, self.limits.most_lease_seconds)
+                        + self.limits.quarantine_seconds
+                    )
         return p.Initialized(created=created)
 
     def describe(self, request: p.Describe, now: float) -> None:
@@ -123,19 +176,29 @@ class Reference:
             pairs = list(zip(part.keys, part.prefixes or [""] * len(part.keys), strict=True))
             states = self.reserve_in(scope, pairs, request.owner, now, seconds)
             known = {p.Reserved.LEASED: scope.leasing, p.Reserved.EXISTS: scope.live}
-            slots = [known[state][key] if state in known else p.NO_SLOT for key, state in zip(part.keys, states, strict=True)]
+            slots = [
+                known[state][key] if state in known else p.NO_SLOT
+                for key, state in zip(part.keys, states, strict=True)
+            ]
             leased = [
-                scope.slots[slot] if state is p.Reserved.LEASED else None for slot, state in zip(slots, states, strict=True)
+                scope.slots[slot] if state is p.Reserved.LEASED else None
+                for slot, state in zip(slots, states, strict=True)
             ]
             answers.append(
                 p.Leased(
-                    states=states, slots=slots, generations=[scope.slots[slot].generation if slot >= 0 else 0 for slot in slots],
+                    states=states,
+                    slots=slots,
+                    generations=[
+                        scope.slots[slot].generation if slot >= 0 else 0 for slot in slots
+                    ],
                     leases=[slot.lease if slot else 0 for slot in leased],
                 )
-            )  # fmt: skip
+            )
         return p.Leases(scopes=answers, lease_seconds=seconds)
 
-    def reserve_in(self, scope: Scope, pairs: list[tuple[str, str]], owner: str, now: float, seconds: float) -> list[p.Reserved]:
+    def reserve_in(
+        self, scope: Scope, pairs: list[tuple[str, str]], owner: str, now: float, seconds: float
+    ) -> list[p.Reserved]:
         self.next_lease = self.lease_at(now)
         states = scope.reserve(pairs, owner, self.next_lease, now, now + seconds)
         self.next_lease += len(pairs)
@@ -150,20 +213,38 @@ class Reference:
         for i, (part, scope) in enumerate(parts):
             for j, length in enumerate(part.lengths):
                 if 0 < scope.geometry.slot_bytes < length:
-                    raise Refused(422, "invalid", f"{length} bytes in slots of fewer", f"scopes[{i}].lengths[{j}]")
-        return _settled([[self.commit_one(scope, *row, now) for row in zip(part.leases, part.lengths, part.checksums, strict=True)]
-                         for part, scope in parts])  # fmt: skip
+                    raise Refused(
+                        422,
+                        "invalid",
+                        f"{length} bytes in slots of fewer",
+                        f"scopes[{i}].lengths[{j}]",
+                    )
+        return _settled(
+            [
+                [
+                    self.commit_one(scope, *row, now)
+                    for row in zip(part.leases, part.lengths, part.checksums, strict=True)
+                ]
+                for part, scope in parts
+            ]
+        )
 
     def commit_one(self, scope: Scope, lease: int, length: int, checksum: int, now: float) -> bool:
         if lease not in scope.leases:
             again = scope.committed(lease)
-            return again is not None and (scope.slots[again].length, scope.slots[again].checksum) == (length, checksum)
+            return again is not None and (
+                scope.slots[again].length,
+                scope.slots[again].checksum,
+            ) == (length, checksum)
         scope.commit(scope.leases[lease], length, checksum)
         return True
 
     def abort(self, request: p.Abort, now: float) -> p.SettledLeases:
         return _settled(
-            [[self.abort_one(scope, lease, now) for lease in part.leases] for part, scope in self.all_scopes(request, now)]
+            [
+                [self.abort_one(scope, lease, now) for lease in part.leases]
+                for part, scope in self.all_scopes(request, now)
+            ]
         )
 
     def abort_one(self, scope: Scope, lease: int, now: float) -> bool:
@@ -175,7 +256,10 @@ class Reference:
     def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
         until = now + self.lease_seconds(request.lease_seconds)
         return _settled(
-            [[self.renew_one(scope, lease, until) for lease in part.leases] for part, scope in self.all_scopes(request, now)]
+            [
+                [self.renew_one(scope, lease, until) for lease in part.leases]
+                for part, scope in self.all_scopes(request, now)
+            ]
         )
 
     def renew_one(self, scope: Scope, lease: int, until: float) -> bool:
@@ -192,7 +276,9 @@ class Reference:
         parts = self.all_scopes(request, now)
         for part, scope in parts:
             scope.touch(part.keys)
-        return p.Marked(scopes=[p.Flags(done=[key in scope.live for key in part.keys]) for part, scope in parts])
+        return p.Marked(
+            scopes=[p.Flags(done=[key in scope.live for key in part.keys]) for part, scope in parts]
+        )
 
     def delete(self, request: p.Delete, now: float) -> p.Marked:
         flags = list[p.Flags]()
@@ -200,7 +286,9 @@ class Reference:
             done = list[bool]()
             for i, key in enumerate(part.keys):
                 index = scope.live.get(key, p.NO_SLOT)
-                meant = not part.generations or (index >= 0 and scope.slots[index].generation == part.generations[i])
+                meant = not part.generations or (
+                    index >= 0 and scope.slots[index].generation == part.generations[i]
+                )
                 done.append(meant and scope.delete(key, now))
             flags.append(p.Flags(done=done))
         return p.Marked(scopes=flags)
@@ -214,28 +302,42 @@ class Reference:
         for i, scope in enumerate(scopes):
             if used := self.used(scope):
                 raise Refused(409, "in_use", f"{used} slots are in use", f"scopes[{i}]")
-        self.scopes = {name: scope for name, scope in self.scopes.items() if name not in request.scopes}
+        self.scopes = {
+            name: scope for name, scope in self.scopes.items() if name not in request.scopes
+        }
         return p.Dropped(slots=[len(scope.slots) for scope in scopes])
 
     def used(self, scope: Scope) -> int:
         return len(scope.slots) - len(scope.free)
 
     def list_scopes(self, now: float) -> p.Scopes:
-        return p.Scopes(scopes=[
-            p.ScopeStatus(
-                scope=name, slots=len(scope.slots), slot_bytes=scope.geometry.slot_bytes, geometry=scope.geometry.geometry,
-                identity=scope.geometry.identity, model=scope.model, **{str(state): scope.count(state) for state in p.SlotState},
-            )
-            for name, scope in ((name, self.scope(name, now)) for name in sorted(self.scopes))
-        ])  # fmt: skip
+        return p.Scopes(
+            scopes=[
+                p.ScopeStatus(
+                    scope=name,
+                    slots=len(scope.slots),
+                    slot_bytes=scope.geometry.slot_bytes,
+                    geometry=scope.geometry.geometry,
+                    identity=scope.geometry.identity,
+                    model=scope.model,
+                    **{str(state): scope.count(state) for state in p.SlotState},
+                )
+                for name, scope in ((name, self.scope(name, now)) for name in sorted(self.scopes))
+            ]
+        )
 
     def inspect(self, request: p.Inspect, now: float) -> p.Inspected:
         scope = self.scope(request.scope, now, "scope")
         for i, slot in enumerate(request.slots):
             if slot >= len(scope.slots):
                 raise Refused(422, "invalid", f"there are {len(scope.slots)} slots", f"slots[{i}]")
-        indices = [*request.slots, *(scope.live.get(key, scope.leasing.get(key, p.NO_SLOT)) for key in request.keys)]
-        return p.Inspected(slots=[self.status(scope, index, now) if index >= 0 else None for index in indices])
+        indices = [
+            *request.slots,
+            *(scope.live.get(key, scope.leasing.get(key, p.NO_SLOT)) for key in request.keys),
+        ]
+        return p.Inspected(
+            slots=[self.status(scope, index, now) if index >= 0 else None for index in indices]
+        )
 
     def status(self, scope: Scope, index: int, now: float) -> p.SlotStatus:
         slot = scope.slots[index]
@@ -245,25 +347,44 @@ class Reference:
         )
         live = slot.state is p.SlotState.LIVE
         return p.SlotStatus(
-            slot=index, state=slot.state, generation=slot.generation, key=slot.key if owned else "", prefix=slot.prefix if owned else "",
-            length=slot.length if live else 0, checksum=slot.checksum if live else 0, owner=slot.owner,
-            seconds_left=max(0.0, slot.until - now) if timed else 0.0, pins=sum(end > now for end in slot.pins.values()),
-        )  # fmt: skip
+            slot=index,
+            state=slot.state,
+            generation=slot.generation,
+            key=slot.key if owned else "",
+            prefix=slot.prefix if owned else "",
+            length=slot.length if live else 0,
+            checksum=slot.checksum if live else 0,
+            owner=slot.owner,
+            seconds_left=max(0.0, slot.until - now) if timed else 0.0,
+            pins=sum(end > now for end in slot.pins.values()),
+        )
 
     def fsck(self, request: p.Fsck, now: float) -> p.Checked:
-        scopes = {name: self.scope(name, now, f"scopes[{i}]") for i, name in enumerate(request.scopes or self.scopes)}
+        scopes = {
+            name: self.scope(name, now, f"scopes[{i}]")
+            for i, name in enumerate(request.scopes or self.scopes)
+        }
         return p.Checked(
             slots=sum(len(scope.slots) for scope in scopes.values()),
-            problems=[f"{name}: {problem}" for name, scope in scopes.items() for problem in scope.problems()],
+            problems=[
+                f"{name}: {problem}"
+                for name, scope in scopes.items()
+                for problem in scope.problems()
+            ],
         )
 
     def drain(self, request: p.Drain, now: float) -> p.Draining:
         self.draining = request.enabled
-        return p.Draining(enabled=request.enabled, leases=sum(len(self.scope(name, now).leases) for name in self.scopes))
+        return p.Draining(
+            enabled=request.enabled,
+            leases=sum(len(self.scope(name, now).leases) for name in self.scopes),
+        )
 
     # The compatible part.
 
-    def compatible(self, rank: int, operation: str, request: Any, now: float) -> dict[str, Any] | None:
+    def compatible(
+        self, rank: int, operation: str, request: Any, now: float
+    ) -> dict[str, Any] | None:
         name = f"{rank}:{request.namespace}"
         if operation == "initialize":
             return self.compatible_initialize(name, request.num_pages)
@@ -278,12 +399,25 @@ class Reference:
             case "reserve_and_allocate_page_indices":
                 seconds = self.limits.lease_seconds
                 full = [p.Reserved.FULL] * len(request.keys)
-                states = full if self.draining else self.reserve_in(scope, request.keys, "", now, seconds)
+                states = (
+                    full
+                    if self.draining
+                    else self.reserve_in(scope, request.keys, "", now, seconds)
+                )
                 known = {p.Reserved.LEASED: scope.leasing, p.Reserved.EXISTS: scope.live}
-                return {"indices": [(state is p.Reserved.EXISTS, known[state][key] if state in known else p.NO_SLOT)
-                                    for (key, _), state in zip(request.keys, states, strict=True)]}  # fmt: skip
+                return {
+                    "indices": [
+                        (
+                            state is p.Reserved.EXISTS,
+                            known[state][key] if state in known else p.NO_SLOT,
+                        )
+                        for (key, _), state in zip(request.keys, states, strict=True)
+                    ]
+                }
             case "confirm_write":
-                return self.confirm(scope, request.written_keys_to_confirm, request.pages_to_release, now)
+                return self.confirm(
+                    scope, request.written_keys_to_confirm, request.pages_to_release, now
+                )
             case "delete_keys":
                 for key in request.keys:
                     scope.delete(key, now)
@@ -294,15 +428,29 @@ class Reference:
     def compatible_initialize(self, name: str, slots: int) -> None:
         known = self.scopes.get(name)
         if known and len(known.slots) != slots:
-            raise Refused(409, "mismatch", f"scope {name!r} has {len(known.slots)} pages, not {slots}", "num_pages")
+            raise Refused(
+                409,
+                "mismatch",
+                f"scope {name!r} has {len(known.slots)} pages, not {slots}",
+                "num_pages",
+            )
         if not known:
-            self.scopes[name] = self.kind_of_scope(p.ScopeGeometry(scope=name, slots=slots), self.limits.quarantine_seconds)
+            self.scopes[name] = self.kind_of_scope(
+                p.ScopeGeometry(scope=name, slots=slots), self.limits.quarantine_seconds
+            )
 
-    def confirm(self, scope: Scope, written: list[tuple[str, int]], released: list[int], now: float) -> None:
-        for where, indices in (("written_keys_to_confirm", [index for _, index in written]), ("pages_to_release", released)):
+    def confirm(
+        self, scope: Scope, written: list[tuple[str, int]], released: list[int], now: float
+    ) -> None:
+        for where, indices in (
+            ("written_keys_to_confirm", [index for _, index in written]),
+            ("pages_to_release", released),
+        ):
             for i, index in enumerate(indices):
                 if index >= len(scope.slots):
-                    raise Refused(422, "invalid", f"there are {len(scope.slots)} pages", f"{where}[{i}]")
+                    raise Refused(
+                        422, "invalid", f"there are {len(scope.slots)} pages", f"{where}[{i}]"
+                    )
         refused = ""
         for i, (key, index) in enumerate(written):
             if not self.confirm_one(scope, key, index):
@@ -328,4 +476,6 @@ class Reference:
 
 def _settled(done: list[list[bool]]) -> p.SettledLeases:
     states = {True: p.Settled.DONE, False: p.Settled.STALE}
-    return p.SettledLeases(scopes=[p.SettledScope(states=[states[flag] for flag in flags]) for flags in done])
+    return p.SettledLeases(
+        scopes=[p.SettledScope(states=[states[flag] for flag in flags]) for flags in done]
+    )

@@ -1,7 +1,8 @@
 """The reference server over HTTP, in memory and a journal.
 
-`python -m tests.conformance.metadata.reference_server --port 18000 --journal FILE` serves it. Every request that changes anything stands in
-the journal, with its time, before it is answered; a start replays the journal, so that all that was answered is as it was.
+`python -m tests.conformance.metadata.reference_server --port 18000 --journal FILE` serves it. Every
+request that changes anything stands in the journal, with its time, before it is answered; a start
+replays the journal, so that all that was answered is as it was.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ class Desk:
                 answer = self.perform(run, request, now)
                 self.remember(once, now + self.reference.limits.idempotency_seconds, said, answer)
             elif before != said:
-                raise Refused(422, "key_reused", "this idempotency key belongs to another request", p.IDEMPOTENCY_HEADER)
+                raise Refused(
+                    422,
+                    "key_reused",
+                    "this idempotency key belongs to another request",
+                    p.IDEMPOTENCY_HEADER,
+                )
         except Refused as refused:
             return refused.status, refused.problem
         return answer
@@ -74,7 +80,9 @@ class Desk:
         if path in p.ROUTES:
             route = p.ROUTES[path]
             if route.method == "GET":
-                return (lambda _, now: reference.list_scopes(now)) if path == "/v2/scopes" else (lambda *_: self.about()), None
+                return (lambda _, now: reference.list_scopes(now)) if path == "/v2/scopes" else (
+                    lambda *_: self.about()
+                ), None
             return getattr(reference, path.rpartition("/")[2]), convert(body, route.request)
         match = re.fullmatch(r"/([^/]+)/([a-z_]+)", path)
         if not match or match[2] not in p.COMPATIBLE_ROUTES:
@@ -82,13 +90,19 @@ class Desk:
         if not re.fullmatch(r"[0-9]{1,9}", match[1]):
             raise Refused(422, "invalid", f"a rank is a natural number, not {match[1]!r}", "rank")
         kind = p.COMPATIBLE_ROUTES[match[2]][0]
-        return (lambda request, now: reference.compatible(int(match[1]), match[2], request, now)), convert(body, kind)
+        return (
+            lambda request, now: reference.compatible(int(match[1]), match[2], request, now)
+        ), convert(body, kind)
 
     def about(self) -> p.About:
         reference = self.reference
         return p.About(
-            protocol=p.PROTOCOL, server="reference 1", instance=reference.instance, durability=reference.durability, limits=reference.limits
-        )  # fmt: skip
+            protocol=p.PROTOCOL,
+            server="reference 1",
+            instance=reference.instance,
+            durability=reference.durability,
+            limits=reference.limits,
+        )
 
 
 def convert(body: Any, kind: Any) -> Any:
@@ -98,7 +112,9 @@ def convert(body: Any, kind: Any) -> Any:
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
         missing = re.search(r"(?:field|required field) `(\w+)`", message)
-        where = ".".join(filter(None, [place.strip("`.").replace("[...]", ""), missing[1] if missing else ""]))
+        where = ".".join(
+            filter(None, [place.strip("`.").replace("[...]", ""), missing[1] if missing else ""])
+        )
         raise Refused(422, "invalid", str(error), where) from error
 
 
@@ -112,7 +128,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path in ("/healthz", "/readyz"):
-            self.say(503 if self.path == "/readyz" and self.server.desk.reference.draining else 200, {"status": "ok"})
+            self.say(
+                503 if self.path == "/readyz" and self.server.desk.reference.draining else 200,
+                {"status": "ok"},
+            )
         elif self.path == "/metrics":
             self.guarded(lambda: (200, self.metrics()))
         else:
@@ -134,7 +153,9 @@ class Handler(BaseHTTPRequestHandler):
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise Refused(400, "malformed", f"the body cannot be read: {error}", "body") from error
         once = self.headers.get(p.IDEMPOTENCY_HEADER, "")
-        return self.server.desk.call(self.path, body, once if self.path in p.ROUTES and p.ROUTES[self.path].changes else "")
+        return self.server.desk.call(
+            self.path, body, once if self.path in p.ROUTES and p.ROUTES[self.path].changes else ""
+        )
 
     def guarded(self, act: Any) -> None:
         try:
@@ -142,17 +163,22 @@ class Handler(BaseHTTPRequestHandler):
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 have = self.server.tokens.get(self.bearer())
                 raise Refused(
-                    *((403, "forbidden") if have else (401, "unauthorized")), "this token does not permit that", "Authorization"
+                    *((403, "forbidden") if have else (401, "unauthorized")),
+                    "this token does not permit that",
+                    "Authorization",
                 )
             if not self.server.tokens and (field := self.foreign()):
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                raise Refused(403, "forbidden", "a page of another site has sent this, or may have", field)
+                raise Refused(
+                    403, "forbidden", "a page of another site has sent this, or may have", field
+                )
             self.say(*act())
         except Refused as refused:
             self.say(refused.status, refused.problem)
 
     def foreign(self) -> str:
-        """The header that tells that a page of another site has sent a request, or may have; empty for none."""
+        """The header that tells that a page of another site has sent a request, or may have; empty
+        for none."""
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return "Sec-Fetch-Site"
@@ -169,7 +195,9 @@ class Handler(BaseHTTPRequestHandler):
             else p.COMPATIBLE_ROUTES.get(self.path.rpartition("/")[2], (None, p.Token.READ))[1]
         )
         order = list(p.Token)
-        return order.index(self.server.tokens.get(self.bearer(), p.Token.NONE)) >= order.index(needed)
+        return order.index(self.server.tokens.get(self.bearer(), p.Token.NONE)) >= order.index(
+            needed
+        )
 
     def bearer(self) -> str:
         return self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -181,13 +209,18 @@ class Handler(BaseHTTPRequestHandler):
         lines = ["# TYPE hicache_metadata_slots gauge"]
         for scope in self.server.desk.call("/v2/scopes", None, "")[1].scopes:
             lines += [
-                f'hicache_metadata_slots{{scope="{scope.scope}",state="{state}"}} {getattr(scope, state)}'
+                f'hicache_metadata_slots{{scope="{scope.scope}",state="{state}"}} '
+                f"{getattr(scope, state)}"
                 for state in p.SlotState
             ]
         return "\n".join(lines) + "\n"
 
     def say(self, status: int, message: Any) -> None:
-        kind = p.MSGPACK if self.content_type() == p.MSGPACK and self.path.startswith("/v2") else p.JSON
+        kind = (
+            p.MSGPACK
+            if self.content_type() == p.MSGPACK and self.path.startswith("/v2")
+            else p.JSON
+        )
         text = isinstance(message, str)
         body = b"" if message is None else message.encode() if text else p.encode(message, kind)
         self.send_response(status)
@@ -202,7 +235,11 @@ class ReferenceServer(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(
-        self, desk: Desk, port: int = 0, tokens: dict[str, p.Token] | None = None, handler: type[Handler] = Handler
+        self,
+        desk: Desk,
+        port: int = 0,
+        tokens: dict[str, p.Token] | None = None,
+        handler: type[Handler] = Handler,
     ) -> None:
         self.desk, self.tokens = desk, tokens or {}
         super().__init__(("127.0.0.1", port), handler)
@@ -221,7 +258,9 @@ def serve(arguments: list[str]) -> None:
     from tests.conformance.metadata.faulty import server
 
     durability = p.Durability.PROCESS if options.journal else p.Durability.NONE
-    server(options.fault, port=options.port, journal=options.journal, durability=durability).serve_forever()
+    server(
+        options.fault, port=options.port, journal=options.journal, durability=durability
+    ).serve_forever()
 
 
 if __name__ == "__main__":

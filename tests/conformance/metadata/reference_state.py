@@ -1,4 +1,5 @@
-"""The state machine of `docs/metadata-protocol.md`, as short as it can be said: one scope, slots, leases, pins, chains."""
+"""The state machine of `docs/metadata-protocol.md`, as short as it can be said: one scope, slots,
+leases, pins, chains."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from dataclasses import dataclass, field
 
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry, SlotState
 
-FREE, LEASED, LIVE, QUARANTINED = SlotState.FREE, SlotState.LEASED, SlotState.LIVE, SlotState.QUARANTINED
+FREE, LEASED, LIVE, QUARANTINED = (
+    SlotState.FREE,
+    SlotState.LEASED,
+    SlotState.LIVE,
+    SlotState.QUARANTINED,
+)
 
 
 @dataclass(slots=True)
@@ -86,7 +92,13 @@ class Scope:
     def lease(self, key: str, prefix: str, owner: str, lease: int, until: float) -> int:
         index = self.free.popleft()
         slot = self.slots[index]
-        slot.state, slot.key, slot.prefix, slot.owner, slot.lease = LEASED, key, prefix, owner, lease
+        slot.state, slot.key, slot.prefix, slot.owner, slot.lease = (
+            LEASED,
+            key,
+            prefix,
+            owner,
+            lease,
+        )
         slot.generation += 1
         self.leasing[key] = self.leases[lease] = index
         self.end_at(index, until)
@@ -100,12 +112,17 @@ class Scope:
         self.children.setdefault(slot.prefix, set()).add(slot.key)
 
     def evict(self, wanted: int, now: float) -> None:
-        """Let pages go, least recently used first, but none that others build upon, and none that is pinned."""
+        """Let pages go, least recently used first, but none that others build upon, and none that
+        is pinned."""
         found = True
         while wanted > 0 and found:
             found = False
             for key, index in list(self.live.items()):
-                if wanted > 0 and not self.children.get(key) and not self.slots[index].pinned_until(now):
+                if (
+                    wanted > 0
+                    and not self.children.get(key)
+                    and not self.slots[index].pinned_until(now)
+                ):
                     self.let_go(index, now)
                     wanted, found = wanted - 1, True
         self.settle(now)
@@ -117,7 +134,9 @@ class Scope:
             if any(slot.pins.pop(pin, None) for pin in pins):
                 self.look_again(index, now)
 
-    def reserve(self, keys: list[tuple[str, str]], owner: str, next_lease: int, now: float, until: float) -> list[Reserved]:
+    def reserve(
+        self, keys: list[tuple[str, str]], owner: str, next_lease: int, now: float, until: float
+    ) -> list[Reserved]:
         new = {key for key, _ in keys if key not in self.live and key not in self.leasing}
         self.evict(len(new) - len(self.free) - self.resting, now)
         states = list[Reserved]()
@@ -137,7 +156,9 @@ class Scope:
 
     def committed(self, lease: int) -> int | None:
         """The slot that is live because of this lease."""
-        return next((index for index in self.live.values() if self.slots[index].lease == lease), None)
+        return next(
+            (index for index in self.live.values() if self.slots[index].lease == lease), None
+        )
 
     def touch(self, keys: list[str]) -> None:
         for key in reversed(keys):
@@ -172,13 +193,19 @@ class Scope:
 
     def problems(self) -> list[str]:
         """Every invariant that does not hold."""
-        by_state = {state: [i for i, slot in enumerate(self.slots) if slot.state is state] for state in SlotState}
+        by_state = {
+            state: [i for i, slot in enumerate(self.slots) if slot.state is state]
+            for state in SlotState
+        }
         found = list[str]()
         if sorted(self.free) != by_state[FREE]:
             found.append("the free slots are not those in the free list")
         if sorted(self.live.values()) != by_state[LIVE]:
             found.append("the live slots are not those of the keys")
-        if sorted(self.leases.values()) != by_state[LEASED] or sorted(self.leasing.values()) != by_state[LEASED]:
+        if (
+            sorted(self.leases.values()) != by_state[LEASED]
+            or sorted(self.leasing.values()) != by_state[LEASED]
+        ):
             found.append("the leased slots are not those of the leases")
         if self.resting != len(by_state[QUARANTINED]):
             found.append("the quarantined slots are miscounted")

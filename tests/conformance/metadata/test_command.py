@@ -59,7 +59,8 @@ def test_a_conforming_server(hicache, tmp_path):
             str(tmp_path),
         )
     report = json.loads((tmp_path / "results.json").read_text())
-    # Most cases were left out by name: their rules are untested, and nothing is conformant without them.
+    # Most cases were left out by name: their rules are untested, and nothing is conformant without
+    # them.
     assert done.status == 1
     assert report["verdict"] == "incomplete"
     assert report["contract"] == "HiCache metadata"
@@ -72,7 +73,15 @@ def test_a_conforming_server(hicache, tmp_path):
 
 
 def test_a_whole_level_conforms(hicache):
-    done = hicache("metadata", "--start-server", f"{SERVE} --journal {{tmp}}/journal", "--level", "budget", "--seed", "7")
+    done = hicache(
+        "metadata",
+        "--start-server",
+        f"{SERVE} --journal {{tmp}}/journal",
+        "--level",
+        "budget",
+        "--seed",
+        "7",
+    )
     assert done.status == 0, done.output
     assert "conformant" in done.output
 
@@ -103,10 +112,22 @@ def test_a_faulty_server_and_the_way_to_see_it_again(hicache, tmp_path):
 def test_without_a_native_part_it_is_not_declared(hicache, tmp_path):
     with listening("SpeaksTheOldPartOnly") as place:
         done = hicache(
-            "metadata", "--url", place.url, "--level", "core", "--case", "lookups", "--case", "extreme", "--report", str(tmp_path)
+            "metadata",
+            "--url",
+            place.url,
+            "--level",
+            "core",
+            "--case",
+            "lookups",
+            "--case",
+            "extreme",
+            "--report",
+            str(tmp_path),
         )
     report = json.loads((tmp_path / "results.json").read_text())
-    assert {rule["outcome"] for rule in report["rules"] if rule["id"] == "MD-LOOK-1"} == {"not declared"}
+    assert {rule["outcome"] for rule in report["rules"] if rule["id"] == "MD-LOOK-1"} == {
+        "not declared"
+    }
     assert "the server does not declare native" in done.output
 
 
@@ -118,7 +139,10 @@ def test_without_a_native_part_it_is_not_declared(hicache, tmp_path):
         (("--url", "localhost:18000"), "no http or https address"),
         (("--start-server", "sleep 5"), "needs {port}"),
         (("--url", "http://127.0.0.1:9", "--part", "old"), "unknown part 'old'"),
-        (("--url", "http://127.0.0.1:9", "--level", "stream"), "no rule of the protocol is of level stream"),
+        (
+            ("--url", "http://127.0.0.1:9", "--level", "stream"),
+            "no rule of the protocol is of level stream",
+        ),
         (("--url", "http://127.0.0.1:9"), "nothing answers"),
         (("--start-server", "false {port}"), "ended with 1"),
         (("--start-server", "no-such-program {port}"), "cannot run"),

@@ -1,4 +1,5 @@
-"""Servers with one planted fault each are found out, by the rule that they break; the reference server is not blamed."""
+"""Servers with one planted fault each are found out, by the rule that they break; the reference
+server is not blamed."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import Verdict
 from hicache_conformance.protocol.rules import protocol_rules
 from tests.conformance.metadata.faulty import FAULTS
-from tests.conformance.metadata.judging import broken, errors, judged, judged_fault, listening, served
+from tests.conformance.metadata.judging import (
+    broken,
+    errors,
+    judged,
+    judged_fault,
+    listening,
+    served,
+)
 
 # Most of a run waits for leases and quarantines to end, so that several share the processors.
 AT_ONCE = 6
@@ -37,16 +45,24 @@ def test_every_rule_is_broken_by_some_fault():
 
 
 def test_the_faults_of_the_shipped_server_are_among_them():
-    assert {"D2", "D3", "D4", "D5", "D6", "D7", "D8", "D16", "D20"} <= {fault.field_fault for fault in FAULTS.values()}
+    assert {"D2", "D3", "D4", "D5", "D6", "D7", "D8", "D16", "D20"} <= {
+        fault.field_fault for fault in FAULTS.values()
+    }
 
 
 def test_the_reference_server_conforms():
     # Killing takes a process of its own; tokens show only where they are given.
     with listening(tokens=True) as place:
-        judgement = judged(place, levels=tuple(level for level in Level if level is not Level.DURABLE), tokens=True)
+        judgement = judged(
+            place, levels=tuple(level for level in Level if level is not Level.DURABLE), tokens=True
+        )
     assert not broken(judgement)
     assert not errors(judgement)
-    left = {result.rule.id: result.reason for result in judgement.rules if result.selected and result.outcome is not Outcome.PASS}
+    left = {
+        result.rule.id: result.reason
+        for result in judgement.rules
+        if result.selected and result.outcome is not Outcome.PASS
+    }
     assert set(left) == {"MD-API-2"}
     assert "--start-server" in left["MD-API-2"]
 

@@ -13,7 +13,10 @@ def test_messages_come_back_as_they_went(kind):
     found = p.Found(slots=[0, -1], generations=[3, 0], lengths=[4096, 0], checksums=[2**64 - 1, 0])
     answer = p.LookedUp(scopes=[found], pin=7, pin_seconds=1.5)
     assert p.decode(p.encode(answer, kind), p.LookedUp, kind) == answer
-    request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "ü/\0"], prefixes=["", "a"])], lease_seconds=2.0)
+    request = p.Reserve(
+        scopes=[p.ReserveScope(scope="0:kv", keys=["a", "ü/\0"], prefixes=["", "a"])],
+        lease_seconds=2.0,
+    )
     assert p.decode(p.encode(request, kind), p.Reserve, kind) == request
 
 
@@ -28,19 +31,38 @@ def test_requests_refuse_what_they_do_not_know_and_answers_ignore_it():
     with pytest.raises(msgspec.ValidationError, match="unknown field `force`"):
         p.decode(b'{"scopes": [], "force": true}', p.Clear)
     assert p.decode(b'{"pages": [1], "new": true}', p.Cleared) == p.Cleared(pages=[1])
-    assert p.decode(b'{"num_pages": 4, "new": true}', p.CompatibleInitialize) == p.CompatibleInitialize(num_pages=4)
+    assert p.decode(
+        b'{"num_pages": 4, "new": true}', p.CompatibleInitialize
+    ) == p.CompatibleInitialize(num_pages=4)
 
 
 @pytest.mark.parametrize(
-    "scope", ["kv", ":kv", "-1:kv", "1.5:kv", "0:", "0:a b", "0:a/b", "0:" + "n" * 129, "1234567890:kv", "0:kv\n"]
+    "scope",
+    [
+        "kv",
+        ":kv",
+        "-1:kv",
+        "1.5:kv",
+        "0:",
+        "0:a b",
+        "0:a/b",
+        "0:" + "n" * 129,
+        "1234567890:kv",
+        "0:kv\n",
+    ],
 )
 def test_names_of_scopes(scope):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"scope": scope, "keys": []}, p.LookupScope)
-    assert msgspec.convert({"scope": "12:kv-1f.A_0", "keys": []}, p.LookupScope).scope == "12:kv-1f.A_0"
+    assert (
+        msgspec.convert({"scope": "12:kv-1f.A_0", "keys": []}, p.LookupScope).scope
+        == "12:kv-1f.A_0"
+    )
 
 
-@pytest.mark.parametrize("body", [{"keys": "abc"}, {"keys": [["a"]]}, {"keys": [["", ""]]}, {"keys": [["a", None]]}, {}])
+@pytest.mark.parametrize(
+    "body", [{"keys": "abc"}, {"keys": [["a"]]}, {"keys": [["", ""]]}, {"keys": [["a", None]]}, {}]
+)
 def test_reservations_are_pairs(body):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(body, p.CompatibleReserve)

@@ -25,7 +25,11 @@ DOCUMENT = (Path(__file__).parents[3] / "docs" / "metadata-protocol.md").read_te
 
 
 def test_the_document_lists_every_rule_in_its_words():
-    published = dict(re.findall(r"^- \*\*(MD-[A-Z]+-\d+)\*\* (.*?)(?: \*\(needs \w+\)\*)?$", DOCUMENT, re.MULTILINE))
+    published = dict(
+        re.findall(
+            r"^- \*\*(MD-[A-Z]+-\d+)\*\* (.*?)(?: \*\(needs \w+\)\*)?$", DOCUMENT, re.MULTILINE
+        )
+    )
     assert published == {rule.id: rule.text for rule in protocol_rules().values()}
 
 
@@ -37,7 +41,9 @@ def test_the_document_names_every_route_with_its_token():
         for kind in filter(None, (route.request, route.answer)):
             assert f"`{kind.__name__}`" in row
     for operation, (kind, token) in protocol.COMPATIBLE_ROUTES.items():
-        row = next(line for line in DOCUMENT.splitlines() if line.startswith(f"| `/{{rank}}/{operation}`"))
+        row = next(
+            line for line in DOCUMENT.splitlines() if line.startswith(f"| `/{{rank}}/{operation}`")
+        )
         assert row.endswith(f"| {token} |")
         for field in msgspec.structs.fields(kind):
             assert field.name == "namespace" or f"`{field.name}`" in row
@@ -65,7 +71,11 @@ def test_cases_cite_rules_and_levels_that_exist():
 def test_every_rule_has_a_case_in_each_of_its_levels():
     for rule in protocol_rules().values():
         for level in rule.levels:
-            assert [case for case in protocol_cases().values() if rule.id in case.rules and level in case.levels], (
+            assert [
+                case
+                for case in protocol_cases().values()
+                if rule.id in case.rules and level in case.levels
+            ], (
                 rule.id,
                 level,
             )
@@ -80,7 +90,12 @@ def test_every_case_belongs_to_a_part():
 
 
 def test_no_name_of_one_group_of_cases_hides_another_s():
-    names = [name for base in suite.MetadataConformance.__bases__ for name in vars(base) if inspect.isfunction(vars(base)[name])]
+    names = [
+        name
+        for base in suite.MetadataConformance.__bases__
+        for name in vars(base)
+        if inspect.isfunction(vars(base)[name])
+    ]
     assert len(names) == len(set(names))
 
 

@@ -23,17 +23,25 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
 
 
-# Calls ----------------------------------------------------------------------------------------------------------------
+# Calls
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class AsksForEachPool(Objects):
-    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
+    def _lookup(
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
+    ) -> list[list[bool]]:
         return [super(AsksForEachPool, self)._lookup([lookup], call)[0] for lookup in lookups]
 
 
 class AsksForEachKey(Objects):
-    def _lookup(self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call) -> list[list[bool]]:
-        return [[super(AsksForEachKey, self)._lookup([(pool, [key])], call)[0][0] for key in keys] for pool, keys in lookups]
+    def _lookup(
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
+    ) -> list[list[bool]]:
+        return [
+            [super(AsksForEachKey, self)._lookup([(pool, [key])], call)[0][0] for key in keys]
+            for pool, keys in lookups
+        ]
 
 
 class ReadsPageByPage(Objects):
@@ -69,10 +77,14 @@ class AsksTheServerForEachPool(Networked):
     """Is asked once, and makes three requests of it."""
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [super(AsksTheServerForEachPool, self).objects_exist([batch], call)[0] for batch in batches]
+        return [
+            super(AsksTheServerForEachPool, self).objects_exist([batch], call)[0]
+            for batch in batches
+        ]
 
 
-# Many keys ------------------------------------------------------------------------------------------------------------
+# Many keys
+# ------------------------------------------------------------------------------------------------------------
 
 
 class ChokesOnManyKeys(Objects):
@@ -89,17 +101,24 @@ class LooksThroughLists(Objects):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         found = super().objects_exist(batches, call)
-        return [[answer[list(batch.keys).index(key)] for key in batch.keys] for batch, answer in zip(batches, found, strict=True)]
+        return [
+            [answer[list(batch.keys).index(key)] for key in batch.keys]
+            for batch, answer in zip(batches, found, strict=True)
+        ]
 
 
-# Memory ---------------------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class StagesReads(Objects):
     """Copies every page of a batch aside before the first one goes into the host pool."""
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        staged = [[self._copy(batch, key) for key in (read.key for read in batch.reads)] for batch in batches]
+        staged = [
+            [self._copy(batch, key) for key in (read.key for read in batch.reads)]
+            for batch in batches
+        ]
         return [
             [read.fill(payload) for read, payload in zip(batch.reads, payloads, strict=True)]
             for batch, payloads in zip(batches, staged, strict=True)
@@ -139,7 +158,8 @@ class StagesInMappings(Objects):
         return answers
 
 
-# Metrics --------------------------------------------------------------------------------------------------------------
+# Metrics
+# --------------------------------------------------------------------------------------------------------------
 
 
 class SerialisesMetrics(Objects):

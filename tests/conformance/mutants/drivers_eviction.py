@@ -17,7 +17,14 @@ from hicache_storage.spec import Capabilities, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.spec import StorageIdentity
 
 
@@ -26,7 +33,8 @@ class BoundedFilesConfig(SharedFilesConfig, frozen=True, kw_only=True):
 
 
 class BoundedFiles(SharedFiles):
-    """Evicts the least recently used files of the whole directory. Files' times tell all processes what was used."""
+    """Evicts the least recently used files of the whole directory. Files' times tell all processes
+    what was used."""
 
     promises: ClassVar[Capabilities] = replace(BETWEEN_PROCESSES, evicts=True)
     moment: ClassVar[int] = 0
@@ -36,7 +44,8 @@ class BoundedFiles(SharedFiles):
         super().__init__(identity, config)
         self.limit = parse_bytes(config.capacity)
 
-    # Steps that a fault replaces ---------------------------------------------------------------------------------
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
 
     def counted(self) -> list[Path]:
         """The files that count."""
@@ -73,7 +82,10 @@ class BoundedFiles(SharedFiles):
         self.recorder.count(namespace.pool, pages_evicted=evicted)
 
     def use_found(self, batch: LookupBatch, found: Sequence[bool], call: Call) -> None:
-        self.touch(batch.namespace, [*call.prefix_keys, *[key for key, ok in zip(batch.keys, found, strict=True) if ok]])
+        self.touch(
+            batch.namespace,
+            [*call.prefix_keys, *[key for key, ok in zip(batch.keys, found, strict=True) if ok]],
+        )
 
     def use_read(self, batch: ReadBatch, call: Call) -> None:
         self.touch(batch.namespace, [*call.prefix_keys, *[read.key for read in batch.reads]])
@@ -85,7 +97,8 @@ class BoundedFiles(SharedFiles):
         self.touch(batch.namespace, [*call.prefix_keys, *[write.key for write in some]])
         return [*done, *[False] * (len(batch.writes) - len(some))]
 
-    # The driver --------------------------------------------------------------------------------------------------
+    # The driver
+    # --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -126,7 +139,8 @@ def _size(path: Path) -> int:
         return 0
 
 
-# What counts ----------------------------------------------------------------------------------------------------------
+# What counts
+# ----------------------------------------------------------------------------------------------------------
 
 
 class IgnoresItsCapacity(BoundedFiles):
@@ -206,7 +220,8 @@ class CountsNoEvictions(BoundedFiles):
         self.recorder.enabled = before
 
 
-# What goes first ------------------------------------------------------------------------------------------------------
+# What goes first
+# ------------------------------------------------------------------------------------------------------
 
 
 class HeadsFirst(BoundedFiles):
@@ -215,7 +230,8 @@ class HeadsFirst(BoundedFiles):
 
 
 class ForgetsPrefixes(BoundedFiles):
-    """Tails first within a call; of chains that were written in several it evicts the head first."""
+    """Tails first within a call; of chains that were written in several it evicts the head
+    first."""
 
     def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
         call.prefix_keys = ()

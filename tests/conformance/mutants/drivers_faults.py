@@ -19,8 +19,21 @@ from hicache_storage.spec import HungReads
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.objects import Call, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-    from hicache_storage.spec import Capabilities, HiCacheStorageExtraInfo, PoolName, PoolTransfer, StorageIdentity
+    from hicache_storage.objects import (
+        Call,
+        Namespace,
+        ObjectRead,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
+    from hicache_storage.spec import (
+        Capabilities,
+        HiCacheStorageExtraInfo,
+        PoolName,
+        PoolTransfer,
+        StorageIdentity,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +80,10 @@ class CountsNoFaults(SteadyFiles):
             return False
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        return [[True if self.stored(write, call) else self.recorded() for write in batch.writes] for batch in batches]
+        return [
+            [True if self.stored(write, call) else self.recorded() for write in batch.writes]
+            for batch in batches
+        ]
 
     def stored(self, write: ObjectWrite, call: Call) -> bool:
         try:
@@ -108,7 +124,8 @@ class PoisonedByTornFiles(SteadyFiles):
 
 
 class PublishesLate(SteadyFiles):
-    """Reads the host page when its file is open at last, and asks nobody whether it is still wanted."""
+    """Reads the host page when its file is open at last, and asks nobody whether it is still
+    wanted."""
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         path = self.path(write.namespace, write.key)
@@ -127,7 +144,10 @@ class ReadsLate(SteadyFiles):
         try:
             with self.path(read.namespace, read.key).open("rb", buffering=0) as file:
                 wanted = read.namespace.object_bytes
-                return os.fstat(file.fileno()).st_size == wanted and os.readv(file.fileno(), read.parts) == wanted
+                return (
+                    os.fstat(file.fileno()).st_size == wanted
+                    and os.readv(file.fileno(), read.parts) == wanted
+                )
         except FileNotFoundError:
             return False
 
@@ -236,7 +256,9 @@ class OnePageFailsAll(SteadyFiles):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         answers = super().batch_set_v2(transfers, extra_info)
-        return {name: pages if all(pages) else [False] * len(pages) for name, pages in answers.items()}
+        return {
+            name: pages if all(pages) else [False] * len(pages) for name, pages in answers.items()
+        }
 
 
 class OpensForAsLongAsItTakes(SteadyFiles):

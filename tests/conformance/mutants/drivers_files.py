@@ -14,11 +14,22 @@ from hicache_storage.spec import Capabilities, DriverConfig, Durability, Sharing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.spec import StorageIdentity
 
 BETWEEN_PROCESSES = Capabilities(
-    sharing=Sharing.PROCESSES, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False
+    sharing=Sharing.PROCESSES,
+    durability=Durability.PROCESS,
+    deletes=True,
+    clears=True,
+    may_hang=False,
 )
 PAGE, DRAFT = ".page", ".draft"
 
@@ -37,13 +48,19 @@ class SharedFiles(ObjectStorage):
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         self.root = Path(config.path)
 
-    # Steps that a fault replaces ---------------------------------------------------------------------------------
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
 
     def path(self, namespace: Namespace, key: str) -> Path:
-        return self.root / namespace.name / (hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + PAGE)
+        return (
+            self.root
+            / namespace.name
+            / (hashlib.blake2b(key.encode(), digest_size=20).hexdigest() + PAGE)
+        )
 
     def draft(self, path: Path) -> Path:
-        # The writer's process stands in the name, so that others can tell when it is nobody's any more.
+        # The writer's process stands in the name, so that others can tell when it is nobody's any
+        # more.
         return path.with_name(f"{os.getpid()}-{next(self.drafts)}{DRAFT}")
 
     def there(self, namespace: Namespace, key: str) -> bool:
@@ -83,7 +100,11 @@ class SharedFiles(ObjectStorage):
         taken = self.draft(path)
         try:
             path.rename(taken)
-            again = ObjectRead(read.namespace, read.key, [memoryview(bytearray(len(buffer))) for buffer in read.buffers])
+            again = ObjectRead(
+                read.namespace,
+                read.key,
+                [memoryview(bytearray(len(buffer))) for buffer in read.buffers],
+            )
             if again.fill(taken.read_bytes()) and again.verify():
                 os.link(taken, path)
         except (FileNotFoundError, FileExistsError):
@@ -94,7 +115,8 @@ class SharedFiles(ObjectStorage):
     def doomed(self, namespace: Namespace) -> Iterator[Path]:
         yield from (self.root / namespace.name).glob(f"*{PAGE}")
 
-    # The driver --------------------------------------------------------------------------------------------------
+    # The driver
+    # --------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -116,7 +138,10 @@ class SharedFiles(ObjectStorage):
         return True
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [[self._remove(self.path(batch.namespace, key)) for key in batch.keys] for batch in batches]
+        return [
+            [self._remove(self.path(batch.namespace, key)) for key in batch.keys]
+            for batch in batches
+        ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for namespace in namespaces:

@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.objects.requests import RegisteredPool
-    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, PoolTransferResult, StorageIdentity
+    from hicache_storage.spec import (
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+        StorageIdentity,
+    )
 
 
 class SwallowsMisuse(Plain):
-    def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: object = None) -> dict[PoolName, list[bool]]:
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: object = None
+    ) -> dict[PoolName, list[bool]]:
         try:
             return super().batch_get_v2(transfers)
         except ValueError:
@@ -27,14 +34,18 @@ class SwallowsMisuse(Plain):
 
 
 class ForeignErrors(Plain):
-    def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: object = None) -> dict[PoolName, list[bool]]:
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: object = None
+    ) -> dict[PoolName, list[bool]]:
         for transfer in transfers:
             self.pools[transfer.name]
         return super().batch_set_v2(transfers)
 
 
 class WritesBeforeItChecks(Plain):
-    def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: object = None) -> dict[PoolName, list[bool]]:
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: object = None
+    ) -> dict[PoolName, list[bool]]:
         answer = dict[PoolName, list[bool]]()
         for transfer in transfers:
             for name, done in super().batch_set_v2([transfer]).items():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 class IgnoresIdentity(Plain):
     def place(self, pool: RegisteredPool, key: str) -> tuple[object, ...]:
-        # The salt's middle tells one case from another; without it each case would find the one before.
+        # The salt's middle tells one case from another; without it each case would find the one
+        # before.
         run, case, *_ = self.identity.salt.split(".")
         return (run, case, str(pool.name), key)
 
@@ -89,7 +90,10 @@ class WritesByPath(Plain):
 class EveryRankWrites(Plain):
     def write(self, request: PoolRequest) -> list[bool]:
         sources = request.pool.access.sources(request.slots)
-        return [self.put(request.pool, key, page) for key, page in zip(request.keys, sources, strict=True)]
+        return [
+            self.put(request.pool, key, page)
+            for key, page in zip(request.keys, sources, strict=True)
+        ]
 
 
 class OneStateForAllRanks(Plain):
@@ -98,7 +102,11 @@ class OneStateForAllRanks(Plain):
     def place(self, pool: RegisteredPool, key: str) -> tuple[object, ...]:
         if not self.identity.kv_replicated:
             return super().place(pool, key)
-        return (replace(self.identity, tp_rank=0, tp_size=1).fingerprint(PoolName.KV), str(pool.name), key)
+        return (
+            replace(self.identity, tp_rank=0, tp_size=1).fingerprint(PoolName.KV),
+            str(pool.name),
+            key,
+        )
 
 
 class SetLooksElsewhere(Plain):

@@ -44,7 +44,8 @@ class NetworkedConfig(DriverConfig, frozen=True, kw_only=True):
 
 
 class Networked(ObjectStorage):
-    """Keeps pages on a server; each call is one request on a connection that is kept for the next."""
+    """Keeps pages on a server; each call is one request on a connection that is kept for the
+    next."""
 
     promises: ClassVar[Capabilities] = ACROSS
 
@@ -55,7 +56,8 @@ class Networked(ObjectStorage):
         self.lock = threading.Lock()
         self.gone = False
 
-    # Steps that a fault replaces ---------------------------------------------------------------------------------
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
 
     def name(self, namespace: Namespace, key: str) -> str:
         return f"{namespace.name}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
@@ -107,7 +109,8 @@ class Networked(ObjectStorage):
         connection.close()
         return answer
 
-    # The driver --------------------------------------------------------------------------------------------------
+    # The driver
+    # --------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
         self.asked(Call(CONNECT_SECONDS), "exists", [])
@@ -124,7 +127,9 @@ class Networked(ObjectStorage):
         return _split(self.asked(call, "exists", _joined(names)), names)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        names = [[self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches]
+        names = [
+            [self.name(batch.namespace, read.key) for read in batch.reads] for batch in batches
+        ]
         pages = _split(self.asked(call, "get", _joined(names)), names)
         return [
             [read.fill(page) for read, page in zip(batch.reads, some, strict=True)]
@@ -132,7 +137,10 @@ class Networked(ObjectStorage):
         ]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        writes = [[(self.name(batch.namespace, write.key), write) for write in batch.writes] for batch in batches]
+        writes = [
+            [(self.name(batch.namespace, write.key), write) for write in batch.writes]
+            for batch in batches
+        ]
         return _split(self.put(_joined(writes), call), writes)
 
     def put(self, writes: list[tuple[str, ObjectWrite]], call: Call) -> list[bool]:
@@ -146,9 +154,16 @@ class Networked(ObjectStorage):
             names = [self.name(batch.namespace, read.key) for read in batch.reads]
             pages = self.asked(call, "get", names)
             found = zip(names, batch.reads, pages, strict=True)
-            # What is dropped is what was looked at, and not what somebody puts in its place meanwhile.
+            # What is dropped is what was looked at, and not what somebody puts in its place
+            # meanwhile.
             self.asked(
-                call, "drop", [(name, page) for name, read, page in found if page is not None and not _is_whole(read, page)]
+                call,
+                "drop",
+                [
+                    (name, page)
+                    for name, read, page in found
+                    if page is not None and not _is_whole(read, page)
+                ],
             )
         return True
 
@@ -173,7 +188,9 @@ def _split(answers: list[Any], shape: Sequence[Sequence[object]]) -> list[list[A
 
 
 def _is_whole(read: ObjectRead, page: bytes) -> bool:
-    again = ObjectRead(read.namespace, read.key, [memoryview(bytearray(len(buffer))) for buffer in read.buffers])
+    again = ObjectRead(
+        read.namespace, read.key, [memoryview(bytearray(len(buffer))) for buffer in read.buffers]
+    )
     return again.fill(page) and again.verify()
 
 
@@ -194,7 +211,12 @@ class WaitsForEver(Networked):
     """Has no timeout, and says that it needs none."""
 
     promises = Capabilities(
-        sharing=Sharing.PROCESSES, durability=Durability.PROCESS, deletes=True, clears=True, networked=True, may_hang=False
+        sharing=Sharing.PROCESSES,
+        durability=Durability.PROCESS,
+        deletes=True,
+        clears=True,
+        networked=True,
+        may_hang=False,
     )
 
     def seconds(self, call: Call) -> float | None:

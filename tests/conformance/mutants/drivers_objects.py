@@ -1,4 +1,5 @@
-"""Drivers over `ObjectStorage`: right ones, and ones with one planted fault each in damage, promises and counters."""
+"""Drivers over `ObjectStorage`: right ones, and ones with one planted fault each in damage,
+promises and counters."""
 
 from __future__ import annotations
 
@@ -28,18 +29,34 @@ class Objects(ObjectStorage):
     verifies: ClassVar[bool] = True
 
     def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
-        super().__init__(identity, driver_name="sample", capabilities=self.promises, verifies_checksums=self.verifies)
+        super().__init__(
+            identity,
+            driver_name="sample",
+            capabilities=self.promises,
+            verifies_checksums=self.verifies,
+        )
         self.objects = self.stores.setdefault(f"{type(self).__name__}/{config.store}", {})
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [[batch.namespace.object_name(key) in self.objects for key in batch.keys] for batch in batches]
+        return [
+            [batch.namespace.object_name(key) in self.objects for key in batch.keys]
+            for batch in batches
+        ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        return [[read.fill(self.objects.get(read.namespace.object_name(read.key))) for read in batch.reads] for batch in batches]
+        return [
+            [
+                read.fill(self.objects.get(read.namespace.object_name(read.key)))
+                for read in batch.reads
+            ]
+            for batch in batches
+        ]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         for batch in batches:
-            self.objects.update({write.namespace.object_name(write.key): write.tobytes() for write in batch.writes})
+            self.objects.update(
+                {write.namespace.object_name(write.key): write.tobytes() for write in batch.writes}
+            )
         return [[True] * len(batch.writes) for batch in batches]
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
@@ -49,7 +66,13 @@ class Objects(ObjectStorage):
         return True
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        return [[self.objects.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
+        return [
+            [
+                self.objects.pop(batch.namespace.object_name(key), None) is not None
+                for key in batch.keys
+            ]
+            for batch in batches
+        ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         for name in list(self.objects):

@@ -53,7 +53,8 @@ class ShortAnswers(Plain):
         return [done for done in super().read(request) if done]
 
 
-# Bytes ----------------------------------------------------------------------------------------------------------------
+# Bytes
+# ----------------------------------------------------------------------------------------------------------------
 
 
 class SwappedKeys(Plain):
@@ -87,7 +88,11 @@ class DropsLastPage(Plain):
 
 class TruncatesPages(Plain):
     def take(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
-        return super().take(pool, key, page) if sum(map(len, page)) < 100 else self._half(pool, key, page)
+        return (
+            super().take(pool, key, page)
+            if sum(map(len, page)) < 100
+            else self._half(pool, key, page)
+        )
 
     def _half(self, pool: RegisteredPool, key: str, page: list[memoryview]) -> bool:
         stored = self.pages.get(self.place(pool, key))

@@ -26,9 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.objects.requests import PoolRequest
-    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, PoolTransferResult, StorageIdentity
+    from hicache_storage.spec import (
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+        PoolTransferResult,
+        StorageIdentity,
+    )
 
-CAPABILITIES = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+CAPABILITIES = Capabilities(
+    sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
+)
 
 
 class PlainConfig(DriverConfig, frozen=True, kw_only=True):
@@ -40,7 +47,8 @@ class FileControlConfig(PlainConfig, frozen=True, kw_only=True):
 
 
 class Plain(HiCacheStorage):
-    """Keeps the bytes of each page in a dictionary, without an envelope; so nothing notices what a fault does to them."""
+    """Keeps the bytes of each page in a dictionary, without an envelope; so nothing notices what a
+    fault does to them."""
 
     promises: ClassVar[Capabilities] = CAPABILITIES
     stores: ClassVar[dict[str, dict[tuple[object, ...], bytes]]] = {}
@@ -51,7 +59,8 @@ class Plain(HiCacheStorage):
         self.pools: dict[PoolName, RegisteredPool] = {}
         self.closed = False
 
-    # Steps that a fault replaces ---------------------------------------------------------------------------------
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
 
     def place(self, pool: RegisteredPool, key: str) -> tuple[object, ...]:
         return (pool.namespace.name, key)
@@ -82,7 +91,10 @@ class Plain(HiCacheStorage):
 
     def deliver(self, request: PoolRequest) -> list[bool]:
         targets = request.pool.access.targets(request.slots)
-        done = [self.take(request.pool, key, page) for key, page in zip(request.keys, targets, strict=True)]
+        done = [
+            self.take(request.pool, key, page)
+            for key, page in zip(request.keys, targets, strict=True)
+        ]
         request.pool.access.deliver(request.slots, targets, done)
         return done
 
@@ -93,7 +105,10 @@ class Plain(HiCacheStorage):
             sources = request.pool.access.sources(request.slots)
         except RuntimeError:
             return [False] * len(request.keys)
-        return [self.put(request.pool, key, page) for key, page in zip(request.keys, sources, strict=True)]
+        return [
+            self.put(request.pool, key, page)
+            for key, page in zip(request.keys, sources, strict=True)
+        ]
 
     def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
         return common_hit(kv, pools)
@@ -102,7 +117,8 @@ class Plain(HiCacheStorage):
         own = {pool.namespace.name for pool in self.pools.values()}
         return [place for place in list(self.pages) if place[0] in own]
 
-    # The contract ------------------------------------------------------------------------------------------------
+    # The contract
+    # ------------------------------------------------------------------------------------------------
 
     @property
     def identity(self) -> StorageIdentity:
@@ -114,7 +130,9 @@ class Plain(HiCacheStorage):
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         name, access = PoolName(host_pool_name), page_access(host_pool)
-        self.pools[name] = RegisteredPool(name, access, Namespace(self._identity, name, access.geometry))
+        self.pools[name] = RegisteredPool(
+            name, access, Namespace(self._identity, name, access.geometry)
+        )
 
     def batch_exists_v2(
         self,
@@ -125,7 +143,9 @@ class Plain(HiCacheStorage):
         self._check_open()
         check_keys(keys)
         transfers = pool_transfers or ()
-        asked = [PoolPresence.of(transfer, self._present(transfer.name, keys)) for transfer in transfers]
+        asked = [
+            PoolPresence.of(transfer, self._present(transfer.name, keys)) for transfer in transfers
+        ]
         return self.fold(self._present(PoolName.KV, keys), asked)
 
     def batch_get_v2(

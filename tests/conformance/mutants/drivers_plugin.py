@@ -13,11 +13,15 @@ _HOME = Path(__file__).parent
 
 SAMPLES: dict[str, SampleDriver] = {}
 """By name."""
-_FAILING = in_module("drivers_failing", {name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen")})
+_FAILING = in_module(
+    "drivers_failing", {name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen")}
+)
 """Registered beside them, for the tests of the command line."""
 for _module in sorted(_HOME.glob("mutants_*.py")):
     _more = importlib.import_module(_module.stem).SAMPLES
-    assert SAMPLES.keys().isdisjoint(_more), f"{_module.name} gives a name again: {SAMPLES.keys() & _more.keys()}"
+    assert SAMPLES.keys().isdisjoint(_more), (
+        f"{_module.name} gives a name again: {SAMPLES.keys() & _more.keys()}"
+    )
     SAMPLES.update(_more)
 
 

@@ -28,7 +28,9 @@ class MinimumOfMaxima(Plain):
 class TrailingAsAll(Plain):
     def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
         changed = [
-            replace(pool, hit_policy=PoolHitPolicy.ALL_PAGES) if pool.hit_policy is PoolHitPolicy.TRAILING_PAGES else pool
+            replace(pool, hit_policy=PoolHitPolicy.ALL_PAGES)
+            if pool.hit_policy is PoolHitPolicy.TRAILING_PAGES
+            else pool
             for pool in pools
         ]
         return super().fold(kv, changed)
@@ -37,8 +39,16 @@ class TrailingAsAll(Plain):
 class GroupsDecide(Plain):
     def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
         right = super().fold(kv, pools)
-        bounds = [right.extra_pool_hit_pages[pool.name] for pool in pools if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS]
-        listed = [endpoint for endpoint in right.restorable_prefix_pages if endpoint <= min(bounds, default=1 << 30)]
+        bounds = [
+            right.extra_pool_hit_pages[pool.name]
+            for pool in pools
+            if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS
+        ]
+        listed = [
+            endpoint
+            for endpoint in right.restorable_prefix_pages
+            if endpoint <= min(bounds, default=1 << 30)
+        ]
         return PoolTransferResult(listed[-1] if listed else 0, right.extra_pool_hit_pages, listed)
 
 
@@ -51,7 +61,12 @@ class NoList(Plain):
 class OmitsPools(Plain):
     def fold(self, kv: Sequence[bool], pools: Sequence[PoolPresence]) -> PoolTransferResult:
         right = super().fold(kv, pools)
-        return replace(right, extra_pool_hit_pages={pool: hit for pool, hit in right.extra_pool_hit_pages.items() if hit})
+        return replace(
+            right,
+            extra_pool_hit_pages={
+                pool: hit for pool, hit in right.extra_pool_hit_pages.items() if hit
+            },
+        )
 
 
 class CountsGapsAway(Plain):

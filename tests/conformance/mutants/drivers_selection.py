@@ -1,7 +1,8 @@
-"""A pytest plugin: runs of each sample only what it is tried with, and of a mutant no more than it takes to find it.
+"""A pytest plugin: runs of each sample only what it is tried with, and of a mutant no more than it
+takes to find it.
 
-Where the environment variable `HICACHE_SAMPLES` is `mutants`, the cases that are left when a mutant was found by every rule
-meant for it are skipped, unless the sample asks for `every_case`.
+Where the environment variable `HICACHE_SAMPLES` is `mutants`, the cases that are left when a mutant
+was found by every rule meant for it are skipped, unless the sample asks for `every_case`.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    sample, violations = SAMPLES.get(_driver(item)), [text for name, text in item.user_properties if name == VIOLATION_PROPERTY]
+    sample, violations = (
+        SAMPLES.get(_driver(item)),
+        [text for name, text in item.user_properties if name == VIOLATION_PROPERTY],
+    )
     if sample is None or not sample.breaks or os.environ.get("HICACHE_SAMPLES") != "mutants":
         return
     mark = item.get_closest_marker(CASE_MARK)
     assert mark is not None
     for text in violations:
-        _found.setdefault(_driver(item), _Found(sample)).note(json.loads(str(text)), mark.kwargs["rules"])
+        _found.setdefault(_driver(item), _Found(sample)).note(
+            json.loads(str(text)), mark.kwargs["rules"]
+        )
 
 
 def _driver(item: pytest.Item) -> str:
@@ -68,10 +74,13 @@ def _driver(item: pytest.Item) -> str:
 
 
 def _is_wanted(item: pytest.Item) -> bool:
-    """Whether a sample names this case, with its parameters or without, and its injector, or names none."""
+    """Whether a sample names this case, with its parameters or without, and its injector, or names
+    none."""
     sample = SAMPLES.get(_driver(item))
     if sample is None:
         return True
-    named = not sample.cases or not {item.name, item.name.partition("[")[0]}.isdisjoint(sample.cases)
+    named = not sample.cases or not {item.name, item.name.partition("[")[0]}.isdisjoint(
+        sample.cases
+    )
     injector = item.callspec.params.get("injector") if hasattr(item, "callspec") else None
     return named and (not sample.injectors or injector is None or injector in sample.injectors)

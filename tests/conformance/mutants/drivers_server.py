@@ -1,7 +1,8 @@
-"""A tiny page server for `drivers_networked`: a dictionary behind a TCP port, and a log that a restarted server reads again.
+"""A tiny page server for `drivers_networked`: a dictionary behind a TCP port, and a log that a
+restarted server reads again.
 
-A message is four bytes of length, eight of checksum, and a list in msgpack. A request is an operation and its arguments; a
-message that does not fit its checksum ends the connection.
+A message is four bytes of length, eight of checksum, and a list in msgpack. A request is an
+operation and its arguments; a message that does not fit its checksum ends the connection.
 """
 
 from __future__ import annotations
@@ -78,9 +79,13 @@ class Pages:
                 case "delete", [names]:
                     return [self._remove(name) for name in names]
                 case "drop", [pages]:
-                    return [self._pages.get(name) == page and self._remove(name) for name, page in pages]
+                    return [
+                        self._pages.get(name) == page and self._remove(name) for name, page in pages
+                    ]
                 case "clear", [prefix]:
-                    return [self._remove(name) for name in list(self._pages) if name.startswith(prefix)]
+                    return [
+                        self._remove(name) for name in list(self._pages) if name.startswith(prefix)
+                    ]
         raise ValueError(f"unknown operation {operation!r}")
 
     def _put(self, name: str, page: bytes, replaces: bool) -> bool:

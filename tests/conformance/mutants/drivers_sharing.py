@@ -1,4 +1,5 @@
-"""Drivers for several processes with one planted fault each; small pauses make their races long enough to be met."""
+"""Drivers for several processes with one planted fault each; small pauses make their races long
+enough to be met."""
 
 from __future__ import annotations
 
@@ -21,11 +22,24 @@ from hicache_storage.spec import Capabilities, Durability, Sharing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectRead,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.spec import StorageIdentity
 
 
-ONE_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.PROCESS, deletes=True, clears=True, may_hang=False)
+ONE_PROCESS = Capabilities(
+    sharing=Sharing.PROCESS,
+    durability=Durability.PROCESS,
+    deletes=True,
+    clears=True,
+    may_hang=False,
+)
 
 
 def pause(max_ms: float = 2.0) -> None:
@@ -46,11 +60,13 @@ class Trusting(SharedFiles):
         return True
 
 
-# Whole or not at all -----------------------------------------------------------------------------------------------------
+# Whole or not at all
+# -----------------------------------------------------------------------------------------------------
 
 
 class WritesInPlace(SharedFiles):
-    """Makes room for the page under its own name, then fills it; and leaves there what was never filled."""
+    """Makes room for the page under its own name, then fills it; and leaves there what was never
+    filled."""
 
     def discard(self, read: ObjectRead) -> None:
         """Leave it to the next writer, who will find that it exists."""
@@ -138,7 +154,8 @@ class LosersLeaveDrafts(SharedFiles):
         return True
 
 
-# What others do ----------------------------------------------------------------------------------------------------------
+# What others do
+# ----------------------------------------------------------------------------------------------------------
 
 
 class LearnsNothingOfOthers(SharedFiles):
@@ -166,7 +183,8 @@ class LearnsNothingOfOthers(SharedFiles):
 
 
 class TrustsItsList(SharedFiles):
-    """Remembers what was there, for good: a set of what another process has removed answers True and writes nothing."""
+    """Remembers what was there, for good: a set of what another process has removed answers True
+    and writes nothing."""
 
     def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
         super().__init__(identity, config)
@@ -184,7 +202,8 @@ class TrustsItsList(SharedFiles):
 
 
 class SetsOnItsOwn(SharedFiles):
-    """Asks of existing pages what it has itself seen, and writes what others have written once more."""
+    """Asks of existing pages what it has itself seen, and writes what others have written once
+    more."""
 
     def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
         super().__init__(identity, config)
@@ -259,11 +278,13 @@ class NeverForgetsDamage(SharedFiles):
         return super().put(write, call)
 
 
-# Slots and an index ------------------------------------------------------------------------------------------------------
+# Slots and an index
+# ------------------------------------------------------------------------------------------------------
 
 
 class SlotFiles(ObjectStorage):
-    """Keeps pages in numbered files, and an index of which page has which number. Right, but for its faults below."""
+    """Keeps pages in numbered files, and an index of which page has which number. Right, but for
+    its faults below."""
 
     promises: ClassVar[Capabilities] = SharedFiles.promises
 
@@ -301,7 +322,10 @@ class SlotFiles(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         with self.index() as known:
-            return [[batch.namespace.object_name(key) in known for key in batch.keys] for batch in batches]
+            return [
+                [batch.namespace.object_name(key) in known for key in batch.keys]
+                for batch in batches
+            ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         return [[self.take(read) for read in batch.reads] for batch in batches]
@@ -338,11 +362,19 @@ class SlotFiles(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         with self.index() as known:
-            return [[known.pop(batch.namespace.object_name(key), None) is not None for key in batch.keys] for batch in batches]
+            return [
+                [
+                    known.pop(batch.namespace.object_name(key), None) is not None
+                    for key in batch.keys
+                ]
+                for batch in batches
+            ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         with self.index() as known:
-            for name in [name for name in known if name[:32] in {namespace.name for namespace in namespaces}]:
+            for name in [
+                name for name in known if name[:32] in {namespace.name for namespace in namespaces}
+            ]:
                 del known[name]
 
 
@@ -376,7 +408,8 @@ class SavesItsIndexLate(SlotFiles):
             self.save(self.indexes.get(self.home, {}))
 
 
-# Death -------------------------------------------------------------------------------------------------------------------
+# Death
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class WritesBehind(SharedFiles):
@@ -430,7 +463,8 @@ class CollectsNoDrafts(SharedFiles):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.draft(path)
         draft.write_bytes(write.tobytes())
-        # Nearly all the time that a set takes, on a busy machine too, so that nearly every kill meets it here.
+        # Nearly all the time that a set takes, on a busy machine too, so that nearly every kill
+        # meets it here.
         time.sleep(0.08)
         draft.rename(path)
         return True

@@ -1,4 +1,5 @@
-"""Stores of fixed places in memory: a right driver that evicts, one that refuses, and what goes wrong with places."""
+"""Stores of fixed places in memory: a right driver that evicts, one that refuses, and what goes
+wrong with places."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from hicache_storage.spec import Capabilities, parse_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectRead,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.objects.requests import PoolRequest, RegisteredPool
     from hicache_storage.spec import StorageIdentity
 
@@ -43,7 +51,8 @@ class Medium:
 
 
 class Slots(ObjectStorage):
-    """Gives each page a place, and takes the place of the least recently used page when there is none left."""
+    """Gives each page a place, and takes the place of the least recently used page when there is
+    none left."""
 
     promises: ClassVar[Capabilities] = replace(CAPABILITIES, evicts=True)
     media: ClassVar[dict[str, Medium]] = {}
@@ -51,9 +60,12 @@ class Slots(ObjectStorage):
     def __init__(self, identity: StorageIdentity, config: SlotsConfig) -> None:
         super().__init__(identity, driver_name=type(self).__name__, capabilities=self.promises)
         count = parse_bytes(config.capacity) // SLOT_BYTES
-        self.medium = self.media.setdefault(f"{type(self).__name__}/{config.path}", Medium([b""] * count, list(range(count))))
+        self.medium = self.media.setdefault(
+            f"{type(self).__name__}/{config.path}", Medium([b""] * count, list(range(count)))
+        )
 
-    # Steps that a fault replaces ---------------------------------------------------------------------------------
+    # Steps that a fault replaces
+    # ---------------------------------------------------------------------------------
 
     def reserve(self, namespace: Namespace, pages: int) -> list[int]:
         """Places for as many of the pages as there is room for."""
@@ -97,13 +109,17 @@ class Slots(ObjectStorage):
         kept = {write.key for write in writes[: len(slots)]}
         return [write.key in kept for write in batch.writes]
 
-    # The driver --------------------------------------------------------------------------------------------------
+    # The driver
+    # --------------------------------------------------------------------------------------------------
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         with self.medium.lock:
             for batch in batches:
                 self.use(batch.namespace, [*call.prefix_keys, *batch.keys])
-            return [[self.find(batch.namespace, key) is not None for key in batch.keys] for batch in batches]
+            return [
+                [self.find(batch.namespace, key) is not None for key in batch.keys]
+                for batch in batches
+            ]
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         answers = [[self.take(read) for read in batch.reads] for batch in batches]
@@ -118,7 +134,10 @@ class Slots(ObjectStorage):
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         with self.medium.lock:
-            return [[self.forget((batch.namespace.name, key)) for key in batch.keys] for batch in batches]
+            return [
+                [self.forget((batch.namespace.name, key)) for key in batch.keys]
+                for batch in batches
+            ]
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         with self.medium.lock:
@@ -142,7 +161,8 @@ class _Unsealed(Slots):
 
 
 class ReusesSlots(_Unsealed):
-    """Looks up the places of a batch, and reads them some time later; they may have been given to other pages by then."""
+    """Looks up the places of a batch, and reads them some time later; they may have been given to
+    other pages by then."""
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         slots = [[self.find(read.namespace, read.key) for read in batch.reads] for batch in batches]

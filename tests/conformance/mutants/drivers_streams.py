@@ -1,4 +1,5 @@
-"""Transfer engines with one planted fault each, and drivers that use host pages when they no longer may."""
+"""Transfer engines with one planted fault each, and drivers that use host pages when they no longer
+may."""
 
 from __future__ import annotations
 
@@ -6,7 +7,13 @@ from typing import TYPE_CHECKING
 
 from drivers_plain import Plain
 
-from hicache_storage.transfer import Acknowledgement, HostPages, LayerCounter, PageTransfers, recorded
+from hicache_storage.transfer import (
+    Acknowledgement,
+    HostPages,
+    LayerCounter,
+    PageTransfers,
+    recorded,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,19 +31,26 @@ if TYPE_CHECKING:
 class Engine(PageTransfers):
     """A right engine, made as a target makes one."""
 
-    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+    def __init__(
+        self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
+    ) -> None:
         super().__init__(device, compute, device_pages, HostPages(host_pool), host_pool)
 
 
 class StagingEngine(PageTransfers):
     """A right engine that gathers pages in staging buffers of one page."""
 
-    def __init__(self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool) -> None:
+    def __init__(
+        self, device: Device, compute: Stream, device_pages: LayeredPages, host_pool: MHAHostPool
+    ) -> None:
         pages = HostPages(host_pool)
-        super().__init__(device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1)
+        super().__init__(
+            device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1
+        )
 
 
-# Engines --------------------------------------------------------------------------------------------------------------
+# Engines
+# --------------------------------------------------------------------------------------------------------------
 
 
 class WritesBackTooEarly(Engine):
@@ -77,7 +91,9 @@ class OverwritesTooEarly(Engine):
 class AcknowledgesTooEarly(Engine):
     """Says that a write-back is done when its last layer has been enqueued."""
 
-    def write_back(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> Acknowledgement:
+    def write_back(
+        self, device_indices: torch.Tensor, host_indices: torch.Tensor
+    ) -> Acknowledgement:
         begun = recorded(self._device, self._out)
         super().write_back(device_indices, host_indices)
         return Acknowledgement(begun)
@@ -120,7 +136,8 @@ class FreesUnderALoad(Engine):
             self.host_slots.hold = hold  # type: ignore[method-assign]
 
 
-# Drivers --------------------------------------------------------------------------------------------------------------
+# Drivers
+# --------------------------------------------------------------------------------------------------------------
 
 
 class DeliversHostPagesLate(Plain):
@@ -132,7 +149,9 @@ class DeliversHostPagesLate(Plain):
 
     def read(self, request: PoolRequest) -> list[bool]:
         targets = request.pool.access.targets(request.slots)
-        self.late += [(request.pool, key, page) for key, page in zip(request.keys, targets, strict=True)]
+        self.late += [
+            (request.pool, key, page) for key, page in zip(request.keys, targets, strict=True)
+        ]
         return [self.there(request.pool, key) for key in request.keys]
 
     def batch_get_v2(

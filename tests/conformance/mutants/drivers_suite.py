@@ -1,7 +1,9 @@
-"""The suite against the samples, in one pytest; run by `test_mutants.py` and `soak.py`, which read the reports.
+"""The suite against the samples, in one pytest; run by `test_mutants.py` and `soak.py`, which read
+the reports.
 
-The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all cases of its classes; `mutants`, each with
-the cases of the rules that it breaks; `right` ones; or `own`, the project's own drivers.
+The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all cases of its
+classes; `mutants`, each with the cases of the rules that it breaks; `right` ones; or `own`, the
+project's own drivers.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _without(bases: tuple[type, ...], rules: tuple[str, ...]) -> dict[str, None]
     for base in bases:
         for home in base.__mro__:
             for name, function in vars(home).items():
-                marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == CASE_MARK]
+                marks = [
+                    mark for mark in getattr(function, "pytestmark", ()) if mark.name == CASE_MARK
+                ]
                 if marks and not set(marks[0].kwargs["rules"]) & set(rules):
                     found[name] = None
     return found
@@ -61,5 +65,7 @@ for _name, _sample in _chosen().items():
     # Cases that are named may find a fault that they are not about.
     _hidden = _without(_bases, _sample.breaks) if _only_meant and not _sample.cases else {}
     globals()[f"Test{_name}"] = type(
-        f"Test{_name}", _bases, {**_hidden, **_engine(_sample), "driver": _name, "__module__": __name__}
+        f"Test{_name}",
+        _bases,
+        {**_hidden, **_engine(_sample), "driver": _name, "__module__": __name__},
     )

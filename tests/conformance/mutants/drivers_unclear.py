@@ -1,4 +1,5 @@
-"""Drivers that take an error, or a silence, for more than it says, and two right ones that do not."""
+"""Drivers that take an error, or a silence, for more than it says, and two right ones that do
+not."""
 
 from __future__ import annotations
 
@@ -15,19 +16,38 @@ from drivers_faults import SteadyFiles
 from drivers_files import PAGE
 from drivers_slots import SLOT_BYTES, Medium, Place, Slots, SlotsConfig
 
-from hicache_storage.spec import Capabilities, HungReads, PoolTransferResult, StorageUnavailableError
+from hicache_storage.spec import (
+    Capabilities,
+    HungReads,
+    PoolTransferResult,
+    StorageUnavailableError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.objects import Call, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
-    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer, StorageIdentity
+    from hicache_storage.objects import (
+        Call,
+        Namespace,
+        ObjectRead,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
+    from hicache_storage.spec import (
+        HiCacheStorageExtraInfo,
+        PoolName,
+        PoolTransfer,
+        StorageIdentity,
+    )
 
-# What a request that failed has done --------------------------------------------------------------------------------
+# What a request that failed has done
+# --------------------------------------------------------------------------------
 
 
 class ReusesNumbers(SteadyFiles):
-    """Numbers its files, and gives the number of a rename that failed to the next one; one number stands for one file."""
+    """Numbers its files, and gives the number of a rename that failed to the next one; one number
+    stands for one file."""
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
@@ -37,7 +57,8 @@ class ReusesNumbers(SteadyFiles):
         plain = super().path(namespace, key)
         numbered = dict[str, Path]()
         for path in sorted(plain.parent.glob(f"*{PAGE}")):
-            # Empty files are strangers; which of two files of one number counts is the fault planted here.
+            # Empty files are strangers; which of two files of one number counts is the fault
+            # planted here.
             with suppress(FileNotFoundError):
                 if path.stat().st_size:
                     numbered[path.name.rpartition("-")[0]] = path
@@ -66,7 +87,8 @@ class RaisesWhatStopsAClear(SteadyFiles):
 
 
 class OneFaultForAll(SteadyFiles):
-    """Refuses everything for a while after five calls in a row during which the store has failed, whichever of them it was."""
+    """Refuses everything for a while after five calls in a row during which the store has failed,
+    whichever of them it was."""
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
@@ -93,7 +115,8 @@ class OneFaultForAll(SteadyFiles):
         return super().batch_exists_v2([] if refused else keys, pool_transfers, extra_info)
 
 
-# Deadlines and forks ------------------------------------------------------------------------------------------------
+# Deadlines and forks
+# ------------------------------------------------------------------------------------------------
 
 
 class WaitsAsItIsTold(SteadyFiles):
@@ -135,7 +158,8 @@ class KeepsItsLockOverForks(SteadyFiles):
             return super().batch_exists_v2(keys, pool_transfers, extra_info)
 
 
-# The directory ------------------------------------------------------------------------------------------------------
+# The directory
+# ------------------------------------------------------------------------------------------------------
 
 
 class ComparesAbsence(SteadyFiles):
@@ -161,15 +185,21 @@ class ComparesAbsence(SteadyFiles):
 
 
 class BelievesFileNames(SteadyFiles):
-    """Says in a file's name how long its page is, and takes the longest that stands there for the page."""
+    """Says in a file's name how long its page is, and takes the longest that stands there for the
+    page."""
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
         named = sorted(plain.parent.glob(f"{plain.stem}-*{PAGE}"))
-        return named[-1] if named else plain.with_name(f"{plain.stem}-{namespace.object_bytes:08x}{PAGE}")
+        return (
+            named[-1]
+            if named
+            else plain.with_name(f"{plain.stem}-{namespace.object_bytes:08x}{PAGE}")
+        )
 
 
-# Places that change hands -------------------------------------------------------------------------------------------
+# Places that change hands
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,9 +209,12 @@ class FileMedium(Medium):
 
 
 class FileSlots(Slots):
-    """Right: places of a file. What a writer was given stays its own until it has written, whatever others do meanwhile."""
+    """Right: places of a file. What a writer was given stays its own until it has written, whatever
+    others do meanwhile."""
 
-    promises: ClassVar[Capabilities] = replace(Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
+    promises: ClassVar[Capabilities] = replace(
+        Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER
+    )
     media: ClassVar[dict[str, Medium]] = {}
     medium: FileMedium
 
@@ -203,7 +236,9 @@ class FileSlots(Slots):
         if slot is None:
             return False
         with self.file.open("rb", buffering=0) as file:
-            return read.fill(os.pread(file.fileno(), read.namespace.object_bytes, slot * SLOT_BYTES))
+            return read.fill(
+                os.pread(file.fileno(), read.namespace.object_bytes, slot * SLOT_BYTES)
+            )
 
     def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
         with self.medium.lock:
@@ -215,10 +250,15 @@ class FileSlots(Slots):
             self.look()
             with self.file.open("r+b", buffering=0) as file:
                 for slot, write in pairs:
-                    done.append(os.pwrite(file.fileno(), write.tobytes(), slot * SLOT_BYTES) > 0 and not call.expired())
+                    done.append(
+                        os.pwrite(file.fileno(), write.tobytes(), slot * SLOT_BYTES) > 0
+                        and not call.expired()
+                    )
         finally:
             with self.medium.lock:
-                for (slot, write), ok in zip(pairs, [*done, *[False] * (len(pairs) - len(done))], strict=True):
+                for (slot, write), ok in zip(
+                    pairs, [*done, *[False] * (len(pairs) - len(done))], strict=True
+                ):
                     self.medium.reserved.pop(slot, None)
                     self.settle(slot, (write.namespace.name, write.key), ok=ok)
         return [*done, *[False] * (len(batch.writes) - len(done))]
@@ -254,14 +294,19 @@ class ClearsUnderWriters(FileSlots):
 
 
 LEASE_SECONDS = 0.25
-"""Shorter than the suite holds up a writer (0.3 s), longer than a clear in the middle of a set takes."""
+"""Shorter than the suite holds up a writer (0.3 s), longer than a clear in the middle of a set
+takes."""
 
 
 class LeasesRunOut(FileSlots):
     """Gives a writer's place to the next one after a while, and nobody asks before it writes."""
 
     def reserve(self, namespace: Namespace, pages: int) -> list[int]:
-        late = [slot for slot, since in self.medium.reserved.items() if time.monotonic() - since > LEASE_SECONDS]
+        late = [
+            slot
+            for slot, since in self.medium.reserved.items()
+            if time.monotonic() - since > LEASE_SECONDS
+        ]
         for slot in late:
             del self.medium.reserved[slot]
         self.medium.free += late

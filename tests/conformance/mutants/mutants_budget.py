@@ -6,7 +6,12 @@ from drivers_networked import ACROSS
 from mutants_faults import SERVER
 from sample_driver import SampleDriver
 
-_CASE_CLASSES = {"EX-10": ("Budget",), "BU-1": ("Budget",), "BU-2": ("Staging",), "OB-2": ("Metrics",)}
+_CASE_CLASSES = {
+    "EX-10": ("Budget",),
+    "BU-1": ("Budget",),
+    "BU-2": ("Staging",),
+    "OB-2": ("Metrics",),
+}
 
 _ONE_QUESTION = "test_one_question_for_all_pools"
 
@@ -22,8 +27,12 @@ def _costly(name: str, rule: str, expect_message: str, *cases: str) -> SampleDri
 
 
 SAMPLES = {
-    "AsksForEachPool": _costly("AsksForEachPool", "EX-10", "called objects_exist 3 times", _ONE_QUESTION),
-    "AsksForEachKey": _costly("AsksForEachKey", "EX-10", "called objects_exist 384 times", _ONE_QUESTION),
+    "AsksForEachPool": _costly(
+        "AsksForEachPool", "EX-10", "called objects_exist 3 times", _ONE_QUESTION
+    ),
+    "AsksForEachKey": _costly(
+        "AsksForEachKey", "EX-10", "called objects_exist 384 times", _ONE_QUESTION
+    ),
     "AsksTheServerForEachPool": SampleDriver(
         breaks=("EX-10",),
         expect_message="took 3 round trips",
@@ -35,15 +44,25 @@ SAMPLES = {
         trial_services=(SERVER,),
         capabilities=ACROSS,
     ),
-    "ChokesOnManyKeys": _costly("ChokesOnManyKeys", "EX-10", "answered 0 and [], must be 40 and [20, 40]"),
-    "LooksThroughLists": _costly("LooksThroughLists", "EX-10", "an exists of 250000 keys would take some"),
+    "ChokesOnManyKeys": _costly(
+        "ChokesOnManyKeys", "EX-10", "answered 0 and [], must be 40 and [20, 40]"
+    ),
+    "LooksThroughLists": _costly(
+        "LooksThroughLists", "EX-10", "an exists of 250000 keys would take some"
+    ),
     "ReadsPageByPage": _costly("ReadsPageByPage", "BU-1", "read_objects 384 times"),
     "WritesPageByPage": _costly("WritesPageByPage", "BU-1", "write_objects 384 times"),
     "StagesReads": _costly("StagesReads", "BU-2", "a get of 128 pages took memory for"),
     "StagesInMappings": _costly("StagesInMappings", "BU-2", "a get of 128 pages took memory for"),
     "JoinsComponents": _costly("JoinsComponents", "BU-2", "a set of 128 pages took memory for"),
     "SerialisesMetrics": _costly("SerialisesMetrics", "OB-2", "metrics add"),
-    "HashesForMetrics": _costly("HashesForMetrics", "OB-2", "times as long with metrics as without"),
-    "CannotBeSwitchedOff": _costly("CannotBeSwitchedOff", "OB-2", "metrics are off, and get_stats() counts"),
-    "HidesFaults": _costly("HidesFaults", "OB-2", "with metrics off, get_stats() tells 0 faults after 0 and one more"),
+    "HashesForMetrics": _costly(
+        "HashesForMetrics", "OB-2", "times as long with metrics as without"
+    ),
+    "CannotBeSwitchedOff": _costly(
+        "CannotBeSwitchedOff", "OB-2", "metrics are off, and get_stats() counts"
+    ),
+    "HidesFaults": _costly(
+        "HidesFaults", "OB-2", "with metrics off, get_stats() tells 0 faults after 0 and one more"
+    ),
 }

@@ -35,7 +35,11 @@ _BOUNDED = partial(
 
 
 def _files(
-    name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction"
+    name: str,
+    *breaks: str,
+    expect_message: str = "",
+    known_bug: str = "",
+    case_classes: str = "Eviction",
 ) -> SampleDriver:
     return _FILES(
         target=f"drivers_eviction:{name}",
@@ -47,7 +51,11 @@ def _files(
 
 
 def _slots(
-    name: str, *breaks: str, expect_message: str = "", known_bug: str = "", case_classes: str = "Eviction"
+    name: str,
+    *breaks: str,
+    expect_message: str = "",
+    known_bug: str = "",
+    case_classes: str = "Eviction",
 ) -> SampleDriver:
     return _SLOTS(
         target=f"drivers_slots:{name}",
@@ -63,38 +71,81 @@ def _bounded(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:
 
 
 SAMPLES = {
-    "BoundedFiles": _FILES(target="drivers_eviction:BoundedFiles", case_classes=("EvictionProcess", "Eviction", "Space")),
+    "BoundedFiles": _FILES(
+        target="drivers_eviction:BoundedFiles",
+        case_classes=("EvictionProcess", "Eviction", "Space"),
+    ),
     "Slots": _SLOTS(target="drivers_slots:Slots"),
     "Bounded": _BOUNDED(target="drivers_slots:Bounded"),
     "IgnoresItsCapacity": _files("IgnoresItsCapacity", "EV-1", expect_message="the capacity is"),
-    "CountsItsOwnWritesOnly": _files("CountsItsOwnWritesOnly", "EV-1", expect_message="the capacity is"),
-    "EvictsTheIndexOnly": _files("EvictsTheIndexOnly", "EV-1", expect_message="lie on the disk after more writing"),
+    "CountsItsOwnWritesOnly": _files(
+        "CountsItsOwnWritesOnly", "EV-1", expect_message="the capacity is"
+    ),
+    "EvictsTheIndexOnly": _files(
+        "EvictsTheIndexOnly", "EV-1", expect_message="lie on the disk after more writing"
+    ),
     "LeavesDraftsUncounted": _files(
-        "LeavesDraftsUncounted", "EV-1", expect_message="bytes before, and takes", known_bug="D11", case_classes="EvictionProcess"
+        "LeavesDraftsUncounted",
+        "EV-1",
+        expect_message="bytes before, and takes",
+        known_bug="D11",
+        case_classes="EvictionProcess",
     ),
     "CountsDraftsForGood": _files(
-        "CountsDraftsForGood", "EV-1", expect_message="pages before, and holds", case_classes="EvictionProcess"
+        "CountsDraftsForGood",
+        "EV-1",
+        expect_message="pages before, and holds",
+        case_classes="EvictionProcess",
     ),
-    "EvictsByName": _files("EvictsByName", "EV-1", expect_message="was taken for a page of 'b' by its name", known_bug="D11"),
+    "EvictsByName": _files(
+        "EvictsByName",
+        "EV-1",
+        expect_message="was taken for a page of 'b' by its name",
+        known_bug="D11",
+    ),
     "CountsNoEvictions": _files("CountsNoEvictions", "OB-1", expect_message="pages_evicted is 0"),
     "HeadsFirst": _files("HeadsFirst", "EV-3", expect_message="can be used", known_bug="D20"),
     "ForgetsPrefixes": _files("ForgetsPrefixes", "EV-3", expect_message="written in several-calls"),
     "EvictsAnyPage": _files("EvictsAnyPage", "EV-3", "EV-4", expect_message="can be used"),
-    "RefreshesOnWrites": _files("RefreshesOnWrites", "EV-4", expect_message="was used after every batch"),
-    "LookupsAreNoUse": _files("LookupsAreNoUse", "EV-4", expect_message="was used after every batch (exists)"),
-    "ReadsAreNoUse": _files("ReadsAreNoUse", "EV-4", expect_message="was used after every batch (get)"),
-    "EvictsEverything": _files("EvictsEverything", "EV-4", expect_message="was used after every batch"),
-    "ReusesSlots": _slots("ReusesSlots", "EV-2", expect_message="holds bytes of key", known_bug="D2"),
+    "RefreshesOnWrites": _files(
+        "RefreshesOnWrites", "EV-4", expect_message="was used after every batch"
+    ),
+    "LookupsAreNoUse": _files(
+        "LookupsAreNoUse", "EV-4", expect_message="was used after every batch (exists)"
+    ),
+    "ReadsAreNoUse": _files(
+        "ReadsAreNoUse", "EV-4", expect_message="was used after every batch (get)"
+    ),
+    "EvictsEverything": _files(
+        "EvictsEverything", "EV-4", expect_message="was used after every batch"
+    ),
+    "ReusesSlots": _slots(
+        "ReusesSlots", "EV-2", expect_message="holds bytes of key", known_bug="D2"
+    ),
     "RemembersSlots": _slots("RemembersSlots", "EV-2", expect_message="holds bytes of key"),
     "BricksWhenFull": _slots(
-        "BricksWhenFull", "SET-5", expect_message="and none was stored", known_bug="D4", case_classes="Space"
+        "BricksWhenFull",
+        "SET-5",
+        expect_message="and none was stored",
+        known_bug="D4",
+        case_classes="Space",
     ),
     "LeaksReservations": _slots(
-        "LeaksReservations", "SET-5", expect_message="takes no page", known_bug="D5", case_classes="Space"
+        "LeaksReservations",
+        "SET-5",
+        expect_message="takes no page",
+        known_bug="D5",
+        case_classes="Space",
     ),
-    "DeletesForGood": _slots("DeletesForGood", "SET-5", expect_message="everything was deleted", case_classes="Space"),
+    "DeletesForGood": _slots(
+        "DeletesForGood", "SET-5", expect_message="everything was deleted", case_classes="Space"
+    ),
     "RaisesWhenFull": _bounded("RaisesWhenFull", "SET-5", expect_message="raised OSError"),
-    "TakesAllOrNothing": _bounded("TakesAllOrNothing", "SET-5", expect_message="and none was stored"),
-    "DropsWhatDoesNotFit": _bounded("DropsWhatDoesNotFit", "SET-5", expect_message="and a get misses it"),
+    "TakesAllOrNothing": _bounded(
+        "TakesAllOrNothing", "SET-5", expect_message="and none was stored"
+    ),
+    "DropsWhatDoesNotFit": _bounded(
+        "DropsWhatDoesNotFit", "SET-5", expect_message="and a get misses it"
+    ),
     "NeverFrees": _bounded("NeverFrees", "SET-5", expect_message="everything was"),
 }

@@ -13,7 +13,13 @@ from sample_driver import PATH, SampleDriver
 if TYPE_CHECKING:
     from hicache_storage.spec import Capabilities
 
-SERVER = (sys.executable, "-P", str(Path(__file__).with_name("drivers_server.py")), "{port:pages}", "{tmp}/pages.log")
+SERVER = (
+    sys.executable,
+    "-P",
+    str(Path(__file__).with_name("drivers_server.py")),
+    "{port:pages}",
+    "{tmp}/pages.log",
+)
 
 
 _BELOW = ("Fault", "Deadline", "Plan", "BitRot")
@@ -71,8 +77,16 @@ def _networked(
 
 SAMPLES = dict(
     [
-        _files("SteadyFiles", case_classes=(*_BELOW, *_UNCLEAR, "Directory", "Process"), injectors=("disk",)),
-        _networked("Networked", case_classes=(*_BELOW, *_UNCLEAR, "Sharing", "Budget"), injectors=("network", "services")),
+        _files(
+            "SteadyFiles",
+            case_classes=(*_BELOW, *_UNCLEAR, "Directory", "Process"),
+            injectors=("disk",),
+        ),
+        _networked(
+            "Networked",
+            case_classes=(*_BELOW, *_UNCLEAR, "Sharing", "Budget"),
+            injectors=("network", "services"),
+        ),
         _files(
             "RaisesWhatTheDiskRaises",
             "FT-1",
@@ -102,7 +116,13 @@ SAMPLES = dict(
             case_classes=("Fault",),
             cases=("test_an_outage_is_told_once",),
         ),
-        _files("PoisonedByTornFiles", "EX-9", expect_message="it goes on existing", case_classes=("BitRot",), known_bug="D10"),
+        _files(
+            "PoisonedByTornFiles",
+            "EX-9",
+            expect_message="it goes on existing",
+            case_classes=("BitRot",),
+            known_bug="D10",
+        ),
         _files(
             "PublishesLate",
             "SET-8",
@@ -177,7 +197,11 @@ SAMPLES = dict(
             cases=("test_closing_a_hung_store",),
         ),
         _files(
-            "TrustsTheDisk", "GET-1", expect_message="bytes differ", case_classes=("BitRot",), cases=("test_stored_bytes_rot",)
+            "TrustsTheDisk",
+            "GET-1",
+            expect_message="bytes differ",
+            case_classes=("BitRot",),
+            cases=("test_stored_bytes_rot",),
         ),
         _files(
             "LosesTheQueue",

@@ -15,10 +15,16 @@ SHARED: dict[str, Any] = {
 }
 
 
-def _mutant(name: str, rule: str, case_classes: str, expect_message: str, **more: Any) -> SampleDriver:
+def _mutant(
+    name: str, rule: str, case_classes: str, expect_message: str, **more: Any
+) -> SampleDriver:
     target = f"drivers_sharing:{name}"
     return SampleDriver(
-        breaks=(rule,), case_classes=(case_classes,), expect_message=expect_message, target=target, **{**SHARED, **more}
+        breaks=(rule,),
+        case_classes=(case_classes,),
+        expect_message=expect_message,
+        target=target,
+        **{**SHARED, **more},
     )
 
 
@@ -28,13 +34,29 @@ SAMPLES = {
     "RenamesTooSoon": _mutant("RenamesTooSoon", "SET-2", "Process", "holds zeros in bytes"),
     "OneDraftForAll": _mutant("OneDraftForAll", "SET-4", "Process", "SET-4: "),
     "MixesWriters": _mutant("MixesWriters", "SET-4", "Process", "is value"),
-    "LosersLeaveDrafts": _mutant("LosersLeaveDrafts", "SET-4", "Process", "made the store grow by", known_bug="D5"),
-    "LearnsNothingOfOthers": _mutant("LearnsNothingOfOthers", "ID-2", "Sharing", "a get of process early answers False"),
-    "TrustsItsList": _mutant("TrustsItsList", "SET-1", "Sharing", "is said to exist, and it had been removed", known_bug="D11"),
-    "SetsOnItsOwn": _mutant("SetsOnItsOwn", "SET-3", "Sharing", "whose set began when the page was there already"),
-    "ClearsItsOwnView": _mutant("ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"),
+    "LosersLeaveDrafts": _mutant(
+        "LosersLeaveDrafts", "SET-4", "Process", "made the store grow by", known_bug="D5"
+    ),
+    "LearnsNothingOfOthers": _mutant(
+        "LearnsNothingOfOthers", "ID-2", "Sharing", "a get of process early answers False"
+    ),
+    "TrustsItsList": _mutant(
+        "TrustsItsList",
+        "SET-1",
+        "Sharing",
+        "is said to exist, and it had been removed",
+        known_bug="D11",
+    ),
+    "SetsOnItsOwn": _mutant(
+        "SetsOnItsOwn", "SET-3", "Sharing", "whose set began when the page was there already"
+    ),
+    "ClearsItsOwnView": _mutant(
+        "ClearsItsOwnView", "LC-4", "Sharing", "which had been removed before the get began"
+    ),
     "SaltsItsKeys": _mutant("SaltsItsKeys", "ID-2", "Sharing", "answers False"),
-    "NeverForgetsDamage": _mutant("NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"),
+    "NeverForgetsDamage": _mutant(
+        "NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"
+    ),
     # Whether a reader meets another's bytes or a page half written is up to the moment.
     "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "CC-2: ", known_bug="D2"),
     "SavesItsIndexLate": _mutant(
@@ -46,7 +68,11 @@ SAMPLES = {
         capabilities=ONE_PROCESS,
     ),
     "WritesBehind": _mutant(
-        "WritesBehind", "FT-5", "Durability", "was stored (True) and removed by nobody", capabilities=ONE_PROCESS
+        "WritesBehind",
+        "FT-5",
+        "Durability",
+        "was stored (True) and removed by nobody",
+        capabilities=ONE_PROCESS,
     ),
     "CollectsNoDrafts": _mutant(
         "CollectsNoDrafts",

@@ -1,4 +1,5 @@
-"""Samples of the level stream: engines that order too little or too much, drivers that use host pages too late."""
+"""Samples of the level stream: engines that order too little or too much, drivers that use host
+pages too late."""
 
 from __future__ import annotations
 
@@ -20,18 +21,42 @@ def _engine(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:
 SAMPLES = {
     "StreamsInOrder": _engine("Engine"),
     "StagesInOrder": _engine("StagingEngine"),
-    "GathersTooEarly": _engine("GathersTooEarly", "ST-1", expect_message="nothing orders it behind 'kernel that writes layer 0"),
-    "WritesBackTooEarly": _engine(
-        "WritesBackTooEarly", "ST-1", expect_message="nothing orders it behind 'kernel that writes layer 0"
+    "GathersTooEarly": _engine(
+        "GathersTooEarly",
+        "ST-1",
+        expect_message="nothing orders it behind 'kernel that writes layer 0",
     ),
-    "LoadsOverKernels": _engine("LoadsOverKernels", "ST-1", expect_message="nothing orders it behind 'kernel that "),
-    "LoadsOverCopiesOut": _engine("LoadsOverCopiesOut", "ST-1", expect_message="nothing orders it behind 'write-back of layer 0"),
-    "OverwritesTooEarly": _engine("OverwritesTooEarly", "ST-1", expect_message="'kernel that writes layer 0"),
-    "AcknowledgesTooEarly": _engine("AcknowledgesTooEarly", "ST-1", expect_message="'batch_set_v2' (host) reads bytes"),
-    "SignalsAllLayersAtTheEnd": _engine("SignalsAllLayersAtTheEnd", "ST-2", expect_message="has to wait for 'load of layer 1"),
-    "SignalsOneLayerEarly": _engine("SignalsOneLayerEarly", "ST-2", expect_message="nothing orders it behind 'load of layer 0"),
-    "BlocksWhileLoading": _engine("BlocksWhileLoading", "ST-2", expect_message="has to wait for 'load of layer 1"),
-    "FreesUnderACopy": _engine("FreesUnderACopy", "ST-3", expect_message="handed out before the copy is done"),
+    "WritesBackTooEarly": _engine(
+        "WritesBackTooEarly",
+        "ST-1",
+        expect_message="nothing orders it behind 'kernel that writes layer 0",
+    ),
+    "LoadsOverKernels": _engine(
+        "LoadsOverKernels", "ST-1", expect_message="nothing orders it behind 'kernel that "
+    ),
+    "LoadsOverCopiesOut": _engine(
+        "LoadsOverCopiesOut",
+        "ST-1",
+        expect_message="nothing orders it behind 'write-back of layer 0",
+    ),
+    "OverwritesTooEarly": _engine(
+        "OverwritesTooEarly", "ST-1", expect_message="'kernel that writes layer 0"
+    ),
+    "AcknowledgesTooEarly": _engine(
+        "AcknowledgesTooEarly", "ST-1", expect_message="'batch_set_v2' (host) reads bytes"
+    ),
+    "SignalsAllLayersAtTheEnd": _engine(
+        "SignalsAllLayersAtTheEnd", "ST-2", expect_message="has to wait for 'load of layer 1"
+    ),
+    "SignalsOneLayerEarly": _engine(
+        "SignalsOneLayerEarly", "ST-2", expect_message="nothing orders it behind 'load of layer 0"
+    ),
+    "BlocksWhileLoading": _engine(
+        "BlocksWhileLoading", "ST-2", expect_message="has to wait for 'load of layer 1"
+    ),
+    "FreesUnderACopy": _engine(
+        "FreesUnderACopy", "ST-3", expect_message="handed out before the copy is done"
+    ),
     "FreesUnderALoad": _engine("FreesUnderALoad", "ST-3", expect_message="a load reads was freed"),
     "ReadsHostPagesLate": SampleDriver(
         breaks=("ST-1",),

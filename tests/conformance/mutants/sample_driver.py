@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 NOTHING = Capabilities(may_hang=False)
-IN_PROCESS = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False)
+IN_PROCESS = Capabilities(
+    sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
+)
 PATH = {"path": "{tmp}/store"}
 
 
@@ -26,7 +28,8 @@ class SampleDriver:
     case_classes: tuple[str, ...] = ()
     """Classes of cases to try it with, without their `Cases`; empty for the whole suite."""
     cases: tuple[str, ...] = ()
-    """The only cases to try it with, with their parameters or without, where each costs its patience; empty for all of `case_classes`."""
+    """The only cases to try it with, with their parameters or without, where each costs its
+    patience; empty for all of `case_classes`."""
     injectors: tuple[str, ...] = ()
     """The only injectors to try it on; empty for all that it has."""
     every_case: bool = False

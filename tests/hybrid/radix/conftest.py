@@ -16,7 +16,9 @@ def make_world(request):
     made = []
 
     def make(*, grid=GRID, policy=WritePolicy.WRITE_THROUGH, threshold=0, **sizes):
-        controller = request.param(SIZES | sizes, PAGE, states=grid is not None, threshold=threshold)
+        controller = request.param(
+            SIZES | sizes, PAGE, states=grid is not None, threshold=threshold
+        )
         made.append(World(controller, PAGE, grid, policy))
         return made[-1]
 

@@ -1,4 +1,5 @@
-"""The real controller over pools of integers on the stream simulator, seen as `World` sees a controller."""
+"""The real controller over pools of integers on the stream simulator, seen as `World` sees a
+controller."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ from random import Random
 
 import torch
 
-from hicache_storage.hybrid import HostPoolGroup, HybridCacheController, PoolEntry, PrefetchPolicy, PrefetchRules
+from hicache_storage.hybrid import (
+    HostPoolGroup,
+    HybridCacheController,
+    PoolEntry,
+    PrefetchPolicy,
+    PrefetchRules,
+)
 from hicache_storage.pools import (
     IndexerDevicePool,
     IndexerHostPool,
@@ -29,7 +36,8 @@ ATTENTION = LayerMap([0, 2])
 
 
 class Rows:
-    """Slots of pools as integers: every layer and part of a slot holds its number, shifted by which part it is."""
+    """Slots of pools as integers: every layer and part of a slot holds its number, shifted by which
+    part it is."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -41,7 +49,9 @@ class Rows:
     def __getitem__(self, slots):
         values = self._parts[0][slots].clone()
         for shift, part in enumerate(self._parts):
-            assert torch.equal(part[slots], values + shift), "the layers of a slot are not of one token"
+            assert torch.equal(part[slots], values + shift), (
+                "the layers of a slot are not of one token"
+            )
         return values
 
 
@@ -69,17 +79,27 @@ class RealController:
 
     def __init__(self, sizes, page_size, *, states, seed=0, threshold=0):
         self.states, self.random, self._faults = states, Random(seed), Faults()
-        self._identity = StorageIdentity(model="m", kv_dtype="int64", page_size=page_size, layout="page_first")
+        self._identity = StorageIdentity(
+            model="m", kv_dtype="int64", page_size=page_size, layout="page_first"
+        )
         self.simulator = StreamSimulator(seed, pause_seconds=0.0006)
         self.compute = self.simulator.stream("compute")
         self._streams = self.simulator.stream("write-back"), self.simulator.stream("load")
         self.device_memory, self.host_memory, self.state_slots = {}, {}, None
-        entries = [*self._attention(sizes, page_size), self._mamba(sizes)] if states else self._sparse(sizes, page_size)
+        entries = (
+            [*self._attention(sizes, page_size), self._mamba(sizes)]
+            if states
+            else self._sparse(sizes, page_size)
+        )
         self.group = HostPoolGroup(entries)
-        rules = PrefetchRules(policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=threshold, occupancy=1.0)
+        rules = PrefetchRules(
+            policy=PrefetchPolicy.WAIT_COMPLETE, threshold_tokens=threshold, occupancy=1.0
+        )
         self.controller = HybridCacheController(self.group, rules=rules)
         self.host = {name: entry.host_pool for name, entry in self.group.entries.items()}
-        self.host_slots = {name: entry.copies.host_slots for name, entry in self.group.entries.items()}
+        self.host_slots = {
+            name: entry.copies.host_slots for name, entry in self.group.entries.items()
+        }
         self.objects, self.refuse_backups, self._loses = {}, False, 0.0
         self._arriving = set()
         self.attach()
@@ -88,53 +108,103 @@ class RealController:
         return getattr(self.controller, name)
 
     def _attention(self, sizes, page_size):
-        fields = {"page_size": page_size, "layer_num": LAYERS, "head_num": 1, "head_dim": 1, "dtype": torch.int64}
+        fields = {
+            "page_size": page_size,
+            "layer_num": LAYERS,
+            "head_num": 1,
+            "head_dim": 1,
+            "dtype": torch.int64,
+        }
         device, host = (
             MHADevicePool(size=sizes["device_kv"], device="cpu", **fields),
             MHAHostPool(size=sizes["host_kv"], **fields),
         )
         self.kv_slots = device
-        self.device_memory[KV] = Rows([part[:, 0, 0] for half in (device.k_buffer, device.v_buffer) for part in half])
-        self.host_memory[KV] = Rows([half[:, layer, 0, 0] for half in (host.k_buffer, host.v_buffer) for layer in range(LAYERS)])
+        self.device_memory[KV] = Rows(
+            [part[:, 0, 0] for half in (device.k_buffer, device.v_buffer) for part in half]
+        )
+        self.host_memory[KV] = Rows(
+            [
+                half[:, layer, 0, 0]
+                for half in (host.k_buffer, host.v_buffer)
+                for layer in range(LAYERS)
+            ]
+        )
         return [self._entry(KV, device, host, ATTENTION, is_primary_index_anchor=True)]
 
     def _sparse(self, sizes, page_size):
-        fields = {"page_size": page_size, "layer_num": LAYERS, "kv_cache_dim": 1, "dtype": torch.int64}
+        fields = {
+            "page_size": page_size,
+            "layer_num": LAYERS,
+            "kv_cache_dim": 1,
+            "dtype": torch.int64,
+        }
         device, host = (
             MLADevicePool(size=sizes["device_kv"], device="cpu", **fields),
             MLAHostPool(size=sizes["host_kv"], **fields),
         )
         # Eight bytes for each token: four of a key, and one scale.
-        fields = {"page_size": page_size, "layer_num": 1, "index_head_dim": 4, "quant_block_size": 4}
+        fields = {
+            "page_size": page_size,
+            "layer_num": 1,
+            "index_head_dim": 4,
+            "quant_block_size": 4,
+        }
         index = IndexerDevicePool(size=sizes["device_kv"], device="cpu", **fields)
         host_index = IndexerHostPool(size=sizes["host_kv"], **fields)
         self.kv_slots = device
         keys, host_keys = (pool.index_buffer for pool in (index, host_index))
-        self.device_memory[KV] = Rows([*(rows[:, 0, 0] for rows in device.kv_buffer), keys[0].view(torch.int64).view(-1)])
+        self.device_memory[KV] = Rows(
+            [*(rows[:, 0, 0] for rows in device.kv_buffer), keys[0].view(torch.int64).view(-1)]
+        )
         self.host_memory[KV] = Rows(
-            [*(host.kv_buffer[:, layer, 0, 0] for layer in range(LAYERS)), host_keys.view(-1).view(torch.int64)]
+            [
+                *(host.kv_buffer[:, layer, 0, 0] for layer in range(LAYERS)),
+                host_keys.view(-1).view(torch.int64),
+            ]
         )
         anchor = self._entry(KV, device, host, ATTENTION, is_primary_index_anchor=True)
-        return [anchor, self._entry(INDEXER, index, host_index, LayerMap([0]), allocates=False, indices_from_pool=KV)]
+        return [
+            anchor,
+            self._entry(
+                INDEXER, index, host_index, LayerMap([0]), allocates=False, indices_from_pool=KV
+            ),
+        ]
 
     def _mamba(self, sizes):
         fields = {
-            "layer_num": LAYERS, "temporal_shape": (1,), "conv_shapes": [(1,)],
-            "temporal_dtype": torch.int64, "conv_dtype": torch.int64,
-        }  # fmt: skip
+            "layer_num": LAYERS,
+            "temporal_shape": (1,),
+            "conv_shapes": [(1,)],
+            "temporal_dtype": torch.int64,
+            "conv_dtype": torch.int64,
+        }
         device = MambaDevicePool(size=sizes["device_states"], device="cpu", **fields)
         host = MambaHostPool(size=sizes["host_states"], **fields)
         self.state_slots = device
         parts = [(buffer, layer) for buffer in (0, 1) for layer in range(LAYERS)]
         on_device, on_host = ([pool.temporal_buffer, *pool.conv_buffers] for pool in (device, host))
-        self.device_memory[MAMBA] = Rows([on_device[buffer][layer, :, 0] for buffer, layer in parts])
+        self.device_memory[MAMBA] = Rows(
+            [on_device[buffer][layer, :, 0] for buffer, layer in parts]
+        )
         self.host_memory[MAMBA] = Rows([on_host[buffer][:, layer, 0, 0] for buffer, layer in parts])
-        return self._entry(MAMBA, device, host, LayerMap([1, 3]), hit_policy=PoolHitPolicy.TRAILING_PAGES)
+        return self._entry(
+            MAMBA, device, host, LayerMap([1, 3]), hit_policy=PoolHitPolicy.TRAILING_PAGES
+        )
 
     def _entry(self, name, device_pool, host_pool, layers, *, allocates=True, **fields):
-        copies = PageTransfers.between(self.simulator, self.compute, device_pool, host_pool, streams=self._streams)
+        copies = PageTransfers.between(
+            self.simulator, self.compute, device_pool, host_pool, streams=self._streams
+        )
         slots = device_pool if allocates else None
-        return PoolEntry(name=name, host_pool=host_pool, device_pool=slots, copies=copies, layer_mapper=layers, **fields)
+        return PoolEntry(
+            name=name,
+            host_pool=host_pool,
+            device_pool=slots,
+            copies=copies,
+            layer_mapper=layers,
+            **fields,
+        )
 
     def close(self):
         self.controller.close()
@@ -160,7 +230,8 @@ class RealController:
             self.lose(share, while_read=False)
 
     def lose(self, share, *, while_read):
-        """Let the storage lose some of what it has: now, or when it is next read, after it said that it has it."""
+        """Let the storage lose some of what it has: now, or when it is next read, after it said
+        that it has it."""
         if while_read:
             self._loses = share
             return
@@ -170,7 +241,11 @@ class RealController:
 
     def restorable(self, keys):
         """Where a prefix of these pages can end, in pages, by what the storage has."""
-        side = PoolTransfer(MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES) if self.states else None
+        side = (
+            PoolTransfer(MAMBA, keys=keys[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+            if self.states
+            else None
+        )
         side = side or PoolTransfer(INDEXER, keys=keys)
         return self.storage.batch_exists_v2(keys, [side]).restorable_prefix_pages
 

@@ -10,7 +10,8 @@ LONG = tuple(range(10, 27))
 
 
 def served(world, tokens, *checkpoints):
-    """Run a request to its end; more checkpoints are cached than the one at the end of its prompt."""
+    """Run a request to its end; more checkpoints are cached than the one at the end of its
+    prompt."""
     for end in checkpoints:
         request = world.start(tokens[:end])
         world.running.remove(request)

@@ -1,7 +1,9 @@
-"""A controller in memory whose copies take effect as late as the contract allows, and two tiers of integers to copy.
+"""A controller in memory whose copies take effect as late as the contract allows, and two tiers of
+integers to copy.
 
-A copy happens when something waits for it: an acknowledgement, a fence, a counter. Until then a cache that lets go of
-slots too early has their contents replaced under the copy, and a wrong value shows on the next hit.
+A copy happens when something waits for it: an acknowledgement, a fence, a counter. Until then a
+cache that lets go of slots too early has their contents replaced under the copy, and a wrong value
+shows on the next hit.
 """
 
 from __future__ import annotations
@@ -70,9 +72,13 @@ class Copy:
                 self.write[name][target] = self.read[name][self.sources[name]]
             self.gate.passed = True
 
-    def touches(self, slots: dict[PoolName, torch.Tensor], side: dict[PoolName, torch.Tensor]) -> bool:
+    def touches(
+        self, slots: dict[PoolName, torch.Tensor], side: dict[PoolName, torch.Tensor]
+    ) -> bool:
         mine = self.sources if self.read is side else self.targets
-        return any(bool(torch.isin(mine[name], slots[name]).any()) for name in slots if name in mine)
+        return any(
+            bool(torch.isin(mine[name], slots[name]).any()) for name in slots if name in mine
+        )
 
 
 def by_pool(indices: HybridIndices) -> dict[PoolName, torch.Tensor]:
@@ -97,12 +103,26 @@ class Fetch:
 
 
 class StandInController:
-    """What the cache needs of a controller; `storage` is a dict by pool and page hash, None when detached."""
+    """What the cache needs of a controller; `storage` is a dict by pool and page hash, None when
+    detached."""
 
     bigram = False
 
-    def __init__(self, sizes: dict[str, int], page_size: int, *, states: bool, seed: int = 0, threshold: int = 0) -> None:
-        self.page_size, self.states, self.threshold, self.random = page_size, states, threshold, Random(seed)
+    def __init__(
+        self,
+        sizes: dict[str, int],
+        page_size: int,
+        *,
+        states: bool,
+        seed: int = 0,
+        threshold: int = 0,
+    ) -> None:
+        self.page_size, self.states, self.threshold, self.random = (
+            page_size,
+            states,
+            threshold,
+            Random(seed),
+        )
         self.kv_slots = SlotAllocator(sizes["device_kv"], page_size)
         self.state_slots = SlotAllocator(sizes["device_states"], 1) if states else None
         self.host = {KV: SlotAllocator(sizes["host_kv"], page_size)}
@@ -151,7 +171,9 @@ class StandInController:
     def completed_writes(self) -> list[int]:
         return self._completed(self.writes)
 
-    def load(self, host: HybridIndices, node_ids: Sequence[int], *, into=None) -> HybridIndices | None:
+    def load(
+        self, host: HybridIndices, node_ids: Sequence[int], *, into=None
+    ) -> HybridIndices | None:
         pools = {KV: self.kv_slots} | ({MAMBA: self.state_slots} if self.state_slots else {})
         needs = {name: slots.numel() for name, slots in by_pool(host).items() if name not in into}
         taken = self._alloc(pools, self.group.device.by_pool, needs)
@@ -198,14 +220,20 @@ class StandInController:
     # -- storage
 
     def prefetch(
-        self, request_id: str, tokens: Sequence[int], last_hash: str | None, prefix_hashes: Sequence[str]
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        last_hash: str | None,
+        prefix_hashes: Sequence[str],
     ) -> Fetch | None:
         from hicache_storage.hybrid.hashing import page_hashes
 
         assert list(prefix_hashes)[-1:] == [last_hash] or not prefix_hashes
         if len(tokens) < self.threshold:
             return None
-        self.fetches.append(Fetch(page_hashes(tokens, self.page_size, prior=last_hash), self.random.randint(1, 3)))
+        self.fetches.append(
+            Fetch(page_hashes(tokens, self.page_size, prior=last_hash), self.random.randint(1, 3))
+        )
         return self.fetches[-1]
 
     def advance_prefetches(self) -> None:
@@ -216,13 +244,21 @@ class StandInController:
 
     def terminate_prefetch(self, operation: Fetch) -> PrefetchResult:
         self.fetches.remove(operation)
-        return operation.result or PrefetchResult(0, (), HybridIndices.empty(), PrefetchOutcome.STOPPED)
+        return operation.result or PrefetchResult(
+            0, (), HybridIndices.empty(), PrefetchOutcome.STOPPED
+        )
 
     def restorable(self, keys: Sequence[str]) -> Sequence[int]:
         """Where a prefix of these pages can end, in pages, by what the storage has."""
         stored = self.storage or {}
-        presence = [PoolPresence(MAMBA, [(MAMBA, key) in stored for key in keys], PoolHitPolicy.TRAILING_PAGES)]
-        return common_hit([(KV, key) in stored for key in keys], presence if self.states else []).restorable_prefix_pages
+        presence = [
+            PoolPresence(
+                MAMBA, [(MAMBA, key) in stored for key in keys], PoolHitPolicy.TRAILING_PAGES
+            )
+        ]
+        return common_hit(
+            [(KV, key) in stored for key in keys], presence if self.states else []
+        ).restorable_prefix_pages
 
     def lose(self, share: float, *, while_read: bool) -> None:
         """Let the storage lose some of what it has."""
@@ -242,12 +278,18 @@ class StandInController:
             self.host_memory[MAMBA][taken[MAMBA]] = stored[MAMBA, keys[pages - 1]]
         side = {MAMBA: taken[MAMBA]} if self.states else {}
         host = HybridIndices(taken[KV], side, dict.fromkeys(side, (pages,)))
-        return PrefetchResult(pages * self.page_size, tuple(keys[:pages]), host, PrefetchOutcome.COMPLETE)
+        return PrefetchResult(
+            pages * self.page_size, tuple(keys[:pages]), host, PrefetchOutcome.COMPLETE
+        )
 
-    def write_storage(self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]) -> int:
+    def write_storage(
+        self, host: HybridIndices, hashes: Sequence[str], prefix_hashes: Sequence[str]
+    ) -> int:
         assert self.storage is not None
         assert host.anchor.numel() == len(hashes) * self.page_size
-        assert self.loses or all((KV, key) in self.storage or self._is_under_way(key) for key in prefix_hashes), "a hole"
+        assert self.loses or all(
+            (KV, key) in self.storage or self._is_under_way(key) for key in prefix_hashes
+        ), "a hole"
         self.tickets += 1
         gate = Gate()
         self._hold(by_pool(host), gate)
@@ -282,15 +324,21 @@ class StandInController:
     def close(self) -> None:
         """Nothing to end."""
 
-    def _store(self, ticket: int, host: HybridIndices, hashes: list[str], before: list[str], gate: Gate) -> BackupResult:
+    def _store(
+        self, ticket: int, host: HybridIndices, hashes: list[str], before: list[str], gate: Gate
+    ) -> BackupResult:
         gate.passed = True
         if self.refuse_backups or self.storage is None or not hashes:
             return BackupResult(ticket, 0, complete=False)
-        for key, page in zip(hashes, self.host_memory[KV][host.anchor].view(-1, self.page_size).tolist(), strict=True):
+        for key, page in zip(
+            hashes, self.host_memory[KV][host.anchor].view(-1, self.page_size).tolist(), strict=True
+        ):
             self.storage.setdefault((KV, key), tuple(page))
         for end, slot in zip(host.endpoints.get(MAMBA, ()), host.side.get(MAMBA, ()), strict=True):
             self.storage.setdefault((MAMBA, hashes[end - 1]), int(self.host_memory[MAMBA][slot]))
-        lost_from = next((page for page, key in enumerate(before) if (KV, key) not in self.storage), None)
+        lost_from = next(
+            (page for page, key in enumerate(before) if (KV, key) not in self.storage), None
+        )
         return BackupResult(ticket, len(hashes), complete=True, lost_from=lost_from)
 
     def _is_under_way(self, key: str) -> bool:
@@ -304,7 +352,10 @@ class StandInController:
             return {KV: pages * self.page_size} | ({MAMBA: 1} if self.states else {})
 
         def fits(pages: int) -> bool:
-            return all(self.host_slots[name].available_size() >= count for name, count in needs(pages).items())
+            return all(
+                self.host_slots[name].available_size() >= count
+                for name, count in needs(pages).items()
+            )
 
         self._make_room(self.host_slots, self.group.host.by_pool, needs(restorable[-1]))
         pages = max_fitting_endpoint(restorable, fits)
@@ -329,14 +380,18 @@ class StandInController:
                 evictors[name](count)
 
     def _span(self, taken: dict[PoolName, torch.Tensor], like: HybridIndices) -> HybridIndices:
-        return HybridIndices(taken[KV], {name: slots for name, slots in taken.items() if name != KV}, like.endpoints)
+        return HybridIndices(
+            taken[KV], {name: slots for name, slots in taken.items() if name != KV}, like.endpoints
+        )
 
     def _hold(self, slots: dict[PoolName, torch.Tensor], gate: Gate) -> None:
         for name, indices in slots.items():
             if indices.numel():
                 self.host_slots[name].hold(indices, gate)
 
-    def _finish(self, slots: dict[PoolName, torch.Tensor], memory: dict[PoolName, torch.Tensor]) -> None:
+    def _finish(
+        self, slots: dict[PoolName, torch.Tensor], memory: dict[PoolName, torch.Tensor]
+    ) -> None:
         for copy in (*self.writes, *self.loads):
             if copy.touches(slots, memory):
                 copy.run()

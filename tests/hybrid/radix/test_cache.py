@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from hicache_storage.hybrid.policies import WritePolicy
-from hicache_storage.hybrid.radix import CacheInUseError, HiMambaRadixCache, RadixCacheConfig, StalePrefixError, checkpoint_grid
+from hicache_storage.hybrid.radix import (
+    CacheInUseError,
+    HiMambaRadixCache,
+    RadixCacheConfig,
+    StalePrefixError,
+    checkpoint_grid,
+)
 from hicache_storage.hybrid.radix.nodes import SlotKind
 from hicache_storage.pools import SlotAllocator
 from hicache_storage.spec import ConfigError, InvalidTransferError
@@ -59,7 +65,8 @@ def test_a_state_can_go_alone_and_its_kv_stays(world):
     assert world.cache.evict(states=1).states == 1
     assert world.cache.match(LONG).length == 0
     assert world.cache.usage().device_tokens == 16
-    # A request that computes the prefix again uses the KV that stayed, and gives the state back to it.
+    # A request that computes the prefix again uses the KV that stayed, and gives the state back to
+    # it.
     request = world.start(LONG)
     assert world.cache.usage().device_tokens == 16
     assert world.cache.match(LONG).length == 16
@@ -68,7 +75,8 @@ def test_a_state_can_go_alone_and_its_kv_stays(world):
 
 
 def test_a_hit_refreshes_the_state_it_consumed_and_no_other(world):
-    """Requests that go on from the end of a conversation do not keep its older checkpoints alive."""
+    """Requests that go on from the end of a conversation do not keep its older checkpoints
+    alive."""
     served(world, LONG, 4, 8)
     other = tuple(range(50, 55))
     served(world, other)
@@ -137,7 +145,12 @@ def test_kv_and_state_come_back_from_the_host(world):
     served(world, LONG, 8)
     world.cache.evict(100, 100)
     match = world.cache.match(LONG)
-    assert (match.length, match.host_length, match.state_on_host, match.state_slot) == (16, 16, True, None)
+    assert (match.length, match.host_length, match.state_on_host, match.state_slot) == (
+        16,
+        16,
+        True,
+        None,
+    )
     assert world.cache.match(LONG, device_only=True).length == 0
     slot = world.cache.alloc_state()
     lock = world.cache.lock(match)
@@ -229,7 +242,11 @@ def test_rows_of_what_is_on_the_host_only_become_its_rows_on_the_device(world):
 
 @pytest.mark.parametrize(
     ("policy", "after_first", "after_hit", "after_eviction"),
-    [("write_through", 16, 16, 16), ("write_through_selective", 0, 16, 16), ("write_back", 0, 0, 16)],
+    [
+        ("write_through", 16, 16, 16),
+        ("write_through_selective", 0, 16, 16),
+        ("write_back", 0, 0, 16),
+    ],
 )
 def test_write_policies(make_world, policy, after_first, after_hit, after_eviction):
     world = make_world(policy=WritePolicy(policy))
@@ -277,7 +294,8 @@ def host_states(world):
 
 
 def test_old_states_do_not_take_the_host_from_a_new_one(make_world):
-    """The KV of a long conversation has left the host: it is copied again for what follows, the states on the way are not."""
+    """The KV of a long conversation has left the host: it is copied again for what follows, the
+    states on the way are not."""
     world = make_world(host_states=2, device_kv=64, device_states=8)
     for end in (5, 9, 13, 17):
         served(world, LONG[:end])
@@ -347,7 +365,12 @@ def test_states_of_a_model_without_them_are_refused(make_world):
 def test_pools_that_do_not_fit_the_model_are_refused():
     controller = StandInController(SIZES, PAGE, states=True)
     with pytest.raises(InvalidTransferError, match="give both, or neither"):
-        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE), controller, controller.kv_slots, controller.state_slots)
+        HiMambaRadixCache(
+            RadixCacheConfig(page_size=PAGE),
+            controller,
+            controller.kv_slots,
+            controller.state_slots,
+        )
     with pytest.raises(InvalidTransferError, match="pages of 4 slots, the cache of 2"):
         HiMambaRadixCache(RadixCacheConfig(page_size=PAGE), controller, SlotAllocator(8, 4))
 
@@ -364,8 +387,17 @@ def test_a_grid_is_where_page_chunk_and_interval_meet():
 
 
 def test_the_last_sampled_token_is_not_committed():
-    hybrid, plain = RadixCacheConfig(page_size=64, checkpoint_grid=256), RadixCacheConfig(page_size=64)
-    assert [hybrid.committed_length(length) for length in (0, 1, 256, 257, 2048)] == [0, 0, 0, 256, 1792]
+    hybrid, plain = (
+        RadixCacheConfig(page_size=64, checkpoint_grid=256),
+        RadixCacheConfig(page_size=64),
+    )
+    assert [hybrid.committed_length(length) for length in (0, 1, 256, 257, 2048)] == [
+        0,
+        0,
+        0,
+        256,
+        1792,
+    ]
     assert [plain.committed_length(length) for length in (64, 65, 2048)] == [0, 64, 1984]
 
 
@@ -373,5 +405,10 @@ def test_the_last_sampled_token_is_not_committed():
 def test_keys_of_another_kind_than_the_controllers_are_refused(of_cache):
     controller = StandInController(SIZES, PAGE, states=False)
     controller.bigram = not of_cache
-    with pytest.raises(ConfigError, match=f"bigram is {of_cache} in the cache's config and {not of_cache} in the controller"):
-        HiMambaRadixCache(RadixCacheConfig(page_size=PAGE, bigram=of_cache), controller, controller.kv_slots)
+    with pytest.raises(
+        ConfigError,
+        match=f"bigram is {of_cache} in the cache's config and {not of_cache} in the controller",
+    ):
+        HiMambaRadixCache(
+            RadixCacheConfig(page_size=PAGE, bigram=of_cache), controller, controller.kv_slots
+        )

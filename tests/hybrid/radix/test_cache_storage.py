@@ -1,4 +1,5 @@
-"""What the cache does with a storage below: what comes back from there, and what goes there once, or once more."""
+"""What the cache does with a storage below: what comes back from there, and what goes there once,
+or once more."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def test_a_prefix_comes_back_from_storage(world):
 
 
 def test_what_fits_is_cut_to_a_checkpoint(make_world):
-    """Checkpoints after 2 and 8 of 8 pages, 5 pages free: the first 2 pages come back (defect D1)."""
+    """Checkpoints after 2 and 8 of 8 pages, 5 pages free: the first 2 pages come back (defect
+    D1)."""
     world = make_world(host_kv=18, grid=4)
     served(world, LONG, 4)
     forget(world)
@@ -43,7 +45,8 @@ def test_what_fits_is_cut_to_a_checkpoint(make_world):
 
 
 def test_without_states_what_fits_is_cut_to_a_page(make_world):
-    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request computes from there."""
+    """MLA with an indexer: of the same 8 pages 5 come back, with their index, and the next request
+    computes from there."""
     world = make_world(host_kv=18, grid=None)
     served(world, LONG)
     forget(world)
@@ -95,7 +98,8 @@ def test_a_prefetch_hangs_below_a_prefix_that_only_the_device_had(make_world):
 
 
 def test_a_prefetch_does_not_wait_for_room_for_the_state_before_it(make_world):
-    """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no state."""
+    """The only state slot of the host is the fetched state's; the prefix needs its KV there, and no
+    state."""
     world = make_world(policy=WritePolicy.WRITE_THROUGH_SELECTIVE, host_states=1)
     for _ in range(2):
         served(world, LONG, 8)

@@ -89,25 +89,44 @@ def load_without_locking_the_host(loading, load, *, lock):
     pass
 
 
-UNDO, FREE, END, FINISH = PrefixLocks._undo, SlotOwnership.free, RequestPrefetches.end, Prefetcher._finish
+UNDO, FREE, END, FINISH = (
+    PrefixLocks._undo,
+    SlotOwnership.free,
+    RequestPrefetches.end,
+    Prefetcher._finish,
+)
 MUTANTS = {
-    "copies are launched after what they read was given away": Mutant(HiMambaRadixCache, "evict", evict_without_launching),
+    "copies are launched after what they read was given away": Mutant(
+        HiMambaRadixCache, "evict", evict_without_launching
+    ),
     "slots are overwritten under a copy": Mutant(StandInController, "before_overwrite", nothing),
-    "slots are overwritten under a real copy": Mutant(PageTransfers, "before_overwrite", nothing, RealPrograms),
+    "slots are overwritten under a real copy": Mutant(
+        PageTransfers, "before_overwrite", nothing, RealPrograms
+    ),
     "rows that nobody needs are kept": Mutant(SlotOwnership, "_free_others", nothing),
     "slots are given back twice": Mutant(SlotOwnership, "free", free_twice),
     "states are not asked for": Mutant(SlotOwnership, "has_state", lambda ownership, node: True),
-    "pages are stored before they are on the host": Mutant(NodeWriteBack, "_store_path", store_at_once),
+    "pages are stored before they are on the host": Mutant(
+        NodeWriteBack, "_store_path", store_at_once
+    ),
     "locked nodes are evicted": Mutant(LRUList, "least_recent", lambda lru: next(iter(lru), None)),
     "a state stays locked": Mutant(PrefixLocks, "_undo", unlock_kv_only),
     "what was copied stays locked": Mutant(NodeWriteBack, "_unlock", nothing),
-    "what is loaded is not kept on the host": Mutant(DeviceLoads, "_lock_on_host", load_without_locking_the_host),
+    "what is loaded is not kept on the host": Mutant(
+        DeviceLoads, "_lock_on_host", load_without_locking_the_host
+    ),
     "a use does not refresh": Mutant(LRUList, "touch", nothing),
     "a use does not refresh its state": Mutant(HiMambaRadixCache, "_refresh", refresh_kv_only),
     "a use refreshes the states on the way": Mutant(LRUList, "touch", refresh_all_states),
-    "what has no place keeps its slots": Mutant(RequestPrefetches, "end", end_without_freeing, Fetches),
-    "a prefetch is cut where nothing can be gone on from": Mutant(standin, "max_fitting_endpoint", max_that_fits, Fetches),
-    "a prefetch that failed keeps its slots": Mutant(Prefetcher, "_finish", finish_without_freeing, RealFetches),
+    "what has no place keeps its slots": Mutant(
+        RequestPrefetches, "end", end_without_freeing, Fetches
+    ),
+    "a prefetch is cut where nothing can be gone on from": Mutant(
+        standin, "max_fitting_endpoint", max_that_fits, Fetches
+    ),
+    "a prefetch that failed keeps its slots": Mutant(
+        Prefetcher, "_finish", finish_without_freeing, RealFetches
+    ),
 }
 
 

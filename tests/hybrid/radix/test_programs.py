@@ -1,4 +1,5 @@
-"""Random programs of requests, evictions, copies and prefetches: no slot is lost or shared, every byte is where it belongs."""
+"""Random programs of requests, evictions, copies and prefetches: no slot is lost or shared, every
+byte is where it belongs."""
 
 from __future__ import annotations
 
@@ -26,14 +27,16 @@ STORIES = [
 
 @st.composite
 def sequences(draw):
-    """Sequences that share prefixes, at checkpoints and elsewhere, some with a partial last page."""
+    """Sequences that share prefixes, at checkpoints and elsewhere, some with a partial last
+    page."""
     story = draw(st.sampled_from(STORIES))
     pages = story[: draw(st.integers(1, len(story)))]
     return tuple(token for page in pages for token in page) + (9,) * draw(st.booleans())
 
 
 class Fetches(RuleBasedStateMachine):
-    """Programs over a model with states whose prefixes come from the storage; every call is followed by a check of everything."""
+    """Programs over a model with states whose prefixes come from the storage; every call is
+    followed by a check of everything."""
 
     grid: int | None = 4
     controller = StandInController
@@ -60,7 +63,9 @@ class Fetches(RuleBasedStateMachine):
         request = self.world.start(tokens)
         if request and self.world.extend(request, more):
             length = self.world.finish(request)
-            assert self.world.cache.match((*tokens, *more)).length >= min(length, len(tokens) + len(more) - 1)
+            assert self.world.cache.match((*tokens, *more)).length >= min(
+                length, len(tokens) + len(more) - 1
+            )
 
     @rule(tokens=st.integers(0, 12), states=st.integers(0, 3))
     def evict_host(self, tokens, states):
@@ -91,7 +96,8 @@ class Fetches(RuleBasedStateMachine):
 
     @rule(tokens=sequences(), kept=st.integers(1, 4))
     def evict_what_more_is_fetched_for(self, tokens, kept):
-        """The prefix that a prefetch goes on from was on the device only, and is gone when it ends."""
+        """The prefix that a prefetch goes on from was on the device only, and is gone when it
+        ends."""
         cache = self.world.cache
         self.store(tokens)
         cache.evict(10**6, 10**6)
@@ -103,14 +109,16 @@ class Fetches(RuleBasedStateMachine):
             until(lambda: cache.poll() or cache.check_prefetch("more"))
 
     def store(self, tokens):
-        """Let two requests use this sequence and half of it, so that every policy writes both, with their checkpoints."""
+        """Let two requests use this sequence and half of it, so that every policy writes both, with
+        their checkpoints."""
         for end in (len(tokens) // 2, len(tokens)):
             for _ in range(2):
                 self.world.visit(tokens[:end])
         self.world.settle()
 
     def fetch(self, tokens):
-        """A prefetch that is waited for; the prefix is not shorter then, and as long as it can be."""
+        """A prefetch that is waited for; the prefix is not shorter then, and as long as it can
+        be."""
         cache = self.world.cache
         before = cache.match(tokens).length
         best = self.world.best_fetch(tokens)
@@ -241,7 +249,10 @@ class Programs(Fetches):
     @rule(tokens=sequences())
     def prefetch(self, tokens):
         request_id = f"r{len(self.waiting)}"
-        if self.world.cache.prefetch_from_storage(request_id, tokens) and request_id not in self.waiting:
+        if (
+            self.world.cache.prefetch_from_storage(request_id, tokens)
+            and request_id not in self.waiting
+        ):
             self.waiting.append(request_id)
 
     @rule(pick=PICKS, stop=st.booleans())
@@ -294,7 +305,8 @@ class StatelessPrograms(Programs):
 
 
 class OnRealController:
-    """Runs programs on the real controller, with copies on simulated streams and a storage in a dict."""
+    """Runs programs on the real controller, with copies on simulated streams and a storage in a
+    dict."""
 
     controller = RealController
 

@@ -28,7 +28,13 @@ def grown(*sequences, namespace=None):
     return tree
 
 
-@given(st.lists(st.lists(st.sampled_from([(1, 2), (1, 3), (2, 1)]), min_size=1, max_size=6), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([(1, 2), (1, 3), (2, 1)]), min_size=1, max_size=6),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_what_was_put_in_is_found_as_far_as_it_goes(chains):
     sequences = [tuple(token for page in pages for token in page) for pages in chains]
     tree = grown(*sequences[:-1])
@@ -63,7 +69,12 @@ def test_a_split_shares_rows_locks_and_hashes_and_leaves_the_state_below():
     assert upper.device[SlotKind.STATE].indices is None
     assert upper.host[SlotKind.KV].indices is None
     assert (upper.hashes, node.hashes) == (keys[:2], keys[2:])
-    assert (upper.hits, upper.writing, upper.stored, node.stored) == (3, 1, {SlotKind.KV}, {SlotKind.KV, SlotKind.STATE})
+    assert (upper.hits, upper.writing, upper.stored, node.stored) == (
+        3,
+        1,
+        {SlotKind.KV},
+        {SlotKind.KV, SlotKind.STATE},
+    )
     assert tree.node(upper.id) is upper
 
 

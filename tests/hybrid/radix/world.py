@@ -1,4 +1,5 @@
-"""An engine in miniature over a cache, whose every row says which tokens it belongs to, and what must always be true."""
+"""An engine in miniature over a cache, whose every row says which tokens it belongs to, and what
+must always be true."""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ SIZES = {"device_kv": 40, "device_states": 6, "host_kv": 48, "host_states": 6}
 
 @functools.lru_cache(maxsize=1 << 16)
 def value(kind, tokens) -> int:
-    """What the row of the last token, or the state after it, holds: it depends on all tokens before."""
+    """What the row of the last token, or the state after it, holds: it depends on all tokens
+    before."""
     text = f"{kind}:{','.join(map(str, tokens))}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
 
 
 def kv_values(tokens, start=0):
-    return torch.tensor([value("kv", tokens[: end + 1]) for end in range(start, len(tokens))], dtype=torch.int64)
+    return torch.tensor(
+        [value("kv", tokens[: end + 1]) for end in range(start, len(tokens))], dtype=torch.int64
+    )
 
 
 @dataclass(eq=False)
@@ -58,12 +62,16 @@ class World:
     """Host slots that somebody else uses."""
     clock: int = 0
     used: dict[tuple[str, tuple[int, ...]], tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """For a prefix on a tier, what holds the state after it, and when that was last used: inserted, hit, or copied there."""
+    """For a prefix on a tier, what holds the state after it, and when that was last used: inserted,
+    hit, or copied there."""
     inserted: dict[tuple[int, ...], set[str]] = field(default_factory=dict)
-    """The model: for each prefix of whole pages that was ever inserted, what of its last page and of the state after it."""
+    """The model: for each prefix of whole pages that was ever inserted, what of its last page and
+    of the state after it."""
 
     def __post_init__(self):
-        config = RadixCacheConfig(page_size=self.page, checkpoint_grid=self.grid, write_policy=self.policy)
+        config = RadixCacheConfig(
+            page_size=self.page, checkpoint_grid=self.grid, write_policy=self.policy
+        )
         self.kv_slots, self.state_slots = self.controller.kv_slots, self.controller.state_slots
         self.cache = HiMambaRadixCache(config, self.controller, self.kv_slots, self.state_slots)
         self.device = self.controller.device_memory
@@ -71,7 +79,8 @@ class World:
     # -- the life of a request
 
     def start(self, tokens) -> Running | None:
-        """Prefill: what is cached is used, the rest computed and inserted. None, and nothing left, if there is no room."""
+        """Prefill: what is cached is used, the rest computed and inserted. None, and nothing left,
+        if there is no room."""
         tokens = tuple(tokens)
         match = self.cache.match(tokens[:-1])
         lock = self.lock(match, tokens)
@@ -96,7 +105,8 @@ class World:
         return request
 
     def load_and_leave(self, tokens) -> None:
-        """A request that is given up when its load has begun, and before anything has waited for it."""
+        """A request that is given up when its load has begun, and before anything has waited for
+        it."""
         match = self.cache.match(tokens)
         lock = self.lock(match, tokens)
         loaded = self.cache.load(lock)
@@ -113,7 +123,8 @@ class World:
         return lock
 
     def extend(self, request, more) -> bool:
-        """Decode: more tokens of a running request, which ends here where there is no room for them."""
+        """Decode: more tokens of a running request, which ends here where there is no room for
+        them."""
         request.tokens += tuple(more)
         if self._compute(request, len(request.tokens), insert=False):
             return True
@@ -122,7 +133,8 @@ class World:
         return False
 
     def finish(self, request) -> int:
-        """End a request; what can be used again goes to the cache. Returns how many tokens that is."""
+        """End a request; what can be used again goes to the cache. Returns how many tokens that
+        is."""
         self.running.remove(request)
         length = self.cache.config.committed_length(len(request.tokens))
         states = {}
@@ -142,7 +154,9 @@ class World:
         result = self.cache.insert(tokens, rows, states)
         self.note_uses(tuple(tokens[: result.length]))
         for end in range(self.page, len(tokens) + 1, self.page):
-            self.inserted.setdefault(tuple(tokens[:end]), set()).update(["kv", "state"] if end in states else ["kv"])
+            self.inserted.setdefault(tuple(tokens[:end]), set()).update(
+                ["kv", "state"] if end in states else ["kv"]
+            )
         return result
 
     def visit(self, tokens) -> None:
@@ -163,28 +177,41 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        until(lambda: self.cache.poll() or not (len(self.cache._write_back) or len(self.cache._loads)))
+        until(
+            lambda: self.cache.poll() or not (len(self.cache._write_back) or len(self.cache._loads))
+        )
 
     def take_host(self, pages, states) -> None:
-        """Let somebody else use so many host pages and states, as far as they are free; what it had is free again."""
+        """Let somebody else use so many host pages and states, as far as they are free; what it had
+        is free again."""
         for name, slots in self.others.items():
             self.controller.host_slots[name].free(slots)
         self.others = {}
         for name, wanted in ((KV, pages * self.page), (MAMBA, states)):
             if name in self.controller.host_slots:
                 count = min(wanted, self.controller.host_slots[name].available_size())
-                self.others |= {name: self.controller.host_slots[name].alloc(count)} if count else {}
+                self.others |= (
+                    {name: self.controller.host_slots[name].alloc(count)} if count else {}
+                )
 
     def host_is_free(self) -> bool:
         """Whether nobody has a host slot."""
-        pools = ((self.controller.host_slots[name], self.controller.host[name]) for name in (KV, MAMBA)[: 1 + bool(self.grid)])
+        pools = (
+            (self.controller.host_slots[name], self.controller.host[name])
+            for name in (KV, MAMBA)[: 1 + bool(self.grid)]
+        )
         return all(slots.available_size() == pool.size for slots, pool in pools)
 
     def best_fetch(self, tokens) -> int:
-        """How much of `tokens` a prefetch restores when nothing of it is cached: the longest that fits and can be gone on from."""
+        """How much of `tokens` a prefetch restores when nothing of it is cached: the longest that
+        fits and can be gone on from."""
         keys = page_hashes(tokens, self.page)
         free = {name: slots.available_size() for name, slots in self.controller.host_slots.items()}
-        fits = [end for end in self.controller.restorable(keys) if keys and end * self.page <= free[KV] and free.get(MAMBA, 1)]
+        fits = [
+            end
+            for end in self.controller.restorable(keys)
+            if keys and end * self.page <= free[KV] and free.get(MAMBA, 1)
+        ]
         return max(fits, default=0) * self.page
 
     def note_uses(self, used=None) -> None:
@@ -295,19 +322,29 @@ class World:
             assert device[SlotKind.KV].holds(node) or host[SlotKind.KV].holds(node)
             for tier in (device, host):
                 above = node.parent
-                assert not tier[SlotKind.KV].holds(node) or above.parent is None or tier[SlotKind.KV].holds(above)
+                assert (
+                    not tier[SlotKind.KV].holds(node)
+                    or above.parent is None
+                    or tier[SlotKind.KV].holds(above)
+                )
                 assert tier[SlotKind.KV].holds(node) or not tier[SlotKind.STATE].holds(node)
-                assert not tier[SlotKind.KV].holds(node) or tier[SlotKind.KV].of(node).indices.numel() == len(node.tokens)
+                assert not tier[SlotKind.KV].holds(node) or tier[SlotKind.KV].of(
+                    node
+                ).indices.numel() == len(node.tokens)
 
     def check_lists(self):
         for tier in (self.ownership.device, self.ownership.host):
             for lru in tier.values():
                 order = {node: place for place, node in enumerate(lru)}
                 holders = [node for node in self.tree if lru.holds(node)]
-                assert set(order) == {node for node in holders if lru.kind is SlotKind.STATE or not lru.of(node).locks}
+                assert set(order) == {
+                    node for node in holders if lru.kind is SlotKind.STATE or not lru.of(node).locks
+                }
                 assert lru.slots == sum(lru.of(node).indices.numel() for node in holders)
                 locked = [node for node in holders if lru.of(node).locks]
-                assert lru.evictable_slots() == lru.slots - sum(lru.of(node).indices.numel() for node in locked)
+                assert lru.evictable_slots() == lru.slots - sum(
+                    lru.of(node).indices.numel() for node in locked
+                )
                 if lru.kind is SlotKind.KV:
                     for node, place in order.items():
                         assert all(order.get(child, -1) < place for child in node.children.values())
@@ -317,7 +354,9 @@ class World:
         self.note_uses()
         for name, tier in (("device", self.ownership.device), ("host", self.ownership.host)):
             times = [self.used[name, self.prefix(node)][1] for node in tier[SlotKind.STATE]]
-            assert times == sorted(times), "a state that was used is evicted before one that was not"
+            assert times == sorted(times), (
+                "a state that was used is evicted before one that was not"
+            )
 
     def check_locks(self):
         expected = {tier: {kind: Counter() for kind in SlotKind} for tier in ("device", "host")}
@@ -361,16 +400,24 @@ class World:
             if request.state is not None:
                 owned["device"][SlotKind.STATE].update(request.state.tolist())
         self._check_pool(self.kv_slots, owned["device"][SlotKind.KV])
-        self._check_pool(self.controller.host[KV], owned["host"][SlotKind.KV], self.controller.host_slots[KV]._parked)
+        self._check_pool(
+            self.controller.host[KV],
+            owned["host"][SlotKind.KV],
+            self.controller.host_slots[KV]._parked,
+        )
         if self.grid is not None:
             self._check_pool(self.state_slots, owned["device"][SlotKind.STATE])
             self._check_pool(
-                self.controller.host[MAMBA], owned["host"][SlotKind.STATE], self.controller.host_slots[MAMBA]._parked
+                self.controller.host[MAMBA],
+                owned["host"][SlotKind.STATE],
+                self.controller.host_slots[MAMBA]._parked,
             )
 
     def _check_pool(self, pool, owned, parked=None):
         if parked is not None:
-            owned = owned + Counter(parked.repeat_interleave(pool.page_size).nonzero().view(-1).tolist())
+            owned = owned + Counter(
+                parked.repeat_interleave(pool.page_size).nonzero().view(-1).tolist()
+            )
         assert all(count == 1 for count in owned.values()), "a slot has two owners"
         in_use = getattr(pool, "_slots", pool)._in_use.repeat_interleave(pool.page_size)
         used = in_use.nonzero().view(-1).tolist()
@@ -386,8 +433,13 @@ class World:
             if rows is not None and arriving.isdisjoint(rows.tolist()):
                 assert torch.equal(self.device[KV][rows], kv_values(tokens, node.start))
             if host_rows is not None and not node.writing:
-                assert torch.equal(self.controller.host_memory[KV][host_rows], kv_values(tokens, node.start))
-            state, host_state = node.device[SlotKind.STATE].indices, node.host[SlotKind.STATE].indices
+                assert torch.equal(
+                    self.controller.host_memory[KV][host_rows], kv_values(tokens, node.start)
+                )
+            state, host_state = (
+                node.device[SlotKind.STATE].indices,
+                node.host[SlotKind.STATE].indices,
+            )
             if state is not None:
                 assert int(self.device[MAMBA][state]) == value("state", tokens)
             if host_state is not None and not node.writing:
@@ -400,12 +452,19 @@ class World:
             prefix = self.prefix(node)
             if self.grid is None:
                 known = next(
-                    (end for end in range(len(prefix), node.start, -self.page) if tuple(tokens[:end]) == prefix[:end]), 0
+                    (
+                        end
+                        for end in range(len(prefix), node.start, -self.page)
+                        if tuple(tokens[:end]) == prefix[:end]
+                    ),
+                    0,
                 )
             else:
                 known = len(prefix) if tuple(tokens[: len(prefix)]) == prefix else 0
             has_kv = node.device[SlotKind.KV].indices is not None or not device_only
             has_state = self.grid is None or node.device[SlotKind.STATE].indices is not None
-            has_state = has_state or (not device_only and node.host[SlotKind.STATE].indices is not None)
+            has_state = has_state or (
+                not device_only and node.host[SlotKind.STATE].indices is not None
+            )
             usable.append(known if has_kv and has_state else 0)
         return max(usable)

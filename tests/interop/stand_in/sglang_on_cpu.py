@@ -1,10 +1,13 @@
-"""A plugin of SGLang, in its own entry point group, that gives HiCache on a CPU what it otherwise has from CUDA alone.
+"""A plugin of SGLang, in its own entry point group, that gives HiCache on a CPU what it otherwise
+has from CUDA alone.
 
-That is the copies between the device pools and the host pools, here between pools in main memory, and the locking of host
-memory, which there is nothing to lock it for. Scheduler, radix tree, cache controller and storage threads stay SGLang's own.
+That is the copies between the device pools and the host pools, here between pools in main memory,
+and the locking of host memory, which there is nothing to lock it for. Scheduler, radix tree, cache
+controller and storage threads stay SGLang's own.
 
-Parameters have the names by which SGLang gives them. Indices are of tokens, (token,); a device pool has a buffer for each layer,
-(token, head, dim), or (slot, ...) of Mamba states; those that are given by their addresses are read as bytes.
+Parameters have the names by which SGLang gives them. Indices are of tokens, (token,); a device pool
+has a buffer for each layer, (token, head, dim), or (slot, ...) of Mamba states; those that are
+given by their addresses are read as bytes.
 """
 
 from __future__ import annotations
@@ -51,11 +54,16 @@ def keys_and_values_to_device(*, src_k, dst_k, src_v, dst_v, **places) -> None:
     to_device(src=src_v, dst=dst_v, **places)
 
 
-def to_host(*, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers) -> None:
-    """Tokens of all layers, given by their buffers' addresses, into a buffer of layout `page_first`, (token, layer, ...)."""
+def to_host(
+    *, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
+) -> None:
+    """Tokens of all layers, given by their buffers' addresses, into a buffer of layout
+    `page_first`, (token, layer, ...)."""
     rows = as_bytes(dst, num_layers, item_size)
     for layer, address in enumerate(src_layers.tolist()):
-        rows[dst_indices, layer] = tokens_at(address, int(src_indices.max()) + 1, item_size)[src_indices]
+        rows[dst_indices, layer] = tokens_at(address, int(src_indices.max()) + 1, item_size)[
+            src_indices
+        ]
 
 
 def to_device(*, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim) -> None:
@@ -65,7 +73,8 @@ def to_device(*, src, dst, src_indices, dst_indices, layer_id, item_size, src_la
 
 
 def states_to_host(*, src_ptrs, **places) -> None:
-    """Mamba states of all layers into a buffer of layout `page_first`: the conv states of a slot are a token, or its temporal ones."""
+    """Mamba states of all layers into a buffer of layout `page_first`: the conv states of a slot
+    are a token, or its temporal ones."""
     to_host(src_layers=src_ptrs, **places)
 
 
@@ -81,8 +90,20 @@ def keys_and_values_from_heads(*, src_k, dst_k, src_v, dst_v, **places) -> None:
     from_heads(src=src_v, dst=dst_v, **places)
 
 
-def to_heads(*, src_layers, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers, page_size, head_num) -> None:
-    """Tokens of all layers into a buffer of layout `page_head`, (page, head, token of the page, layer, dim)."""
+def to_heads(
+    *,
+    src_layers,
+    dst,
+    src_indices,
+    dst_indices,
+    item_size,
+    dst_layout_dim,
+    num_layers,
+    page_size,
+    head_num,
+) -> None:
+    """Tokens of all layers into a buffer of layout `page_head`, (page, head, token of the page,
+    layer, dim)."""
     page, token = dst_indices // page_size, dst_indices % page_size
     host = dst.view(torch.uint8)
     for layer, address in enumerate(src_layers.tolist()):
@@ -90,19 +111,37 @@ def to_heads(*, src_layers, dst, src_indices, dst_indices, item_size, dst_layout
         host[page, :, token, layer] = tokens.view(len(tokens), head_num, -1)
 
 
-def from_heads(*, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim, page_size, head_num) -> None:
+def from_heads(
+    *, src, dst, src_indices, dst_indices, layer_id, item_size, src_layout_dim, page_size, head_num
+) -> None:
     """Tokens of one layer from a buffer of layout `page_head` into the layer's buffer."""
     dst[dst_indices] = src[src_indices // page_size, :, src_indices % page_size, layer_id]
 
 
-def copy(*, src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor], src_indices, dst_indices, page_size) -> None:
-    """Tokens between buffers of one layer each, which is what a host pool of layout `layer_first` has as well."""
+def copy(
+    *,
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices,
+    dst_indices,
+    page_size,
+) -> None:
+    """Tokens between buffers of one layer each, which is what a host pool of layout `layer_first`
+    has as well."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
 
 
-def to_pages(*, src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tensor], src_indices, dst_indices, page_size) -> None:
-    """Tokens of all layers, first those of K and then those of V, into buffers of layout `page_first_direct`.
+def to_pages(
+    *,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices,
+    dst_indices,
+    page_size,
+) -> None:
+    """Tokens of all layers, first those of K and then those of V, into buffers of layout
+    `page_first_direct`.
 
     They are (page, layer, token of the page, head, dim), one of K and one of V.
     """
@@ -113,7 +152,13 @@ def to_pages(*, src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tenso
 
 
 def from_pages(
-    *, src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tensor], src_indices, dst_indices, layer_id, page_size
+    *,
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices,
+    dst_indices,
+    layer_id,
+    page_size,
 ) -> None:
     """Tokens of one layer from buffers of layout `page_first_direct` into the layer's buffers."""
     for host, device in zip(src_ptrs, dst_ptrs, strict=True):
@@ -121,7 +166,8 @@ def from_pages(
 
 
 def as_bytes(buffer: torch.Tensor, layers: int, item_size: int) -> torch.Tensor:
-    """A buffer's tokens as (token, layer, byte); it is a view, so what is written goes to the buffer."""
+    """A buffer's tokens as (token, layer, byte); it is a view, so what is written goes to the
+    buffer."""
     return buffer.view(torch.uint8).view(-1, layers, item_size)
 
 

@@ -33,7 +33,9 @@ class Verdict(StrEnum):
     UNREADABLE = "cannot be read"
 
 
-DEFECTS: Final = frozenset({Verdict.LENGTH, Verdict.MISSING, Verdict.SHORT, Verdict.OTHER, Verdict.DAMAGED})
+DEFECTS: Final = frozenset(
+    {Verdict.LENGTH, Verdict.MISSING, Verdict.SHORT, Verdict.OTHER, Verdict.DAMAGED}
+)
 """Verdicts on slots that a reader would not take for hits."""
 
 
@@ -59,8 +61,9 @@ class SlotFileSet:
             self._id = os.readlink(os.path.join(path, ID_NAME))
         except OSError as error:
             raise OSError(
-                error.errno, f"{path} is no directory of the 3FS driver, or not mounted: it has no {ID_NAME}"
-            ) from error  # fmt: skip
+                error.errno,
+                f"{path} is no directory of the 3FS driver, or not mounted: it has no {ID_NAME}",
+            ) from error
 
     def file_of(self, scope: ScopeGeometry) -> CheckedFile | None:
         """Return the file of a scope; None for a scope of another directory."""
@@ -70,7 +73,9 @@ class SlotFileSet:
         if store_id != self._id or len(fingerprint) != _FINGERPRINT_DIGITS or not scope.slot_bytes:
             return None
         try:
-            return CheckedFile(os.path.join(self._path, f"{name}.slots"), scope, bytes.fromhex(fingerprint))
+            return CheckedFile(
+                os.path.join(self._path, f"{name}.slots"), scope, bytes.fromhex(fingerprint)
+            )
         except ValueError:
             return None
 

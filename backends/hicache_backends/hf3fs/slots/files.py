@@ -125,15 +125,21 @@ class SlotFile:
             os.ftruncate(descriptor, self.geometry.file_bytes)
 
     def _describe(self) -> None:
-        """Write the description, if there is none: a fingerprint alone says nothing to an operator."""
-        with contextlib.suppress(OSError), open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file:
+        """Write the description, if there is none: a fingerprint alone says nothing to an
+        operator."""
+        with (
+            contextlib.suppress(OSError),
+            open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file,
+        ):
             file.write(msgspec.json.format(msgspec.json.encode(self._about), indent=2) + b"\n")
 
 
 class SlotFiles:
     """The slot files of one store's directory."""
 
-    def __init__(self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool) -> None:
+    def __init__(
+        self, directory: str, adopt: Callable[[int], Handle], *, preallocates: bool
+    ) -> None:
         self._directory = directory
         self._adopt = adopt
         self._preallocates = preallocates
@@ -146,7 +152,9 @@ class SlotFiles:
             file = self._files.get(name)
             if file is None:
                 path = os.path.join(self._directory, name + SUFFIX)
-                file = self._files[name] = SlotFile(path, geometry, self._adopt, about, preallocates=self._preallocates)
+                file = self._files[name] = SlotFile(
+                    path, geometry, self._adopt, about, preallocates=self._preallocates
+                )
             return file
 
     def close(self) -> None:

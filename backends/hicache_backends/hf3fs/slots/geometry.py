@@ -18,7 +18,8 @@ LARGE: Final = 256 << 10
 class SlotGeometry:
     """Number and length of slots.
 
-    Slot i begins at byte `i * slot_bytes`. It holds the page's components, its envelope and padding.
+    Slot i begins at byte `i * slot_bytes`. It holds the page's components, its envelope and
+    padding.
     """
 
     slot_bytes: int
@@ -39,5 +40,8 @@ class SlotGeometry:
         unit = BLOCK if namespace.object_bytes >= LARGE else SECTOR
         slot_bytes = -(-namespace.object_bytes // unit) * unit
         if file_bytes < slot_bytes:
-            raise ValueError(f"file_size {file_bytes} is less than a page of pool {namespace.pool} takes: {slot_bytes} bytes")
+            raise ValueError(
+                f"file_size {file_bytes} is less than a page of pool {namespace.pool} takes: "
+                f"{slot_bytes} bytes"
+            )
         return cls(slot_bytes, file_bytes // slot_bytes)

@@ -42,7 +42,9 @@ class PosixEngine(SlotEngine):
 
     name = "posix"
 
-    def __init__(self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool) -> None:
+    def __init__(
+        self, *, threads: int, bytes_per_thread: int, buffered: bool, verifies: bool
+    ) -> None:
         self.buffered = buffered
         self._threads = threads
         self._bytes_per_thread = bytes_per_thread
@@ -107,7 +109,9 @@ class PosixEngine(SlotEngine):
         with self._buffers.lend(call) as buffer:
             return self._fill_through(buffer, extent, descriptor, call)
 
-    def _fill_through(self, buffer: memoryview, extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
+    def _fill_through(
+        self, buffer: memoryview, extent: Sequence[SlotRead], descriptor: int, call: Call
+    ) -> bool:
         file, size = extent[0].file, extent[0].size
         step = file.geometry.slot_bytes
         some = buffer[: step * (len(extent) - 1) + size]
@@ -171,7 +175,10 @@ class PosixEngine(SlotEngine):
 
 def _fill_in_place(extent: Sequence[SlotRead], descriptor: int, call: Call) -> bool:
     file = extent[0].file
-    gap, targets = memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)), list[memoryview]()
+    gap, targets = (
+        memoryview(bytearray(file.geometry.slot_bytes - extent[0].size)),
+        list[memoryview](),
+    )
     for job in extent:
         job.read.envelope = bytearray(ENVELOPE_BYTES)
         targets += job.read.parts

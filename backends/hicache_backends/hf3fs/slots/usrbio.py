@@ -1,6 +1,7 @@
 """Slot engine on 3FS's USRBIO: request rings and shared memory that the FUSE daemon serves.
 
-Written against the Python interface that the 3FS repository publishes (`hf3fs_fuse.io`, package `hf3fs-py-usrbio`).
+Written against the Python interface that the 3FS repository publishes (`hf3fs_fuse.io`, package
+`hf3fs-py-usrbio`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class SharedPages:
 class Ring(Protocol):
     """`hf3fs_fuse.io.ioring`."""
 
-    def prepare(self, iov: Any, read: bool, fd: int, off: int, userdata: object = None, /) -> object: ...
+    def prepare(
+        self, iov: Any, read: bool, fd: int, off: int, userdata: object = None, /
+    ) -> object: ...
     def submit(self) -> Ring: ...
     def wait(self, *, max_results: int, min_results: int, timeout: timedelta) -> list[Any]: ...
 
@@ -131,7 +134,8 @@ class _Request:
 
 
 class UsrbioEngine(SlotEngine):
-    """Engine with several rings for reads, and as many for writes. A ring serves one call at a time.
+    """Engine with several rings for reads, and as many for writes. A ring serves one call at a
+    time.
 
     Args:
         library: `hf3fs_fuse.io`.
@@ -146,12 +150,21 @@ class UsrbioEngine(SlotEngine):
     buffered = True
 
     def __init__(
-        self, library: Library, mount_point: str, *, rings: int, entries: int, buffer_bytes: int, verifies: bool
+        self,
+        library: Library,
+        mount_point: str,
+        *,
+        rings: int,
+        entries: int,
+        buffer_bytes: int,
+        verifies: bool,
     ) -> None:
         self._library = library
         self._verifies = verifies
         self._reading = _RingPool(library, mount_point, rings, entries, buffer_bytes, for_read=True)
-        self._writing = _RingPool(library, mount_point, rings, entries, buffer_bytes, for_read=False)
+        self._writing = _RingPool(
+            library, mount_point, rings, entries, buffer_bytes, for_read=False
+        )
 
     def adopt(self, descriptor: int) -> Handle:
         try:
@@ -174,7 +187,9 @@ class UsrbioEngine(SlotEngine):
         self._reading.close()
         self._writing.close()
 
-    def _move(self, pool: _RingPool, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call) -> None:
+    def _move(
+        self, pool: _RingPool, jobs: Sequence[SlotRead] | Sequence[SlotWrite], call: Call
+    ) -> None:
         if not jobs:
             return
         try:
@@ -192,7 +207,9 @@ class UsrbioEngine(SlotEngine):
 class _IoRing:
     """A ring and its shared memory, used by one thread at a time."""
 
-    def __init__(self, library: Library, mount_point: str, entries: int, buffer_bytes: int, *, for_read: bool) -> None:
+    def __init__(
+        self, library: Library, mount_point: str, entries: int, buffer_bytes: int, *, for_read: bool
+    ) -> None:
         self.entries = entries
         self.for_read = for_read
         self._memory = SharedPages(buffer_bytes)
@@ -223,7 +240,9 @@ class _IoRing:
         assert self._ring is not None
         start, end = request.start + request.moved, request.start + request.size
         offset = request.job.file.offset(request.job.slot) + request.moved
-        self._ring.prepare(self._iovec[start:end], self.for_read, request.handle.descriptor, offset, request)
+        self._ring.prepare(
+            self._iovec[start:end], self.for_read, request.handle.descriptor, offset, request
+        )
         self.in_flight += 1
 
     def submit(self) -> None:
@@ -235,7 +254,9 @@ class _IoRing:
         """Wait up to `seconds` for results, and return those that have arrived."""
         assert self._ring is not None
         try:
-            found = self._ring.wait(max_results=self.in_flight, min_results=1, timeout=timedelta(seconds=seconds))
+            found = self._ring.wait(
+                max_results=self.in_flight, min_results=1, timeout=timedelta(seconds=seconds)
+            )
         except OSError as error:
             if error.errno not in (errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
                 raise
@@ -268,9 +289,18 @@ class _RingPool:
     """
 
     def __init__(
-        self, library: Library, mount_point: str, limit: int, entries: int, buffer_bytes: int, *, for_read: bool
+        self,
+        library: Library,
+        mount_point: str,
+        limit: int,
+        entries: int,
+        buffer_bytes: int,
+        *,
+        for_read: bool,
     ) -> None:
-        self._make = partial(_IoRing, library, mount_point, entries, buffer_bytes, for_read=for_read)
+        self._make = partial(
+            _IoRing, library, mount_point, entries, buffer_bytes, for_read=for_read
+        )
         self._limit = limit
         self._changed = threading.Condition()
         self._free = list[_IoRing]()
@@ -310,7 +340,8 @@ class _RingPool:
             return sum(ring.in_flight for ring in self._draining)
 
     def close(self) -> None:
-        """Close all rings. Memory of requests that still hang stays mapped until the process ends."""
+        """Close all rings. Memory of requests that still hang stays mapped until the process
+        ends."""
         until = time.monotonic() + CLOSE_SECONDS
         with self._changed:
             while self._draining and time.monotonic() < until:
@@ -342,7 +373,9 @@ class _Transfer:
         left = deque[SlotRead | SlotWrite](jobs)
         while left:
             requests, at = list[_Request](), 0
-            while left and len(requests) < self._ring.entries and at + left[0].size <= self._ring.size:
+            while (
+                left and len(requests) < self._ring.entries and at + left[0].size <= self._ring.size
+            ):
                 job = left.popleft()
                 if self._call.expired() or (isinstance(job, SlotWrite) and job.late):
                     job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
@@ -361,7 +394,9 @@ class _Transfer:
                 self._serve(requests)
             elif left and left[0].size > self._ring.size:
                 left.popleft().fault = OSError(
-                    errno.EMSGSIZE, f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that larger"
+                    errno.EMSGSIZE,
+                    f"a page is longer than usrbio_buffer, {self._ring.size} bytes; make that "
+                    f"larger",
                 )
             if self._ring.in_flight:
                 # The daemon may access the memory until the requests return.

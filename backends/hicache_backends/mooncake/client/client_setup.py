@@ -28,7 +28,8 @@ CONNECT_ATTEMPTS: Final = 4
 CONNECT_PAUSE: Final = 1.0
 """Seconds after each of the library's attempts to reconnect to the master."""
 _UNKNOWN_FUNCTION: Final = 0x48694361
-# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment length, little endian.
+# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment
+# length, little endian.
 _REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
 
 
@@ -82,8 +83,10 @@ def set_up(settings: ClientSettings) -> Store:
     if code:
         store.close()
         raise StorageUnavailableError(
-            f"Mooncake's client cannot be set up (code {code}) with the master {settings.master_server_address!r}, metadata_server "
-            f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and protocol {settings.protocol!r}"
+            f"Mooncake's client cannot be set up (code {code}) with the master "
+            f"{settings.master_server_address!r}, metadata_server "
+            f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and "
+            f"protocol {settings.protocol!r}"
         )
     return store
 
@@ -102,9 +105,15 @@ def max_lookup_seconds(settings: ClientSettings) -> float | None:
 
 def _time_limits(settings: ClientSettings) -> dict[str, str]:
     """The library's variables for the timeouts of requests and connections, in milliseconds."""
-    request, connect = settings.rpc_timeout_seconds, min(PROBE_SECONDS, settings.rpc_timeout_seconds)
+    request, connect = (
+        settings.rpc_timeout_seconds,
+        min(PROBE_SECONDS, settings.rpc_timeout_seconds),
+    )
     names = ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS")
-    return {name: str(max(1, int(seconds * 1000))) for name, seconds in zip(names, (request, connect), strict=True)}
+    return {
+        name: str(max(1, int(seconds * 1000)))
+        for name, seconds in zip(names, (request, connect), strict=True)
+    }
 
 
 def warm_up(ask: Callable[[list[str]], object]) -> None:
@@ -121,7 +130,10 @@ def warm_up(ask: Callable[[list[str]], object]) -> None:
             for _ in range(WARM_REQUESTS):
                 ask(WARM_NAMES)
 
-    threads = [threading.Thread(target=ask_often, name="hicache-mooncake-warm-up", daemon=True) for _ in range(WARM_THREADS)]
+    threads = [
+        threading.Thread(target=ask_often, name="hicache-mooncake-warm-up", daemon=True)
+        for _ in range(WARM_THREADS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

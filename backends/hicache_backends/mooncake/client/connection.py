@@ -8,7 +8,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.client.client_setup import PROBE_SECONDS, check_master, set_up, warm_up
+from hicache_backends.mooncake.client.client_setup import (
+    PROBE_SECONDS,
+    check_master,
+    set_up,
+    warm_up,
+)
 from hicache_backends.mooncake.client.in_flight import InFlight
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -97,7 +102,11 @@ class Connection:
         """
         if len(names) <= MAX_NAMES:
             return self._exist(names)
-        return [there for start in range(0, len(names), MAX_NAMES) for there in self._exist(names[start : start + MAX_NAMES])]
+        return [
+            there
+            for start in range(0, len(names), MAX_NAMES)
+            for there in self._exist(names[start : start + MAX_NAMES])
+        ]
 
     def _exist(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
@@ -106,16 +115,25 @@ class Connection:
             return [True] * there
         strange = [code for code in codes if code < 0 and code not in library.GONE]
         if strange:
-            raise StorageUnavailableError(f"the master answered {strange[0]} to the question whether an object is there")
+            raise StorageUnavailableError(
+                f"the master answered {strange[0]} to the question whether an object is there"
+            )
         return [code == 1 for code in codes]
 
-    def read(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+    def read(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
         """Read each object to its addresses. Returns lengths or codes. Names must be distinct.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        return self._answered(lambda store: store.batch_get_into_multi_buffers(names, addresses, sizes), len(names))
+        return self._answered(
+            lambda store: store.batch_get_into_multi_buffers(names, addresses, sizes), len(names)
+        )
 
     @contextlib.contextmanager
     def looked_up(self, names: Sequence[str], call: Call) -> Generator[list[int]]:
@@ -133,7 +151,9 @@ class Connection:
         try:
             with self._call() as store:
                 try:
-                    yield self._answered(lambda store: store.batch_get_session_start(names), len(names))
+                    yield self._answered(
+                        lambda store: store.batch_get_session_start(names), len(names)
+                    )
                 finally:
                     store.batch_get_session_end(names)
         finally:
@@ -145,11 +165,18 @@ class Connection:
         with self._unclaimed:
             while not self._claimed.isdisjoint(names):
                 if call.expired():
-                    raise StorageTimeoutError("another call is reading the same objects, and has not ended in time")
+                    raise StorageTimeoutError(
+                        "another call is reading the same objects, and has not ended in time"
+                    )
                 self._unclaimed.wait(POLL_SECONDS)
             self._claimed.update(names)
 
-    def read_ranges(self, names: Sequence[str], addresses: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]) -> list[int]:
+    def read_ranges(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[Sequence[int]],
+        sizes: Sequence[Sequence[int]],
+    ) -> list[int]:
         """Read the first bytes of looked up objects to their addresses. Returns lengths or codes.
 
         No byte arrives after the return. Transfers run one after the other. A transfer without
@@ -171,7 +198,9 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        return self._answered(lambda store: store.batch_put_session_start(names, sizes, config), len(names))
+        return self._answered(
+            lambda store: store.batch_put_session_start(names, sizes, config), len(names)
+        )
 
     def transfer(
         self,
@@ -204,7 +233,13 @@ class Connection:
         except StorageUnavailableError:
             self._revoke_later(names)
         else:
-            self._revoke_later([name for name, code in zip(names, codes, strict=True) if code not in library.NOT_BEGUN])
+            self._revoke_later(
+                [
+                    name
+                    for name, code in zip(names, codes, strict=True)
+                    if code not in library.NOT_BEGUN
+                ]
+            )
 
     def revoke_pending(self) -> None:
         """Revoke the objects of earlier calls that could not be revoked then.
@@ -218,12 +253,21 @@ class Connection:
         with self._revoking, self._call() as store:
             with self._lock:
                 names = sorted(self._unrevoked)
-            codes = _checked_length(store.batch_put_session_revoke(names), len(names)) if names else []
-            complete = [name for name, code in zip(names, codes, strict=True) if code == library.INVALID_WRITE]
+            codes = (
+                _checked_length(store.batch_put_session_revoke(names), len(names)) if names else []
+            )
+            complete = [
+                name
+                for name, code in zip(names, codes, strict=True)
+                if code == library.INVALID_WRITE
+            ]
             if complete:
-                # The object is visible, only the response was lost: a second end closes the session.
+                # The object is visible, only the response was lost: a second end closes the
+                # session.
                 store.batch_put_session_end(complete)
-            given_up = [name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN]
+            given_up = [
+                name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN
+            ]
             with self._lock:
                 self._unrevoked.difference_update(given_up, complete)
 
@@ -237,13 +281,19 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        return [gone for start in range(0, len(names), MAX_NAMES) for gone in self._remove(names[start : start + MAX_NAMES])]
+        return [
+            gone
+            for start in range(0, len(names), MAX_NAMES)
+            for gone in self._remove(names[start : start + MAX_NAMES])
+        ]
 
     def _remove(self, names: Sequence[str]) -> list[bool]:
         codes = self._answered(lambda store: store.batch_remove(names, True), len(names))
         strange = [code for code in codes if code and code not in library.GONE]
         if strange:
-            raise StorageUnavailableError(f"the master answered {strange[0]} to a request to remove an object")
+            raise StorageUnavailableError(
+                f"the master answered {strange[0]} to a request to remove an object"
+            )
         return [not code for code in codes]
 
     def remove_prefix(self, prefix: str) -> None:
@@ -257,9 +307,13 @@ class Connection:
             if code == library.RPC_FAILED and self._master_responds():
                 code = store.remove_by_regex(f"^{prefix}.*", True)
         if code == library.RPC_TIMED_OUT:
-            raise StorageTimeoutError("the master has not answered in time whether it has removed objects")
+            raise StorageTimeoutError(
+                "the master has not answered in time whether it has removed objects"
+            )
         if code < 0:
-            raise StorageUnavailableError(f"the master answered {code} to a request to remove objects")
+            raise StorageUnavailableError(
+                f"the master answered {code} to a request to remove objects"
+            )
 
     def _call(self) -> InFlight[Store]:
         return InFlight(self._begin, self._leave)
@@ -273,7 +327,9 @@ class Connection:
         if suspect and self.settings.master is not None:
             try:
                 # Fails faster than the library's own attempts to reconnect.
-                check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
+                check_master(
+                    self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds)
+                )
             except BaseException:
                 self._leave()
                 raise
@@ -306,7 +362,11 @@ class Connection:
             StorageUnavailableError: no response for any object, or a response of wrong length.
         """
         codes = self._asked(request, count)
-        if codes and codes[0] in library.UNREACHABLE and all(code in library.UNREACHABLE for code in codes):
+        if (
+            codes
+            and codes[0] in library.UNREACHABLE
+            and all(code in library.UNREACHABLE for code in codes)
+        ):
             if codes[0] == library.RPC_TIMED_OUT:
                 raise StorageTimeoutError("the master has not answered in time")
             raise StorageUnavailableError("the master cannot be reached")
@@ -316,7 +376,9 @@ class Connection:
         if self.settings.master is None:
             return True
         try:
-            check_master(self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds))
+            check_master(
+                self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds)
+            )
         except StorageUnavailableError:
             return False
         return True
@@ -329,5 +391,7 @@ def _any_failed(codes: Sequence[int]) -> bool:
 
 def _checked_length(codes: list[int], count: int) -> list[int]:
     if len(codes) != count:
-        raise StorageUnavailableError(f"the library answered for {len(codes)} objects and was asked for {count}")
+        raise StorageUnavailableError(
+            f"the library answered for {len(codes)} objects and was asked for {count}"
+        )
     return codes

@@ -49,7 +49,8 @@ class _Connections:
         """
         if self._inherited:
             raise StorageForkedError(
-                "mooncake: the process that this one was forked from has used Mooncake, whose threads are not here: a client would "
+                "mooncake: the process that this one was forked from has used Mooncake, whose "
+                "threads are not here: a client would "
                 "hang. Start processes by spawn, or before the first storage is opened"
             )
         with self._lock:

@@ -112,7 +112,8 @@ class ConnectionHandle:
             elif self._connection.settings.protocol != "tcp":
                 self._unregister(done)
                 raise InvalidPoolError(
-                    f"pool {pool!r}: {region[1]} bytes of it cannot be registered for {self._connection.settings.protocol}; "
+                    f"pool {pool!r}: {region[1]} bytes of it cannot be registered for "
+                    f"{self._connection.settings.protocol}; "
                     "allow more locked memory (ulimit -l), or use protocol 'tcp'"
                 )
         return done

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 PACKAGE: Final = "mooncake-transfer-engine-non-cuda"
 MIN_VERSION: Final = "0.3.13"
 SYSTEM_PACKAGES: Final = "libibverbs1 libcurl4 libnuma1"
-INSTALL: Final = f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
+INSTALL: Final = (
+    f"pip install 'hicache-storage[mooncake]', and on Debian apt-get install {SYSTEM_PACKAGES}"
+)
 ERRORS_ONLY: Final = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR"}
 """Read by the C++ library when it is loaded."""
 
@@ -51,7 +53,8 @@ A transfer that fails sooner has ended."""
 
 
 class Store(Protocol):
-    """The used methods of `mooncake.store.MooncakeDistributedStore`. They return lengths or codes."""
+    """The used methods of `mooncake.store.MooncakeDistributedStore`. They return lengths or
+    codes."""
 
     def setup(
         self,
@@ -75,7 +78,10 @@ class Store(Protocol):
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]: ...
 
     def batch_get_into_multi_buffers(
-        self, keys: Sequence[str], all_buffer_ptrs: Sequence[Sequence[int]], all_sizes: Sequence[Sequence[int]]
+        self,
+        keys: Sequence[str],
+        all_buffer_ptrs: Sequence[Sequence[int]],
+        all_sizes: Sequence[Sequence[int]],
     ) -> list[int]: ...
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]: ...
@@ -90,7 +96,9 @@ class Store(Protocol):
 
     def batch_get_session_end(self, keys: Sequence[str]) -> int: ...
 
-    def batch_put_session_start(self, keys: Sequence[str], sizes: Sequence[int], config: object) -> list[int]: ...
+    def batch_put_session_start(
+        self, keys: Sequence[str], sizes: Sequence[int], config: object
+    ) -> list[int]: ...
 
     def batch_put_from_multi_buffer_ranges(
         self,
@@ -130,7 +138,8 @@ def new_store() -> Store:
     store = cast("Store", _module().MooncakeDistributedStore())
     if not hasattr(store, "batch_put_session_start"):
         raise DriverUnavailableError(
-            f"driver 'mooncake': the installed Mooncake is too old: pip install '{PACKAGE}>={MIN_VERSION}'"
+            f"driver 'mooncake': the installed Mooncake is too old: pip install "
+            f"'{PACKAGE}>={MIN_VERSION}'"
         )
     return store
 
@@ -180,4 +189,6 @@ def _module() -> Any:
         try:
             return importlib.import_module("mooncake.store")
         except ImportError as error:
-            raise DriverUnavailableError(f"driver 'mooncake' cannot load Mooncake: {error}; {INSTALL}") from error
+            raise DriverUnavailableError(
+                f"driver 'mooncake' cannot load Mooncake: {error}; {INSTALL}"
+            ) from error

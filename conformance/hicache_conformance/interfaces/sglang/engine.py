@@ -58,7 +58,8 @@ def has_sglang() -> bool:
 
 
 def types() -> Any:
-    """The module that `PoolTransfer`, `PoolName` and the others are taken from: SGLang's, or else the contract's.
+    """The module that `PoolTransfer`, `PoolName` and the others are taken from: SGLang's, or else
+    the contract's.
 
     The contract's have the same names, fields and texts.
     """
@@ -111,7 +112,8 @@ def load_class(target: str) -> type:
 
 
 def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
-    """Make a driver as the engine makes it: by its factory, or, a dynamic one, by calling its class.
+    """Make a driver as the engine makes it: by its factory, or, a dynamic one, by calling its
+    class.
 
     Raises:
         DriverUnavailableError: it, or the engine it is a part of, cannot be imported.
@@ -127,12 +129,17 @@ def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
 
 def overrides(setup: Setup, method: str) -> bool:
     """Return whether a dynamically loaded class overrides a method of the base class."""
-    return any(method in vars(base) for base in load_class(setup.target).__mro__ if base.__name__ != "HiCacheStorage")
+    return any(
+        method in vars(base)
+        for base in load_class(setup.target).__mro__
+        if base.__name__ != "HiCacheStorage"
+    )
 
 
 @contextmanager
 def environment(name: str, value: str) -> Generator[None]:
-    """An environment variable, for as long as a driver is constructed; nothing is set without a name."""
+    """An environment variable, for as long as a driver is constructed; nothing is set without a
+    name."""
     before = os.environ.get(name)
     if name:
         os.environ[name] = value

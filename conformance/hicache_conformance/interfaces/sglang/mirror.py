@@ -25,8 +25,8 @@ IDLE_MARK: Final = b"\xc5IDLE..\xc5"
 class Mirror:
     """Carries pages between the two, at the suite's side of the driver.
 
-    A page that no call has borrowed holds a mark; where a read has replaced it, the case is shown what stands there now, so
-    that it sees a touched neighbour as it would in a pool of its own.
+    A page that no call has borrowed holds a mark; where a read has replaced it, the case is shown
+    what stands there now, so that it sees a touched neighbour as it would in a pool of its own.
     """
 
     def __init__(self, name: str, source: object, identity: StorageIdentity, layout: str) -> None:
@@ -36,7 +36,9 @@ class Mirror:
         self._slots = source.geometry.page_size
         self._pages = source.geometry.size // self._slots
         self.pool: Any = engine_pool(name, source.geometry, identity, layout)
-        self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[: source.geometry.page_bytes]
+        self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[
+            : source.geometry.page_bytes
+        ]
         self._borrowed = Counter[int]()
         self._lock = threading.Lock()
         for page in range(self._pages):
@@ -51,11 +53,14 @@ class Mirror:
         import torch
 
         size = int(self.pool.page_size)
-        return torch.tensor([page * size + slot for page in pages for slot in range(size)], dtype=torch.int64)
+        return torch.tensor(
+            [page * size + slot for page in pages for slot in range(size)], dtype=torch.int64
+        )
 
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
-        """Pages that a set reads; their host pages are used for something else as soon as it has returned."""
+        """Pages that a set reads; their host pages are used for something else as soon as it has
+        returned."""
         self._borrow(pages)
         try:
             yield
@@ -108,11 +113,17 @@ class Mirror:
         import torch
 
         blank: torch.Tensor = self.pool.get_dummy_flat_data_page()
-        flat = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(blank.dtype).reshape(blank.shape)
+        flat = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            .view(blank.dtype)
+            .reshape(blank.shape)
+        )
         self.pool.set_from_flat_data_page(page * int(self.pool.page_size), flat)
 
     def _read_source(self, page: int) -> bytes:
-        return b"".join(bytes(buffer) for buffer in self.source.page_buffers([page * self._slots])[0])
+        return b"".join(
+            bytes(buffer) for buffer in self.source.page_buffers([page * self._slots])[0]
+        )
 
     def _write_source(self, page: int, content: bytes) -> None:
         start = 0

@@ -1,4 +1,5 @@
-"""The options of the foreign driver of this process's run, as the config model that every driver has."""
+"""The options of the foreign driver of this process's run, as the config model that every driver
+has."""
 
 from __future__ import annotations
 
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 
 
 def plain_options(setup: Setup, options: Mapping[str, object]) -> dict[str, Any]:
-    """Options as the engine would have read them: JSON where they are JSON, numbers of bytes for sizes, else text.
+    """Options as the engine would have read them: JSON where they are JSON, numbers of bytes for
+    sizes, else text.
 
     Raises:
         ValueError: a size is none.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    return {name: parse_bytes(str(value)) if name in setup.sizes else _json_or_text(value) for name, value in given.items()}
+    return {
+        name: parse_bytes(str(value)) if name in setup.sizes else _json_or_text(value)
+        for name, value in given.items()
+    }
 
 
 def _json_or_text(value: object) -> Any:
@@ -38,13 +43,16 @@ def _json_or_text(value: object) -> Any:
 
 
 def _model() -> type[DriverConfig]:
-    """A model with a field for each option that this run may set: what else stands on a command line is a mistake."""
+    """A model with a field for each option that this run may set: what else stands on a command
+    line is a mistake."""
     run, setup = RunFile.of_environment(), current()
     names = {*(setup.options if setup else ()), *(run.config if run else ())}
     if setup is not None and setup.capacity_option:
         names.add(setup.capacity_option)
     fields = [(name, Any, None) for name in sorted(names)]
-    model = msgspec.defstruct("EngineConfig", fields, bases=(DriverConfig,), module=__name__, frozen=True, kw_only=True)
+    model = msgspec.defstruct(
+        "EngineConfig", fields, bases=(DriverConfig,), module=__name__, frozen=True, kw_only=True
+    )
     return cast("type[DriverConfig]", model)
 
 

@@ -1,7 +1,8 @@
 """Host pools as SGLang has them, of the sizes that the cases ask for.
 
-A case brings a pool of so many pages of so many bytes. What the driver gets is one of SGLang's own pools with pages as
-long as that: two halves for multi-head attention, one piece for latent attention, states for Mamba.
+A case brings a pool of so many pages of so many bytes. What the driver gets is one of SGLang's own
+pools with pages as long as that: two halves for multi-head attention, one piece for latent
+attention, states for Mamba.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ _UNTOLD_DTYPE: Final = "uint8"
 
 
 class PlainPool:
-    """A pool with the methods of SGLang's, over one row of pages, for drivers that work without SGLang."""
+    """A pool with the methods of SGLang's, over one row of pages, for drivers that work without
+    SGLang."""
 
-    def __init__(self, *, pages: int, page_size: int, page_bytes: int, dtype: torch.dtype, layout: str) -> None:
+    def __init__(
+        self, *, pages: int, page_size: int, page_bytes: int, dtype: torch.dtype, layout: str
+    ) -> None:
         import torch
 
         self.layout = layout
@@ -83,9 +87,17 @@ def engine_pool(name: str, geometry: PageGeometry, identity: StorageIdentity, la
     dtype = _dtype(geometry.dtype if geometry.dtype != _UNTOLD_DTYPE else identity.kv_dtype)
     pages = geometry.size // geometry.page_size
     if not has_sglang():
-        return PlainPool(pages=pages, page_size=geometry.page_size, page_bytes=geometry.page_bytes, dtype=dtype, layout=layout)
+        return PlainPool(
+            pages=pages,
+            page_size=geometry.page_size,
+            page_bytes=geometry.page_bytes,
+            dtype=dtype,
+            layout=layout,
+        )
     if kind == "mamba":
-        return _mamba(pages, geometry.page_bytes, layout if layout.startswith("page_first") else "page_first")
+        return _mamba(
+            pages, geometry.page_bytes, layout if layout.startswith("page_first") else "page_first"
+        )
     return _attention(kind, pages, geometry, dtype, layout)
 
 
@@ -97,32 +109,51 @@ def _dtype(name: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.uint8
 
 
-def _attention(kind: str, pages: int, geometry: PageGeometry, dtype: torch.dtype, layout: str) -> Any:
+def _attention(
+    kind: str, pages: int, geometry: PageGeometry, dtype: torch.dtype, layout: str
+) -> Any:
     halves = 2 if kind == "mha" else 1
     row, rest = divmod(geometry.page_bytes, halves * geometry.page_size * dtype.itemsize)
     if rest or not row:
         raise NotPromised(
-            f"SGLang's {kind.upper()} pools have no pages of {geometry.page_bytes} bytes in {geometry.page_size} slots"
+            f"SGLang's {kind.upper()} pools have no pages of {geometry.page_bytes} bytes in "
+            f"{geometry.page_size} slots"
         )
     layers, dim = (2, row // 2) if row % 2 == 0 else (1, row)
     size = pages * geometry.page_size
     memory: Any = importlib.import_module("sglang.srt.mem_cache.memory_pool")
     common = {
-        "size": size, "page_size": geometry.page_size, "dtype": dtype, "layer_num": layers, "device": "cpu",
+        "size": size,
+        "page_size": geometry.page_size,
+        "dtype": dtype,
+        "layer_num": layers,
+        "device": "cpu",
         "enable_memory_saver": False,
-    }  # fmt: skip
+    }
     if kind == "mha":
         device = memory.MHATokenToKVPool(head_num=1, head_dim=dim, **common)
-        host_class: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mha").MHATokenToKVPoolHost
+        host_class: Any = importlib.import_module(
+            "sglang.srt.mem_cache.pool_host.mha"
+        ).MHATokenToKVPoolHost
         more: dict[str, int] = {}
     else:
         device = memory.MLATokenToKVPool(kv_lora_rank=dim, qk_rope_head_dim=0, **common)
-        host_class = importlib.import_module("sglang.srt.mem_cache.pool_host.mla").MLATokenToKVPoolHost
+        host_class = importlib.import_module(
+            "sglang.srt.mem_cache.pool_host.mla"
+        ).MLATokenToKVPoolHost
         more = {"target_layer_num": layers}
     return host_class(
-        device.get_device_pool_infos()[0].buffer_info, 1.0, 0, geometry.page_size, layout, pin_memory=False,
-        device_capacity_tokens=size, start_layer=0, end_layer=layers, **more,
-    )  # fmt: skip
+        device.get_device_pool_infos()[0].buffer_info,
+        1.0,
+        0,
+        geometry.page_size,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=layers,
+        **more,
+    )
 
 
 def _mamba(pages: int, page_bytes: int, layout: str) -> Any:
@@ -132,7 +163,9 @@ def _mamba(pages: int, page_bytes: int, layout: str) -> Any:
     convolution, rest = divmod(page_bytes - temporal, 2)
     if rest or not temporal:
         raise NotPromised(f"SGLang's Mamba pool has no pages of {page_bytes} bytes")
-    info_class: Any = importlib.import_module("sglang.srt.mem_cache.device_pool_info").MambaStateBufferInfo
+    info_class: Any = importlib.import_module(
+        "sglang.srt.mem_cache.device_pool_info"
+    ).MambaStateBufferInfo
     info = info_class(
         temporal=torch.zeros(1, pages, 1, temporal // 4, dtype=torch.float32),
         conv=(torch.zeros(1, pages, 1, convolution, dtype=torch.bfloat16),),

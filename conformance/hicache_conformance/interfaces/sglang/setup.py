@@ -36,14 +36,16 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     target: str = ""
     """`module:Class` of a dynamically loaded one."""
     zero_copy: bool = False
-    """KV goes through `batch_get_v1` and `batch_set_v1`, as the engine has it listed; otherwise through copies."""
+    """KV goes through `batch_get_v1` and `batch_set_v1`, as the engine has it listed; otherwise
+    through copies."""
     layouts: tuple[str, ...] = ("page_first", "layer_first", "page_first_direct")
     """Host layouts that it serves, the best first."""
     sharing: Sharing = Sharing.NONE
     durability: Durability = Durability.NONE
     clears: bool = False
     clears_at_once: bool = True
-    """False where a page that was just looked up outlives a clear for as long as its lease lasts."""
+    """False where a page that was just looked up outlives a clear for as long as its lease
+    lasts."""
     networked: bool = False
     keeps_bytes: bool = True
     """False for a simulator, which answers as a store would and delivers nothing."""
@@ -52,7 +54,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sizes: tuple[str, ...] = ()
     """Options that are numbers of bytes, and may be written as `64MiB`."""
     divided: tuple[str, ...] = ()
-    """Of these sizes, the ones that the driver divides among its ranks; each rank gets what is written."""
+    """Of these sizes, the ones that the driver divides among its ranks; each rank gets what is
+    written."""
     directories: tuple[str, ...] = ()
     """Options that name a directory which has to exist: the engine's first rank makes it."""
     config_variable: str = ""
@@ -63,9 +66,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Servers that it needs, as `DriverSpec.trial_services` has them."""
     capacity_option: str = ""
     capacity_is_the_rank_s: bool = False
-    """A server keeps for each rank the capacity that it was first told, so that a smaller store needs a rank of its own."""
+    """A server keeps for each rank the capacity that it was first told, so that a smaller store
+    needs a rank of its own."""
     lingers: bool = False
-    """Its end takes seconds, and the engine leaves it to the end of the process. A run takes a new process now and then."""
+    """Its end takes seconds, and the engine leaves it to the end of the process. A run takes a new
+    process now and then."""
     clients: tuple[str, ...] = ()
     """Distributions whose code it calls, and whose versions belong to what is judged."""
     not_judged: str = ""
@@ -77,11 +82,15 @@ def known() -> dict[str, Setup]:
     """The engine's own drivers, by the names that stand for them on a command line."""
     text = files("hicache_conformance.interfaces.sglang").joinpath("drivers.toml").read_bytes()
     listed = msgspec.toml.decode(text, type=dict[str, Setup])
-    return {name: msgspec.structs.replace(setup, name=name, services=_here(setup.services)) for name, setup in listed.items()}
+    return {
+        name: msgspec.structs.replace(setup, name=name, services=_here(setup.services))
+        for name, setup in listed.items()
+    }
 
 
 def _here(services: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Commands with `{bin}` filled in: programs of this environment, which need not be on the path."""
+    """Commands with `{bin}` filled in: programs of this environment, which need not be on the
+    path."""
     programs = str(Path(sys.executable).parent)
     return tuple(tuple(word.replace("{bin}", programs) for word in command) for command in services)
 
@@ -90,7 +99,8 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
     """The setup of a driver that a command line names.
 
     Raises:
-        ValueError: it is neither known nor of the form `module:Class`, or there is nothing to judge.
+        ValueError: it is neither known nor of the form `module:Class`, or there is nothing to
+        judge.
     """
     setup = known().get(driver)
     if setup is None:
@@ -109,6 +119,7 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
 
 @cache
 def current() -> Setup | None:
-    """The setup of the driver that this process's run is about; None where it is a driver of the contract's own."""
+    """The setup of the driver that this process's run is about; None where it is a driver of the
+    contract's own."""
     run = RunFile.of_environment()
     return setup_of(run.driver, run.config) if run is not None and run.interface else None

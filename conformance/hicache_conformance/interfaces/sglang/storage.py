@@ -1,8 +1,10 @@
-"""`EngineStorage`: adapts a driver with SGLang's interface to the contract, as SGLang's cache controller calls it.
+"""`EngineStorage`: adapts a driver with SGLang's interface to the contract, as SGLang's cache
+controller calls it.
 
-KV goes in batches of 128 pages through `batch_get_v1` and `batch_set_v1`, or through copies in `batch_get` and `batch_set`;
-side pools through `batch_get_v2` and `batch_set_v2`, before KV in a set and after it in a get. At most one lookup, one read
-and one write run at a time. What a call raises is a miss where the controller catches it, and raised on where it does not.
+KV goes in batches of 128 pages through `batch_get_v1` and `batch_set_v1`, or through copies in
+`batch_get` and `batch_set`; side pools through `batch_get_v2` and `batch_set_v2`, before KV in a
+set and after it in a get. At most one lookup, one read and one write run at a time. What a call
+raises is a miss where the controller catches it, and raised on where it does not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import sys
 import threading
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,12 +51,18 @@ from hicache_storage.spec import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from hicache_storage.spec import DriverConfig, HiCacheStorageExtraInfo, PageGeometry, StorageIdentity
+    from hicache_storage.spec import (
+        DriverConfig,
+        HiCacheStorageExtraInfo,
+        PageGeometry,
+        StorageIdentity,
+    )
 
 logger = logging.getLogger(__name__)
 
 MAX_LINGERING: Final = 200
-"""Closed drivers and their pools that may linger; each driver has some twenty threads and eight descriptors."""
+"""Closed drivers and their pools that may linger; each driver has some twenty threads and eight
+descriptors."""
 BATCH_PAGES: Final = 128
 """SGLang's `STORAGE_BATCH_SIZE`."""
 
@@ -88,7 +97,9 @@ def process_is_full() -> bool:
 
 def _rank_of(options: Mapping[str, Any]) -> int:
     """A rank that other stores do not have."""
-    return 1000 + int.from_bytes(hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=3).digest(), "big")
+    return 1000 + int.from_bytes(
+        hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=3).digest(), "big"
+    )
 
 
 def _leave_at_once() -> None:
@@ -100,8 +111,8 @@ def _leave_at_once() -> None:
 class EngineStorage(HiCacheStorage):
     """One rank of the engine with the driver attached.
 
-    The driver is constructed when the initial pools are complete, because it is told of them; without any, `open()` gives it
-    a small KV pool.
+    The driver is constructed when the initial pools are complete, because it is told of them;
+    without any, `open()` gives it a small KV pool.
     """
 
     def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
@@ -114,7 +125,9 @@ class EngineStorage(HiCacheStorage):
         self._options = plain_options(setup, msgspec.structs.asdict(config))
         self._suffix = namespace_suffix(identity)
         capacity = self._options.get(setup.capacity_option)
-        self._capped = capacity is not None and capacity != plain_options(setup, setup.options).get(setup.capacity_option)
+        self._capped = capacity is not None and capacity != plain_options(setup, setup.options).get(
+            setup.capacity_option
+        )
         self._mirrors: dict[str, Mirror] = {}
         self._driver: Any = None
         self._closed = False
@@ -153,15 +166,18 @@ class EngineStorage(HiCacheStorage):
         return self._mirrors[pool].source.geometry
 
     def companion(self) -> EngineStorage:
-        """Another rank of equal identity and options, closed with this one: some stores keep pages no longer than their writer."""
+        """Another rank of equal identity and options, closed with this one: some stores keep pages
+        no longer than their writer."""
         companion = EngineStorage(self._identity, self._config)
         self._companions.append(companion)
         return companion
 
-    # Attaching and detaching -------------------------------------------------------------------------------------
+    # Attaching and detaching
+    # -------------------------------------------------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a pool of the engine's for it; one that comes after the others reaches the driver at once."""
+        """Make a pool of the engine's for it; one that comes after the others reaches the driver at
+        once."""
         self._check_open()
         mirror = Mirror(host_pool_name, host_pool, self._identity, self._layout(host_pool))
         with self._attaching:
@@ -213,7 +229,8 @@ class EngineStorage(HiCacheStorage):
         """The interface has no such question; it serves while it is not closed."""
         return Health(not self._closed)
 
-    # The data path -----------------------------------------------------------------------------------------------
+    # The data path
+    # -----------------------------------------------------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -221,7 +238,8 @@ class EngineStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Ask in batches where there is KV alone, and for the whole chain at once where there are side pools."""
+        """Ask in batches where there is KV alone, and for the whole chain at once where there are
+        side pools."""
         driver, asked = self._attached(), list(pool_transfers or ())
         named = [self._key(key) for key in keys]
         with self._looking:
@@ -230,15 +248,27 @@ class EngineStorage(HiCacheStorage):
                 return PoolTransferResult(hit, {PoolName.KV: hit}, list(range(1, hit + 1)))
             found = self._caught(
                 "batch_exists_v2",
-                lambda: driver.batch_exists_v2(named, [_question(transfer) for transfer in asked], _extra(extra_info)),
+                lambda: driver.batch_exists_v2(
+                    named, [_question(transfer) for transfer in asked], _extra(extra_info)
+                ),
             )
         if found is None:
-            return PoolTransferResult(0, {PoolName.KV: 0, **{transfer.name: 0 for transfer in asked}})
-        hit, told = int(found.kv_hit_pages), {str.__str__(name): pages for name, pages in found.extra_pool_hit_pages.items()}
-        verdicts = {PoolName.KV: told.get("kv", hit), **{transfer.name: told.get(transfer.name, 0) for transfer in asked}}
+            return PoolTransferResult(
+                0, {PoolName.KV: 0, **{transfer.name: 0 for transfer in asked}}
+            )
+        hit, told = (
+            int(found.kv_hit_pages),
+            {str.__str__(name): pages for name, pages in found.extra_pool_hit_pages.items()},
+        )
+        verdicts = {
+            PoolName.KV: told.get("kv", hit),
+            **{transfer.name: told.get(transfer.name, 0) for transfer in asked},
+        }
         # Without a list, the engine takes every length up to the hit for restorable.
         legal = found.restorable_prefix_pages
-        return PoolTransferResult(hit, verdicts, list(range(1, hit + 1)) if legal is None else sorted(legal))
+        return PoolTransferResult(
+            hit, verdicts, list(range(1, hit + 1)) if legal is None else sorted(legal)
+        )
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -249,7 +279,9 @@ class EngineStorage(HiCacheStorage):
         with self._reading:
             for index, transfer in shares:
                 if transfer.name == PoolName.KV:
-                    answers[index] = self._in_batches(transfer, lambda keys, pages: self._get_kv(driver, keys, pages, extra_info))
+                    answers[index] = self._in_batches(
+                        transfer, lambda keys, pages: self._get_kv(driver, keys, pages, extra_info)
+                    )
             for calls in _one_of_each(shares):
                 answers |= self._move_side(driver.batch_get_v2, calls, extra_info, writes=False)
         return _joined(transfers, answers)
@@ -265,10 +297,13 @@ class EngineStorage(HiCacheStorage):
                 answers |= self._move_side(driver.batch_set_v2, calls, extra_info, writes=True)
             for index, transfer in shares:
                 if transfer.name == PoolName.KV:
-                    answers[index] = self._in_batches(transfer, lambda keys, pages: self._set_kv(driver, keys, pages, extra_info))
+                    answers[index] = self._in_batches(
+                        transfer, lambda keys, pages: self._set_kv(driver, keys, pages, extra_info)
+                    )
         return _joined(transfers, answers)
 
-    # How it is done ----------------------------------------------------------------------------------------------
+    # How it is done
+    # ----------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -285,11 +320,17 @@ class EngineStorage(HiCacheStorage):
     def _attach(self) -> Any:
         if PoolName.KV not in self._mirrors:
             pool = GuardedPool(pages=8)
-            self._mirrors[PoolName.KV] = Mirror(PoolName.KV, pool, self._identity, self._layout(pool))
+            self._mirrors[PoolName.KV] = Mirror(
+                PoolName.KV, pool, self._identity, self._layout(pool)
+            )
         kv = self._mirrors[PoolName.KV].pool
         for name in self._setup.directories:
             Path(str(self._options[name])).mkdir(parents=True, exist_ok=True)
-        extra = {name: value for name, value in self._options.items() if name not in self._setup.config_keys}
+        extra = {
+            name: value
+            for name, value in self._options.items()
+            if name not in self._setup.config_keys
+        }
         for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
@@ -311,7 +352,9 @@ class EngineStorage(HiCacheStorage):
         """The configuration file of a driver that reads one, beside its store."""
         if not self._setup.config_variable:
             return None
-        content = {name: self._options[name] for name in self._setup.config_keys if name in self._options}
+        content = {
+            name: self._options[name] for name in self._setup.config_keys if name in self._options
+        }
         encoded = msgspec.json.encode(content)
         path = Path(str(self._options[self._setup.config_keys[0]])).with_name(
             f"config-{hashlib.blake2b(encoded, digest_size=4).hexdigest()}.json"
@@ -321,12 +364,19 @@ class EngineStorage(HiCacheStorage):
         return path
 
     def _layout(self, host_pool: object) -> str:
-        """The layout that is asked for, or, where the driver does not serve it, another that is not the usual one."""
+        """The layout that is asked for, or, where the driver does not serve it, another that is not
+        the usual one."""
         asked = getattr(getattr(host_pool, "geometry", None), "layout", self._identity.layout)
         if asked == "page_first":
             asked = self._identity.layout
         served = self._setup.layouts
-        return asked if asked in served else served[0] if asked == "page_first" or len(served) == 1 else served[1]
+        return (
+            asked
+            if asked in served
+            else served[0]
+            if asked == "page_first" or len(served) == 1
+            else served[1]
+        )
 
     def _key(self, key: str) -> str:
         return key + self._suffix
@@ -341,11 +391,17 @@ class EngineStorage(HiCacheStorage):
             lender = by_pool[transfer.indices_from_pool] if transfer.indices_from_pool else transfer
             keys = transfer.keys if transfer.keys is not None else lender.keys
             if keys:
-                indices = transfer.host_indices if transfer.host_indices is not None else lender.host_indices
+                indices = (
+                    transfer.host_indices
+                    if transfer.host_indices is not None
+                    else lender.host_indices
+                )
                 shares.append((index, PoolTransfer(transfer.name, indices, keys=list(keys))))
         return shares
 
-    def _in_batches(self, transfer: PoolTransfer, move: Callable[[list[str], list[int]], list[bool]]) -> list[bool]:
+    def _in_batches(
+        self, transfer: PoolTransfer, move: Callable[[list[str], list[int]], list[bool]]
+    ) -> list[bool]:
         keys, pages = self._placed(transfer)
         answers = list[bool]()
         for start in range(0, len(keys), BATCH_PAGES):
@@ -357,11 +413,16 @@ class EngineStorage(HiCacheStorage):
         keys = [self._key(key) for key in transfer.keys or ()]
         return keys, self._mirrors[transfer.name].pages(transfer.host_indices)
 
-    def _prefix(self, driver: Any, keys: list[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
+    def _prefix(
+        self, driver: Any, keys: list[str], extra_info: HiCacheStorageExtraInfo | None
+    ) -> int:
         hit = 0
         for start in range(0, len(keys), BATCH_PAGES):
             batch = keys[start : start + BATCH_PAGES]
-            found = self._caught("batch_exists", lambda batch=batch: int(driver.batch_exists(batch, _extra(extra_info))))  # type: ignore[misc]
+            found = self._caught(
+                "batch_exists",
+                partial(_batch_exists, driver, batch, extra_info),
+            )
             if found is None:
                 return 0
             hit += found
@@ -369,17 +430,24 @@ class EngineStorage(HiCacheStorage):
                 break
         return hit
 
-    def _get_kv(self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None) -> list[bool]:
+    def _get_kv(
+        self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
         mirror = self._mirrors[PoolName.KV]
         with mirror.destinations(pages):
             if self._setup.zero_copy:
                 indices = mirror.indices(pages)
-                answer = self._caught("batch_get_v1", lambda: _listed(driver.batch_get_v1(keys, indices, _extra(extra))))
+                answer = self._caught(
+                    "batch_get_v1",
+                    lambda: _listed(driver.batch_get_v1(keys, indices, _extra(extra))),
+                )
             else:
                 answer = self._caught("batch_get", lambda: _get_copies(driver, mirror, keys, pages))
         return [False] * len(keys) if answer is None else answer
 
-    def _set_kv(self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None) -> list[bool]:
+    def _set_kv(
+        self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None
+    ) -> list[bool]:
         if not self._identity.is_writer(PoolName.KV):
             # The engine does not ask a rank that is not the writer.
             return [self._prefix(driver, [key], extra) == 1 for key in keys]
@@ -387,7 +455,9 @@ class EngineStorage(HiCacheStorage):
         with mirror.sources(pages):
             if self._setup.zero_copy:
                 indices = mirror.indices(pages)
-                done = self._caught("batch_set_v1", lambda: all(driver.batch_set_v1(keys, indices, _extra(extra))))
+                done = self._caught(
+                    "batch_set_v1", lambda: all(driver.batch_set_v1(keys, indices, _extra(extra)))
+                )
             else:
                 size = int(mirror.pool.page_size)
                 copies = [mirror.pool.get_data_page(page * size) for page in pages]
@@ -409,9 +479,16 @@ class EngineStorage(HiCacheStorage):
                 mirror, (keys, pages) = self._mirrors[transfer.name], self._placed(transfer)
                 lent.enter_context(mirror.sources(pages) if writes else mirror.destinations(pages))
                 asked.append(
-                    types().PoolTransfer(name=_engine_name(transfer.name), host_indices=mirror.indices(pages), keys=keys)
+                    types().PoolTransfer(
+                        name=_engine_name(transfer.name),
+                        host_indices=mirror.indices(pages),
+                        keys=keys,
+                    )
                 )
-            found = self._caught("batch_set_v2" if writes else "batch_get_v2", lambda: dict(call(asked, _extra(extra_info))))
+            found = self._caught(
+                "batch_set_v2" if writes else "batch_get_v2",
+                lambda: dict(call(asked, _extra(extra_info))),
+            )
         answered: dict[str, Any] = found or {}
         told = {str.__str__(name): answer for name, answer in answered.items()}
         answers = dict[int, list[bool]]()
@@ -449,12 +526,16 @@ def _listed(answer: Any) -> list[bool]:
 
 
 def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolTransfer]]:
-    """Side pools' transfers in as few calls as may be: two of one pool would overwrite each other's answer."""
+    """Side pools' transfers in as few calls as may be: two of one pool would overwrite each other's
+    answer."""
     calls = list[dict[int, PoolTransfer]]()
     for index, transfer in shares:
         if transfer.name == PoolName.KV:
             continue
-        call = next((call for call in calls if all(other.name != transfer.name for other in call.values())), None)
+        call = next(
+            (call for call in calls if all(other.name != transfer.name for other in call.values())),
+            None,
+        )
         if call is None:
             calls.append({index: transfer})
         else:
@@ -462,7 +543,9 @@ def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolT
     return calls
 
 
-def _joined(transfers: Sequence[PoolTransfer], answers: Mapping[int, list[bool]]) -> dict[PoolName, list[bool]]:
+def _joined(
+    transfers: Sequence[PoolTransfer], answers: Mapping[int, list[bool]]
+) -> dict[PoolName, list[bool]]:
     open_capped = dict[PoolName, list[bool]]()
     for index, transfer in enumerate(transfers):
         open_capped.setdefault(transfer.name, []).extend(answers.get(index, []))
@@ -483,6 +566,10 @@ def _question(transfer: PoolTransfer) -> Any:
         keys=list(transfer.keys) if transfer.keys is not None else None,
         hit_policy=module.PoolHitPolicy(str(transfer.hit_policy)),
     )
+
+
+def _batch_exists(driver: Any, keys: list[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
+    return int(driver.batch_exists(keys, _extra(extra_info)))
 
 
 def _extra(extra_info: HiCacheStorageExtraInfo | None) -> Any:

@@ -25,8 +25,11 @@ class ForeignConformance(DriverConformance):
         """Return whether the storage is a foreign driver's."""
         return isinstance(innermost(storage), EngineStorage)
 
-    def corrupt(self, storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption) -> bool:
-        """Put a page of a wrong length in place of the right one; `False` for every other damage."""
+    def corrupt(
+        self, storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption
+    ) -> bool:
+        """Put a page of a wrong length in place of the right one; `False` for every other
+        damage."""
         return _corrupt_length(storage, pool, key, damage)
 
 
@@ -34,8 +37,8 @@ def _corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: Object
     """Let a rank of equal identity store the page with half its bytes, or twice as many.
 
     Returns:
-        Whether that rank's set was answered with `True`. A driver that has the length in its names keeps such a page
-        elsewhere, and then there is none in this one's place.
+        Whether that rank's set was answered with `True`. A driver that has the length in its names
+        keeps such a page elsewhere, and then there is none in this one's place.
     """
     own = innermost(storage)
     if damage not in FACTORS or not isinstance(own, EngineStorage):
@@ -43,7 +46,9 @@ def _corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: Object
     more, less = FACTORS[damage]
     geometry = own.geometry(pool)
     other = GuardedPool(
-        pages=4, page_size=geometry.page_size, components=[part * more // less for part in geometry.component_bytes]
+        pages=4,
+        page_size=geometry.page_size,
+        components=[part * more // less for part in geometry.component_bytes],
     )
     other.write(0, b"\x5a" * other.page_bytes)
     rank = own.companion()

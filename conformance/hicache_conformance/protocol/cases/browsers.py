@@ -34,16 +34,42 @@ class BrowserCases:
         scope, keys, http = context.v2_scope(4), context.keys(2), context.client("")
         scope.store(keys)
         rank, _, namespace = scope.name.partition(":")
-        clears = {"/v2/clear": encode(Clear(scopes=[scope.name])), f"/{rank}/clear": encode({"namespace": namespace})}
+        clears = {
+            "/v2/clear": encode(Clear(scopes=[scope.name])),
+            f"/{rank}/clear": encode({"namespace": namespace}),
+        }
         for headers in FOREIGN:
             because = f"a browser sends it with {headers}"
             for path, body in clears.items():
-                expect(http.send("POST", path, body, headers=headers), "MD-AUTH-3", 401, 403, because=f"{path}: {because}")
-            expect(http.send("GET", "/v2/scopes", None, headers=headers), "MD-AUTH-3", 401, 403, because=because)
+                expect(
+                    http.send("POST", path, body, headers=headers),
+                    "MD-AUTH-3",
+                    401,
+                    403,
+                    because=f"{path}: {because}",
+                )
+            expect(
+                http.send("GET", "/v2/scopes", None, headers=headers),
+                "MD-AUTH-3",
+                401,
+                403,
+                because=because,
+            )
         for kind in FORMS:
             for path, body in clears.items():
                 because = f"{path}: a form sends it as {kind}"
-                expect(http.send("POST", path, body, content_type=kind), "MD-AUTH-3", 401, 403, 415, because=because)
+                expect(
+                    http.send("POST", path, body, content_type=kind),
+                    "MD-AUTH-3",
+                    401,
+                    403,
+                    415,
+                    because=because,
+                )
         expect(http.send("GET", "/healthz", None, content_type=JSON), "MD-AUTH-3", 200)
         if not all(scope.live(keys)):
-            raise Violation("MD-AUTH-3", "requests of pages of other sites were refused, and the scope was cleared all the same")
+            raise Violation(
+                "MD-AUTH-3",
+                "requests of pages of other sites were refused, and the scope was cleared all the "
+                "same",
+            )

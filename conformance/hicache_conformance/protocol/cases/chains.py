@@ -30,11 +30,20 @@ class ChainCases:
         # Tails are used last, so that plain recency would take the heads of all chains first.
         for depth in range(max(lengths)):
             scope.lookup([chain[depth] for chain in chains if depth < len(chain)])
-        context.lease_soon(scope, context.keys(sum(lengths) // 2), "MD-EV-3", f"a scope is full with chains of {lengths}")
+        context.lease_soon(
+            scope,
+            context.keys(sum(lengths) // 2),
+            "MD-EV-3",
+            f"a scope is full with chains of {lengths}",
+        )
         for chain in chains:
             live = scope.live(chain)
             if live != sorted(live, reverse=True):
-                raise Violation("MD-EV-3", f"of a chain of {len(chain)} pages {_drawn(live)} is left (head first, x is live)")
+                raise Violation(
+                    "MD-EV-3",
+                    f"of a chain of {len(chain)} pages {_drawn(live)} is left (head first, x is "
+                    f"live)",
+                )
 
     @covers("MD-EV-5", needs=[Need.NATIVE])
     def test_touching_is_use(self, context: ServerContext) -> None:
@@ -45,20 +54,25 @@ class ChainCases:
             request = Touch(scopes=[LookupScope(scope=scope.name, keys=[*keys, *missing])])
             done = context.native.call("/v2/touch", request, Marked).scopes[0].done
             if done != [True] * len(keys) + [False]:
-                raise Violation("MD-EV-5", f"touch of {len(keys)} live keys and a missing one answers {done}")
+                raise Violation(
+                    "MD-EV-5", f"touch of {len(keys)} live keys and a missing one answers {done}"
+                )
 
         self._keeps_what_is_in_use(context, touch)
 
     @covers("MD-EV-5", needs=[Need.NATIVE])
     def test_looking_up_is_use(self, context: ServerContext) -> None:
-        """Pages that were looked up stay while others go; those looked up without touch do not count as used."""
+        """Pages that were looked up stay while others go; those looked up without touch do not
+        count as used."""
 
         def look_up(scope: V2Scope, keys: Sequence[str]) -> None:
             scope.lookup(keys)
 
         self._keeps_what_is_in_use(context, look_up)
 
-    def _keeps_what_is_in_use(self, context: ServerContext, use: Callable[[V2Scope, Sequence[str]], None]) -> None:
+    def _keeps_what_is_in_use(
+        self, context: ServerContext, use: Callable[[V2Scope, Sequence[str]], None]
+    ) -> None:
         slots = 2 * context.number(4, 8)
         scope, keys = context.v2_scope(slots), context.keys(slots)
         scope.store(keys)
@@ -66,12 +80,16 @@ class ChainCases:
         used, others = keys[: slots // 2], keys[slots // 2 :]
         use(scope, used)
         scope.lookup(others, touch=False)
-        context.lease_soon(scope, context.keys(slots // 4), "MD-EV-5", f"a scope of {slots} is full")
+        context.lease_soon(
+            scope, context.keys(slots // 4), "MD-EV-5", f"a scope of {slots} is full"
+        )
         live = dict(zip(keys, scope.live(keys), strict=True))
         lost = sum(not live[key] for key in used)
         if lost and any(live[key] for key in others):
             raise Violation(
-                "MD-EV-5", f"{lost} of {len(used)} pages that were just used were evicted, and some stayed that were not"
+                "MD-EV-5",
+                f"{lost} of {len(used)} pages that were just used were evicted, and some stayed "
+                f"that were not",
             )
 
 

@@ -26,7 +26,8 @@ class ClientCases:
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_histories_with_room(self, context: ServerContext) -> None:
-        """Random steps of three clients in a scope that has room for all: after each, every key is where it was confirmed."""
+        """Random steps of three clients in a scope that has room for all: after each, every key is
+        where it was confirmed."""
         for _ in range(max(3, context.profile.histories // 16)):
             self._history(context, pages=512, keys=8, has_room=True)
 
@@ -38,7 +39,8 @@ class ClientCases:
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.SHARED])
     def test_clients_at_once(self, context: ServerContext) -> None:
-        """Threads reserve, confirm, release, delete and look up the same keys: what one holds is never another's."""
+        """Threads reserve, confirm, release, delete and look up the same keys: what one holds is
+        never another's."""
         pages, scope = 16, context.scope(16)
         keys = context.keys(24)
         shared = _SharedOwnership(scope, keys, context.server_info.lease_seconds or FOR_EVER)
@@ -69,11 +71,14 @@ class ClientCases:
             for _ in range(2 * context.profile.steps):
                 self._step(context, model, context.chance.choice(clients))
             scope.try_confirm([], [*model.held, *model.expired])
-            _check_no_slot_lost(context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended")
+            _check_no_slot_lost(
+                context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended"
+            )
         except Violation as violation:
             if model.slowest > 0.1 * lease_seconds:
                 raise Inconclusive(
-                    f"reservations last {lease_seconds:g} s here and one step took {model.slowest:.1f} s"
+                    f"reservations last {lease_seconds:g} s here and one step took "
+                    f"{model.slowest:.1f} s"
                 ) from violation
             raise
 
@@ -126,7 +131,10 @@ class _SharedOwnership:
             case 0:
                 found = [index for index in scope.indices(self.keys) if index is not None]
                 if len(set(found)) != len(found):
-                    raise Violation("MD-SLOT-1", f"one answer of get_page_indices gives two keys one slot: {sorted(found)}")
+                    raise Violation(
+                        "MD-SLOT-1",
+                        f"one answer of get_page_indices gives two keys one slot: {sorted(found)}",
+                    )
             case 1:
                 scope.delete(keys)
             case _:
@@ -135,12 +143,18 @@ class _SharedOwnership:
     def _write(self, scope: SglangScope, keys: list[str], chance: random.Random) -> None:
         begin = time.monotonic()
         answer = scope.reserve(keys, rule="MD-RES-2")
-        mine = [(key, index) for key, (exists, index) in zip(keys, answer, strict=True) if index >= 0 and not exists]
+        mine = [
+            (key, index)
+            for key, (exists, index) in zip(keys, answer, strict=True)
+            if index >= 0 and not exists
+        ]
         with self.lock:
             for key, index in mine:
                 if index in self.holders:
                     raise Violation(
-                        "MD-SLOT-1", f"slot {index} is given to {key[:8]}... while {self.holders[index][:8]}... has it reserved"
+                        "MD-SLOT-1",
+                        f"slot {index} is given to {key[:8]}... while {self.holders[index][:8]}... "
+                        f"has it reserved",
                     )
                 self.holders[index] = key
         self._check_own_hidden(scope, dict(mine), begin)
@@ -159,9 +173,17 @@ class _SharedOwnership:
         if time.monotonic() - begin < 0.8 * self.lease_seconds:
             for key, index in zip(self.keys, found, strict=True):
                 if index in mine.values():
-                    raise Violation("MD-SLOT-1", f"slot {index} is announced for {key[:8]}... while another key has it reserved")
+                    raise Violation(
+                        "MD-SLOT-1",
+                        f"slot {index} is announced for {key[:8]}... while another key has it "
+                        f"reserved",
+                    )
 
 
-def _check_no_slot_lost(context: ServerContext, scope: SglangScope, keys: list[str], pages: int, when: str) -> None:
+def _check_no_slot_lost(
+    context: ServerContext, scope: SglangScope, keys: list[str], pages: int, when: str
+) -> None:
     scope.delete(keys)
-    context.reserve_soon(scope, context.keys(pages), "MD-SLOT-2", f"{when} and all was deleted and released")
+    context.reserve_soon(
+        scope, context.keys(pages), "MD-SLOT-2", f"{when} and all was deleted and released"
+    )

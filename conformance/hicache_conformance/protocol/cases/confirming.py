@@ -27,9 +27,15 @@ class ConfirmingCases:
         """A confirm that is repeated leaves keys where they are."""
         scope, keys = context.scope(16), context.keys(5)
         slots = scope.store(keys)
-        _no_fault(scope.try_confirm(list(zip(keys, slots, strict=True))), "MD-CONF-1", "a repeated confirm")
+        _no_fault(
+            scope.try_confirm(list(zip(keys, slots, strict=True))),
+            "MD-CONF-1",
+            "a repeated confirm",
+        )
         if (now := scope.indices(keys)) != slots:
-            raise Violation("MD-CONF-1", f"slots {slots} became {now} when they were confirmed again")
+            raise Violation(
+                "MD-CONF-1", f"slots {slots} became {now} when they were confirmed again"
+            )
 
     @covers("MD-CONF-2")
     def test_a_slot_that_was_never_reserved(self, context: ServerContext) -> None:
@@ -39,46 +45,79 @@ class ConfirmingCases:
             right = scope.reserve(keys[:1])[0][1]
             free = [index for index in range(16) if index != right]
             pairs = list(zip(keys[1:], context.chance.sample(free, 3), strict=True))
-            _no_fault(scope.try_confirm([pairs[0], (keys[0], right), *pairs[1:]]), "MD-CONF-2", "a confirm of free slots")
+            _no_fault(
+                scope.try_confirm([pairs[0], (keys[0], right), *pairs[1:]]),
+                "MD-CONF-2",
+                "a confirm of free slots",
+            )
             _check_unmapped(scope, keys[1:], "slots that nobody had reserved were confirmed")
             if scope.indices(keys[:1]) != [right]:
-                raise Violation("MD-CONF-2", "a right confirm is lost because others in the same call were wrong")
+                raise Violation(
+                    "MD-CONF-2",
+                    "a right confirm is lost because others in the same call were wrong",
+                )
 
     @covers("MD-CONF-2", "MD-SLOT-1")
     def test_a_slot_of_another_key(self, context: ServerContext) -> None:
         """Confirming what is live, or reserved, for another key maps nothing."""
         with context.while_held():
-            scope, live, held, wrong = context.scope(16), context.keys(3), context.keys(3), context.keys(6)
+            scope, live, held, wrong = (
+                context.scope(16),
+                context.keys(3),
+                context.keys(3),
+                context.keys(6),
+            )
             slots = scope.store(live)
             reserved = [index for _, index in scope.reserve(held)]
             reply = scope.try_confirm(list(zip(wrong, [*slots, *reserved], strict=True)))
             _no_fault(reply, "MD-CONF-2", "a confirm of other keys' slots")
             _check_unmapped(scope, wrong, "other keys' slots were confirmed")
             if scope.indices(live) != slots:
-                raise Violation("MD-CONF-2", f"slots {slots} became {scope.indices(live)} when others confirmed them")
+                raise Violation(
+                    "MD-CONF-2",
+                    f"slots {slots} became {scope.indices(live)} when others confirmed them",
+                )
             scope.confirm(list(zip(held, reserved, strict=True)))
 
     @covers("MD-CONF-2", "MD-DEL-2")
     def test_a_confirm_after_a_clear(self, context: ServerContext) -> None:
-        """A reservation that a clear has ended cannot be confirmed, also where somebody else has the slot by now."""
+        """A reservation that a clear has ended cannot be confirmed, also where somebody else has
+        the slot by now."""
         with context.while_held():
             pages = context.number(4, 10)
             scope, late = context.scope(pages), context.keys(pages)
             slots = [index for _, index in scope.reserve(late)]
             scope.clear()
-            _no_fault(scope.try_confirm([(late[0], slots[0])]), "MD-CONF-2", "a confirm after a clear")
-            _check_unmapped(scope, late, "a slot was confirmed that had been reserved before a clear")
+            _no_fault(
+                scope.try_confirm([(late[0], slots[0])]), "MD-CONF-2", "a confirm after a clear"
+            )
+            _check_unmapped(
+                scope, late, "a slot was confirmed that had been reserved before a clear"
+            )
         if context.cleared_seconds is None:
             return
         keys, because = context.keys(pages), "a scope with everything reserved was cleared"
-        scope.confirm([], context.reserve_soon(scope, context.keys(1), "MD-DEL-2", because, context.cleared_seconds))
+        scope.confirm(
+            [],
+            context.reserve_soon(
+                scope, context.keys(1), "MD-DEL-2", because, context.cleared_seconds
+            ),
+        )
         with context.while_held():
             now = context.reserve_soon(scope, keys, "MD-DEL-2", because)
             scope.confirm(list(zip(keys, now, strict=True)))
-            _no_fault(scope.try_confirm(list(zip(late, slots, strict=True))), "MD-CONF-2", "a confirm after a clear")
-            _check_unmapped(scope, late, "slots were confirmed that had been reserved before a clear")
+            _no_fault(
+                scope.try_confirm(list(zip(late, slots, strict=True))),
+                "MD-CONF-2",
+                "a confirm after a clear",
+            )
+            _check_unmapped(
+                scope, late, "slots were confirmed that had been reserved before a clear"
+            )
             if scope.indices(keys) != now:
-                raise Violation("MD-CONF-2", "a confirm after a clear took slots that since belong to others")
+                raise Violation(
+                    "MD-CONF-2", "a confirm after a clear took slots that since belong to others"
+                )
 
     @covers("MD-CONF-2")
     def test_a_confirm_after_a_release(self, context: ServerContext) -> None:
@@ -87,12 +126,17 @@ class ConfirmingCases:
             scope, keys = context.scope(8), context.keys(4)
             slots = [index for _, index in scope.reserve(keys)]
             scope.confirm([], slots)
-            _no_fault(scope.try_confirm(list(zip(keys, slots, strict=True))), "MD-CONF-2", "a confirm after a release")
+            _no_fault(
+                scope.try_confirm(list(zip(keys, slots, strict=True))),
+                "MD-CONF-2",
+                "a confirm after a release",
+            )
             _check_unmapped(scope, keys, "slots were confirmed after they had been released")
 
     @covers("MD-CONF-3", levels=[Level.FAULTS])
     def test_a_slot_outside_the_file(self, context: ServerContext) -> None:
-        """Slots beyond the end or below zero are refused, for confirm and for release, and never handed out."""
+        """Slots beyond the end or below zero are refused, for confirm and for release, and never
+        handed out."""
         scope, keys = context.scope(8), context.keys(8)
         for index in (8, 9, -1, -8, 10**9, 2**63):
             for pairs, released in (([(keys[0], index)], []), ([], [index])):
@@ -101,12 +145,19 @@ class ConfirmingCases:
                 refused(reply, "MD-CONF-3", f"slot {index} in a scope of 8", names=field)
             if scope.indices(keys[:1]) != [None]:
                 raise Violation(
-                    "MD-CONF-3", f"slot {index} was refused in a scope of 8, and the key is there in {scope.indices(keys[:1])}"
+                    "MD-CONF-3",
+                    f"slot {index} was refused in a scope of 8, and the key is there in "
+                    f"{scope.indices(keys[:1])}",
                 )
         with context.while_held():
-            given = [index for _, index in scope.reserve([*keys, *context.keys(4)], rule="MD-CONF-3")]
+            given = [
+                index for _, index in scope.reserve([*keys, *context.keys(4)], rule="MD-CONF-3")
+            ]
             if any(index >= 8 for index in given):
-                raise Violation("MD-CONF-3", f"a scope of 8 slots gives out {given} after others had been released")
+                raise Violation(
+                    "MD-CONF-3",
+                    f"a scope of 8 slots gives out {given} after others had been released",
+                )
 
     @covers("MD-CONF-4", "MD-SLOT-1")
     def test_releasing_a_live_slot(self, context: ServerContext) -> None:
@@ -119,10 +170,15 @@ class ConfirmingCases:
             left = scope.indices(keys)
             if set(answer) & {index for index in left if index is not None}:
                 raise Violation(
-                    "MD-CONF-4", f"live slots {slots} were released; they are still announced as {left} and given out: {answer}"
+                    "MD-CONF-4",
+                    f"live slots {slots} were released; they are still announced as {left} and "
+                    f"given out: {answer}",
                 )
             if left != slots:
-                raise Violation("MD-CONF-4", f"live slots {slots} were released, and their keys are now at {left}")
+                raise Violation(
+                    "MD-CONF-4",
+                    f"live slots {slots} were released, and their keys are now at {left}",
+                )
 
     @covers("MD-CONF-4", "MD-SLOT-1")
     def test_releasing_twice(self, context: ServerContext) -> None:
@@ -131,14 +187,23 @@ class ConfirmingCases:
             pages = context.number(4, 10)
             scope, keys = context.scope(pages), context.keys(pages)
             slots = [index for _, index in scope.reserve(keys)]
-            _no_fault(scope.try_confirm([], [*slots, *slots]), "MD-CONF-4", "a slot released twice in one call")
+            _no_fault(
+                scope.try_confirm([], [*slots, *slots]),
+                "MD-CONF-4",
+                "a slot released twice in one call",
+            )
             _no_fault(scope.try_confirm([], slots), "MD-CONF-4", "a slot released again")
         time.sleep(context.rest_seconds - SLACK_SECONDS)
         with context.while_held():
-            again = context.reserve_soon(scope, context.keys(pages), "MD-CONF-4", f"{pages} slots were released twice")
+            again = context.reserve_soon(
+                scope, context.keys(pages), "MD-CONF-4", f"{pages} slots were released twice"
+            )
             more = [index for _, index in scope.reserve(context.keys(pages)) if index >= 0]
             if len({*again, *more}) != len(again) + len(more):
-                raise Violation("MD-CONF-4", f"{pages} slots that were released twice are given out as {again} and {more}")
+                raise Violation(
+                    "MD-CONF-4",
+                    f"{pages} slots that were released twice are given out as {again} and {more}",
+                )
 
 
 def _no_fault(reply: Reply, rule: str, because: str) -> None:
@@ -150,4 +215,7 @@ def _no_fault(reply: Reply, rule: str, because: str) -> None:
 def _check_unmapped(scope: SglangScope, keys: Sequence[str], because: str) -> None:
     flags, indices = scope.exists(keys), scope.indices(keys)
     if any(flags) or any(index is not None for index in indices):
-        raise Violation("MD-CONF-2", f"{because}, and their keys are there: exists {flags}, get_page_indices {indices}")
+        raise Violation(
+            "MD-CONF-2",
+            f"{because}, and their keys are there: exists {flags}, get_page_indices {indices}",
+        )

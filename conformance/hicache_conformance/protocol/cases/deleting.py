@@ -22,7 +22,8 @@ class DeletingCases:
 
     @covers("MD-DEL-1")
     def test_deleting_some(self, context: ServerContext) -> None:
-        """Deleted keys are gone, the others keep their slots, unknown ones are no error, and all slots return."""
+        """Deleted keys are gone, the others keep their slots, unknown ones are no error, and all
+        slots return."""
         pages = context.number(6, 20)
         scope, keys = context.scope(pages), context.keys(pages)
         slots = scope.store(keys)
@@ -30,32 +31,55 @@ class DeletingCases:
         scope.delete([*gone, *context.keys(2), *gone])
         wanted = [None if key in gone else index for key, index in zip(keys, slots, strict=True)]
         if (found := scope.indices(keys)) != wanted:
-            raise Violation("MD-DEL-1", f"after {len(gone)} of {pages} keys were deleted, {found} is found; expected {wanted}")
+            raise Violation(
+                "MD-DEL-1",
+                f"after {len(gone)} of {pages} keys were deleted, {found} is found; expected "
+                f"{wanted}",
+            )
         scope.delete(keys)
         context.reserve_soon(scope, context.keys(pages), "MD-DEL-1", f"{pages} keys were deleted")
 
     @covers("MD-DEL-2")
     def test_clearing(self, context: ServerContext) -> None:
-        """After a clear nothing is there, and every slot can be reserved again: those that were reserved when their reservation would have ended."""
+        """After a clear nothing is there, and every slot can be reserved again: those that were
+        reserved when their reservation would have ended."""
         with context.while_held():
             pages = context.number(6, 20)
-            scope, keys, held = context.scope(pages), context.keys(pages // 2), context.keys(pages - pages // 2)
+            scope, keys, held = (
+                context.scope(pages),
+                context.keys(pages // 2),
+                context.keys(pages - pages // 2),
+            )
             scope.store(keys)
             scope.reserve(held)
             scope.clear()
             if any(scope.exists([*keys, *held])):
-                raise Violation("MD-DEL-2", f"after a clear some keys are there: {scope.exists([*keys, *held])}")
+                raise Violation(
+                    "MD-DEL-2", f"after a clear some keys are there: {scope.exists([*keys, *held])}"
+                )
             # Their slots are not given out yet, but others are.
-            context.reserve_soon(scope, held[: len(keys)], "MD-DEL-2", "a scope was cleared in which these keys were reserved")
+            context.reserve_soon(
+                scope,
+                held[: len(keys)],
+                "MD-DEL-2",
+                "a scope was cleared in which these keys were reserved",
+            )
         if context.cleared_seconds is not None:
             scope.clear()
             # By then all that was reserved before has ended as well.
             seconds = 2 * context.cleared_seconds
-            context.reserve_soon(scope, context.keys(pages), "MD-DEL-2", "a scope with reservations was cleared", seconds)
+            context.reserve_soon(
+                scope,
+                context.keys(pages),
+                "MD-DEL-2",
+                "a scope with reservations was cleared",
+                seconds,
+            )
 
     @covers("MD-EV-1")
     def test_what_was_read_stays(self, context: ServerContext) -> None:
-        """A full scope makes room, and takes no page that get_page_indices has found while there are others."""
+        """A full scope makes room, and takes no page that get_page_indices has found while there
+        are others."""
         self._keeps_what_was_used(context, "MD-EV-1", lambda scope, keys: scope.indices(keys))
 
     @covers("MD-EV-2")
@@ -65,12 +89,15 @@ class DeletingCases:
 
     @covers("MD-BIG-2", levels=[Level.BUDGET])
     def test_freeing_costs_the_same_however_many_are_free(self, context: ServerContext) -> None:
-        """Batches of released slots take no longer when most of 30,000 slots are free than when few are."""
+        """Batches of released slots take no longer when most of 30,000 slots are free than when few
+        are."""
         batch, pages = 2000, 30_000
         scope = context.scope(pages)
         slots = list[list[int]]()
         for _ in range(pages // batch):
-            reply = scope.post("reserve_and_allocate_page_indices", keys=[[key, ""] for key in context.keys(batch)])
+            reply = scope.post(
+                "reserve_and_allocate_page_indices", keys=[[key, ""] for key in context.keys(batch)]
+            )
             if reply.status == 413:
                 raise Inconclusive(f"this server does not take batches of {batch} keys")
             expect(reply, "MD-BIG-2", 200)
@@ -85,7 +112,8 @@ class DeletingCases:
         if many > 6 * few + 0.15:
             raise Violation(
                 "MD-BIG-2",
-                f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to {many * 1e3:.0f} ms later",
+                f"to release {batch} slots takes {few * 1e3:.0f} ms when few are free, and up to "
+                f"{many * 1e3:.0f} ms later",
             )
 
     def _keeps_what_was_used(
@@ -99,14 +127,18 @@ class DeletingCases:
         use(scope, used)
         new = context.keys(pages // 4)
         with context.while_held():
-            context.reserve_soon(scope, new, rule, f"{len(new)} new keys want room in a full scope of {pages}")
+            context.reserve_soon(
+                scope, new, rule, f"{len(new)} new keys want room in a full scope of {pages}"
+            )
         # The question itself may count as use: it is put about all, and last.
         there = dict(zip(keys, scope.exists(keys), strict=True))
         lost = [key for key in used if not there[key]]
         if lost and any(there[key] for key in others):
             stayed = sum(there[key] for key in others)
             raise Violation(
-                rule, f"{len(lost)} of {len(used)} pages that were just used were evicted, and {stayed} that were not stayed"
+                rule,
+                f"{len(lost)} of {len(used)} pages that were just used were evicted, and {stayed} "
+                f"that were not stayed",
             )
 
 

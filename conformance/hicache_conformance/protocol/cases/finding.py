@@ -26,9 +26,16 @@ class FindingCases:
         for _ in range(5):
             asked = context.chance.choices([*stored, *missing], k=context.number(1, 30))
             if (flags := scope.exists(asked)) != [key in where for key in asked]:
-                raise Violation("MD-FIND-1", f"exists answers {flags}; expected {[key in where for key in asked]}")
+                raise Violation(
+                    "MD-FIND-1",
+                    f"exists answers {flags}; expected {[key in where for key in asked]}",
+                )
             if (indices := scope.indices(asked)) != [where.get(key) for key in asked]:
-                raise Violation("MD-FIND-1", f"get_page_indices answers {indices}; expected {[where.get(key) for key in asked]}")
+                raise Violation(
+                    "MD-FIND-1",
+                    f"get_page_indices answers {indices}; expected "
+                    f"{[where.get(key) for key in asked]}",
+                )
 
     @covers("MD-FIND-1")
     def test_no_keys_are_no_answer(self, context: ServerContext) -> None:
@@ -42,24 +49,58 @@ class FindingCases:
 
     @covers("MD-FIND-2")
     def test_keys_are_opaque(self, context: ServerContext) -> None:
-        """Long keys, Unicode, slashes, case, spaces, control characters: each is a key of its own."""
+        """Long keys, Unicode, slashes, case, spaces, control characters: each is a key of its
+        own."""
         stem = context.keys(1)[0][:24]
         keys = [
-            stem, stem.upper(), f"{stem} ", f" {stem}", f"{stem}/", f"../{stem}", f"{stem}%2e", f"{stem}%2E", f"{stem}\u0000x", f"{stem}\u0000",
-            f"{stem}\n", f"{stem}\t", f"{stem}'--", f'{stem}"', f"{stem}é", f"{stem}e\u0301", f"{stem}ß", f"{stem}ss", f"{stem}一", f"{stem}😀",
-            stem * 21, stem * 20 + "x" * 31, stem * 20 + "x" * 32, f"{stem}-k", f"{stem}-v", f"{stem}:kv", f"{stem},", f"{stem}?a=b#c", f"0{stem}",
-        ]  # fmt: skip
+            stem,
+            stem.upper(),
+            f"{stem} ",
+            f" {stem}",
+            f"{stem}/",
+            f"../{stem}",
+            f"{stem}%2e",
+            f"{stem}%2E",
+            f"{stem}\u0000x",
+            f"{stem}\u0000",
+            f"{stem}\n",
+            f"{stem}\t",
+            f"{stem}'--",
+            f'{stem}"',
+            f"{stem}é",
+            f"{stem}e\u0301",
+            f"{stem}ß",
+            f"{stem}ss",
+            f"{stem}一",
+            f"{stem}😀",
+            stem * 21,
+            stem * 20 + "x" * 31,
+            stem * 20 + "x" * 32,
+            f"{stem}-k",
+            f"{stem}-v",
+            f"{stem}:kv",
+            f"{stem},",
+            f"{stem}?a=b#c",
+            f"0{stem}",
+        ]
         scope = context.scope(2 * len(keys))
         where = dict(zip(keys, scope.store(keys, rule="MD-FIND-2"), strict=True))
-        if len(set(where.values())) != len(keys) or scope.indices(keys, rule="MD-FIND-2") != list(where.values()):
+        if len(set(where.values())) != len(keys) or scope.indices(keys, rule="MD-FIND-2") != list(
+            where.values()
+        ):
             raise Violation(
-                "MD-FIND-2", f"{len(keys)} keys have the slots {scope.indices(keys)}, stored were {list(where.values())}"
+                "MD-FIND-2",
+                f"{len(keys)} keys have the slots {scope.indices(keys)}, stored were "
+                f"{list(where.values())}",
             )
         gone = context.chance.sample(keys, 10)
         scope.delete(gone)
         for key, there in zip(keys, scope.exists(keys, rule="MD-FIND-2"), strict=True):
             if there == (key in gone):
-                raise Violation("MD-FIND-2", f"key {key!r} is {'there' if there else 'gone'} after {gone} were deleted")
+                raise Violation(
+                    "MD-FIND-2",
+                    f"key {key!r} is {'there' if there else 'gone'} after {gone} were deleted",
+                )
 
     @covers("MD-BIG-1")
     def test_large_batches_are_whole_or_refused(self, context: ServerContext) -> None:

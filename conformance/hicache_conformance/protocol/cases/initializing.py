@@ -27,7 +27,9 @@ class InitializingCases:
             slots = [index for _, index in context.scope(pages).reserve(context.keys(pages))]
             if sorted(slots) != list(range(pages)):
                 raise Violation(
-                    "MD-INIT-1", f"{pages} keys reserved in a new scope of {pages} slots get the slots {sorted(slots)}"
+                    "MD-INIT-1",
+                    f"{pages} keys reserved in a new scope of {pages} slots get the slots "
+                    f"{sorted(slots)}",
                 )
 
     @covers("MD-INIT-1")
@@ -37,7 +39,11 @@ class InitializingCases:
         slots = scope.store(keys)
         scope.initialize(16)
         if (now := scope.indices(keys)) != slots:
-            raise Violation("MD-INIT-1", f"slots {slots} became {now} when the scope was initialized again with the same number")
+            raise Violation(
+                "MD-INIT-1",
+                f"slots {slots} became {now} when the scope was initialized again with the same "
+                f"number",
+            )
 
     @covers("MD-INIT-2")
     def test_another_size_is_refused(self, context: ServerContext) -> None:
@@ -46,22 +52,38 @@ class InitializingCases:
         slots = scope.store(keys)
         for pages in (17, 15, context.number(100, 10**6)):
             reply = scope.post("initialize", num_pages=pages)
-            expect(reply, "MD-INIT-2", 409, because=f"a scope of 16 slots is initialized with {pages}")
+            expect(
+                reply, "MD-INIT-2", 409, because=f"a scope of 16 slots is initialized with {pages}"
+            )
             refused(reply, "MD-INIT-2", f"{pages} slots for a scope of 16", names="num_pages")
         if (now := scope.indices(keys)) != slots:
-            raise Violation("MD-INIT-2", f"slots {slots} became {now} when the scope was initialized with other numbers")
+            raise Violation(
+                "MD-INIT-2",
+                f"slots {slots} became {now} when the scope was initialized with other numbers",
+            )
 
     @covers("MD-INIT-3", levels=[Level.FAULTS])
     def test_a_bad_size_is_refused(self, context: ServerContext) -> None:
         """Sizes that are no positive integer are refused, and leave no scope behind."""
         for size in BAD_SIZES:
             scope = context.unused_scope()
-            refused(scope.post("initialize", num_pages=size), "MD-INIT-3", f"num_pages {size!r}", names="num_pages")
-            expect(scope.post("exists", keys=context.keys(1)), "MD-INIT-3", 404, because=f"after num_pages {size!r} was refused")
+            refused(
+                scope.post("initialize", num_pages=size),
+                "MD-INIT-3",
+                f"num_pages {size!r}",
+                names="num_pages",
+            )
+            expect(
+                scope.post("exists", keys=context.keys(1)),
+                "MD-INIT-3",
+                404,
+                because=f"after num_pages {size!r} was refused",
+            )
 
     @covers("MD-SCOPE-1")
     def test_scopes_do_not_show_in_each_other(self, context: ServerContext) -> None:
-        """The same keys in another rank, or another namespace, are other keys; deleting and clearing there leaves these alone."""
+        """The same keys in another rank, or another namespace, are other keys; deleting and
+        clearing there leaves these alone."""
         scope, keys = context.scope(8), context.keys(4)
         other_rank = SglangScope(context.http, scope.rank + 1, scope.namespace)
         other_space = SglangScope(context.http, scope.rank, f"{scope.namespace}-mamba")
@@ -69,13 +91,17 @@ class InitializingCases:
         for other in (other_rank, other_space):
             other.initialize(8)
             if any(other.exists(keys)):
-                raise Violation("MD-SCOPE-1", f"keys stored in {scope.name} are there in {other.name}")
+                raise Violation(
+                    "MD-SCOPE-1", f"keys stored in {scope.name} are there in {other.name}"
+                )
             other.store(keys)
             other.delete(keys[:2])
             other.clear()
             if (now := scope.indices(keys)) != slots:
                 raise Violation(
-                    "MD-SCOPE-1", f"slots {slots} of {scope.name} became {now} by deleting and clearing in {other.name}"
+                    "MD-SCOPE-1",
+                    f"slots {slots} of {scope.name} became {now} by deleting and clearing in "
+                    f"{other.name}",
                 )
 
     @covers("MD-SCOPE-1")
@@ -87,13 +113,21 @@ class InitializingCases:
         keys = context.keys(3)
         slots = kv.store(keys, rule="MD-SCOPE-1")
         reply = context.http.post(f"/{rank}/get_page_indices", {"keys": keys})
-        if reply.status != 200 or SglangScope(context.http, rank, "kv").indices(keys) != slots or f"{slots[0]}" not in str(reply):
-            raise Violation("MD-SCOPE-1", f"keys stored in namespace 'kv' are not found without a namespace: {reply}")
+        if (
+            reply.status != 200
+            or SglangScope(context.http, rank, "kv").indices(keys) != slots
+            or f"{slots[0]}" not in str(reply)
+        ):
+            raise Violation(
+                "MD-SCOPE-1",
+                f"keys stored in namespace 'kv' are not found without a namespace: {reply}",
+            )
         kv.clear()
 
     @covers("MD-SCOPE-2")
     def test_an_unknown_scope_is_not_found(self, context: ServerContext) -> None:
-        """Every call but initialize answers 404 for a scope that nobody has made, and does not make it."""
+        """Every call but initialize answers 404 for a scope that nobody has made, and does not make
+        it."""
         scope, keys = context.unused_scope(), context.keys(2)
         bodies: dict[str, dict[str, Any]] = {
             "exists": {"keys": keys},
@@ -105,5 +139,8 @@ class InitializingCases:
         }
         for operation, body in [*bodies.items(), *bodies.items()]:
             expect(
-                scope.post(operation, **body), "MD-SCOPE-2", 404, because=f"{operation} on a scope that nobody has initialized"
+                scope.post(operation, **body),
+                "MD-SCOPE-2",
+                404,
+                because=f"{operation} on a scope that nobody has initialized",
             )

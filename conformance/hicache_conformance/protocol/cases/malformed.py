@@ -55,12 +55,45 @@ WRONG: Final[tuple[tuple[str, dict[str, Any], str], ...]] = (
 )
 
 VALUES: Final[tuple[Any, ...]] = (
-    None, True, -1, 0, 2**70, 1.5, "", "x", "\u0000", [], [[]], [None], {}, {"a": [1]}, [["a", ""]], [["a", 0]], ["a"], [-1], "kv", [[["a"]]],
-)  # fmt: skip
-FIELDS: Final = ("keys", "namespace", "num_pages", "written_keys_to_confirm", "pages_to_release", "rank", "extra")
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1.5,
+    "",
+    "x",
+    "\u0000",
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": [1]},
+    [["a", ""]],
+    [["a", 0]],
+    ["a"],
+    [-1],
+    "kv",
+    [[["a"]]],
+)
+FIELDS: Final = (
+    "keys",
+    "namespace",
+    "num_pages",
+    "written_keys_to_confirm",
+    "pages_to_release",
+    "rank",
+    "extra",
+)
 OPERATIONS: Final = (
-    "initialize", "exists", "reserve_and_allocate_page_indices", "confirm_write", "get_page_indices", "delete_keys", "nonsense",
-)  # fmt: skip
+    "initialize",
+    "exists",
+    "reserve_and_allocate_page_indices",
+    "confirm_write",
+    "get_page_indices",
+    "delete_keys",
+    "nonsense",
+)
 
 
 class MalformedCases:
@@ -70,7 +103,13 @@ class MalformedCases:
     def test_unreadable_bodies(self, context: ServerContext) -> None:
         """Bodies that are no JSON, or no object, are refused in JSON."""
         scope = context.scope(4)
-        for operation in ("exists", "initialize", "reserve_and_allocate_page_indices", "confirm_write", "get_page_indices"):
+        for operation in (
+            "exists",
+            "initialize",
+            "reserve_and_allocate_page_indices",
+            "confirm_write",
+            "get_page_indices",
+        ):
             for body in UNREADABLE:
                 reply = context.http.send("POST", f"/{scope.rank}/{operation}", body)
                 refused(reply, "MD-REQ-1", f"the body {body[:20]!r} of {operation}")
@@ -81,17 +120,33 @@ class MalformedCases:
         scope, keys = context.scope(8), context.keys(4)
         slots = scope.store(keys)
         for operation, body, field in WRONG:
-            refused(scope.post(operation, **body), "MD-REQ-2", f"{operation} of {json.dumps(body)}", names=field)
+            refused(
+                scope.post(operation, **body),
+                "MD-REQ-2",
+                f"{operation} of {json.dumps(body)}",
+                names=field,
+            )
         if (now := scope.indices(keys)) != slots:
             raise Violation("MD-REQ-2", f"slots {slots} became {now} by requests that were refused")
 
     @covers("MD-REQ-3", levels=[Level.FAULTS])
     def test_a_text_for_keys(self, context: ServerContext) -> None:
-        """A text in the place of a list of keys is refused, and not taken for a list of characters."""
+        """A text in the place of a list of keys is refused, and not taken for a list of
+        characters."""
         scope = context.scope(8)
-        for operation in ("exists", "get_page_indices", "delete_keys", "reserve_and_allocate_page_indices"):
+        for operation in (
+            "exists",
+            "get_page_indices",
+            "delete_keys",
+            "reserve_and_allocate_page_indices",
+        ):
             for text in ("abc", context.keys(1)[0], ""):
-                refused(scope.post(operation, keys=text), "MD-REQ-3", f"keys {text!r} of {operation}", names="keys")
+                refused(
+                    scope.post(operation, keys=text),
+                    "MD-REQ-3",
+                    f"keys {text!r} of {operation}",
+                    names="keys",
+                )
 
     @covers("MD-REQ-4", levels=[Level.FAULTS])
     def test_paths_that_lead_nowhere(self, context: ServerContext) -> None:
@@ -118,10 +173,17 @@ class MalformedCases:
         slots = scope.store(keys)
         for _ in range(max(40, 3 * context.profile.histories)):
             fields = context.chance.sample(FIELDS, context.number(0, 4))
-            body = {"namespace": f"{scope.namespace}-other", **{field: context.chance.choice(VALUES) for field in fields}}
-            rank = context.chance.choice((str(scope.rank), str(scope.rank), "0", "-1", "x", "99999999999999999999"))
+            body = {
+                "namespace": f"{scope.namespace}-other",
+                **{field: context.chance.choice(VALUES) for field in fields},
+            }
+            rank = context.chance.choice(
+                (str(scope.rank), str(scope.rank), "0", "-1", "x", "99999999999999999999")
+            )
             reply = context.http.post(f"/{rank}/{context.chance.choice(OPERATIONS)}", body)
             if reply.status >= 500:
                 raise Violation("MD-REQ-5", f"a request breaks the server: {reply}")
         if (now := scope.indices(keys)) != slots:
-            raise Violation("MD-REQ-5", f"slots {slots} became {now} by random requests about other scopes")
+            raise Violation(
+                "MD-REQ-5", f"slots {slots} became {now} by random requests about other scopes"
+            )

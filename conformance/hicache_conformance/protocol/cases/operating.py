@@ -39,17 +39,27 @@ class OperatingCases:
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_scopes_are_listed(self, context: ServerContext) -> None:
-        """The list tells the scope's geometry, and how many slots are in each state; they add up."""
+        """The list tells the scope's geometry, and how many slots are in each state; they add
+        up."""
         slots = context.number(8, 20)
         scope, keys = context.v2_scope(slots), context.keys(6)
         scope.store(keys[:4])
         scope.reserve(keys[4:], lease_seconds=20.0)
         scope.delete(keys[:1])
         status, geometry = scope.status(), scope.geometry
-        if any(getattr(status, name) != getattr(geometry, name) for name in ("slots", "slot_bytes", "geometry", "identity")):
+        if any(
+            getattr(status, name) != getattr(geometry, name)
+            for name in ("slots", "slot_bytes", "geometry", "identity")
+        ):
             raise Violation("MD-OPS-1", f"a scope of {geometry} is listed as {status}")
-        if status.free + status.leased + status.live + status.quarantined != slots or (status.leased, status.live) != (2, 3):
-            raise Violation("MD-OPS-1", f"a scope of {slots} slots with 3 live and 2 leased is listed as {status}")
+        if status.free + status.leased + status.live + status.quarantined != slots or (
+            status.leased,
+            status.live,
+        ) != (2, 3):
+            raise Violation(
+                "MD-OPS-1",
+                f"a scope of {slots} slots with 3 live and 2 leased is listed as {status}",
+            )
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_the_name_of_a_model_is_listed(self, context: ServerContext) -> None:
@@ -79,19 +89,30 @@ class OperatingCases:
         if by_key[2] is not None or by_key[0] != live:
             raise Violation("MD-OPS-2", f"inspect by key answers {by_key}, by slot {by_slot}")
         if live is None or (live.state, live.key, live.generation, live.length, live.checksum) != (
-            SlotState.LIVE, page.key, page.generation, page.length, page.checksum,
-        ):  # fmt: skip
+            SlotState.LIVE,
+            page.key,
+            page.generation,
+            page.length,
+            page.checksum,
+        ):
             raise Violation("MD-OPS-2", f"{page} is inspected as {live}")
         if held is None or (held.state, held.key, held.owner, held.generation) != (
-            SlotState.LEASED, keys[1], "conformance", leased.generations[0],
-        ):  # fmt: skip
-            raise Violation("MD-OPS-2", f"a slot that 'conformance' has leased for {keys[1][:8]}... is inspected as {held}")
+            SlotState.LEASED,
+            keys[1],
+            "conformance",
+            leased.generations[0],
+        ):
+            raise Violation(
+                "MD-OPS-2",
+                f"a slot that 'conformance' has leased for {keys[1][:8]}... is inspected as {held}",
+            )
         if unused is None or unused.state is not SlotState.FREE or unused.key:
             raise Violation("MD-OPS-2", f"a slot that was never used is inspected as {unused}")
 
     @covers("MD-OPS-3", needs=[Need.NATIVE])
     def test_fsck(self, context: ServerContext) -> None:
-        """After a history of everything fsck has looked at every slot of a scope and finds nothing wrong."""
+        """After a history of everything fsck has looked at every slot of a scope and finds nothing
+        wrong."""
         scope = context.v2_scope(12)
         for _ in range(10):
             keys = context.keys(3)
@@ -106,7 +127,8 @@ class OperatingCases:
 
     @covers("MD-OPS-4", needs=[Need.NATIVE])
     def test_draining(self, context: ServerContext) -> None:
-        """While it drains, leases that are out can be committed and pages be found, and no new leases are given."""
+        """While it drains, leases that are out can be committed and pages be found, and no new
+        leases are given."""
         scope, keys = context.v2_scope(8), context.keys(3)
         page = scope.store(keys[:1])[0]
         lease = scope.reserve(keys[1:2], lease_seconds=20.0).leases[0]
@@ -114,7 +136,9 @@ class OperatingCases:
             drained = context.native.call("/v2/drain", Drain(enabled=True), Draining)
             if not drained.enabled or drained.leases < 1:
                 raise Violation("MD-OPS-4", f"with a lease out, drain answers {drained}")
-            reply = context.native.send("/v2/reserve", Reserve(scopes=[ReserveScope(scope=scope.name, keys=keys[2:])]))
+            reply = context.native.send(
+                "/v2/reserve", Reserve(scopes=[ReserveScope(scope=scope.name, keys=keys[2:])])
+            )
             expect(reply, "MD-OPS-4", 503, because="a reserve while the server drains")
             expect(context.http.get("/readyz"), "MD-OPS-5", 503, because="while the server drains")
             part = CommitScope(scope=scope.name, leases=[lease], lengths=[1], checksums=[1])
@@ -126,7 +150,9 @@ class OperatingCases:
             )
             if scope.lookup(keys[:1]).slots != [page.slot] or scope.live(keys[1:2]) != [True]:
                 raise Violation(
-                    "MD-OPS-4", "while the server drains, a page is not found or a lease that was out cannot be committed"
+                    "MD-OPS-4",
+                    "while the server drains, a page is not found or a lease that was out cannot "
+                    "be committed",
                 )
         finally:
             context.native.call("/v2/drain", Drain(enabled=False), Draining)
@@ -140,16 +166,27 @@ class OperatingCases:
         for path in ("/healthz", "/readyz"):
             expect(context.http.get(path), "MD-OPS-5", 200)
         reply = expect(context.http.get("/metrics"), "MD-OPS-5", 200)
-        lines = [line for line in reply.body.decode("utf-8", "replace").splitlines() if line and not line.startswith("#")]
+        lines = [
+            line
+            for line in reply.body.decode("utf-8", "replace").splitlines()
+            if line and not line.startswith("#")
+        ]
         wrong = next((line for line in lines if not SAMPLE.fullmatch(line)), None)
-        if wrong is not None or not lines or reply.content_type not in ("text/plain", "application/openmetrics-text"):
+        if (
+            wrong is not None
+            or not lines
+            or reply.content_type not in ("text/plain", "application/openmetrics-text")
+        ):
             raise Violation(
-                "MD-OPS-5", f"/metrics is {reply.content_type} with {len(lines)} samples; not one of Prometheus': {wrong!r}"
+                "MD-OPS-5",
+                f"/metrics is {reply.content_type} with {len(lines)} samples; not one of "
+                f"Prometheus': {wrong!r}",
             )
 
     @covers("MD-OPS-6", needs=[Need.NATIVE])
     def test_scopes_in_use_are_not_dropped(self, context: ServerContext) -> None:
-        """A live, a leased and a quarantined slot each keep their scope, and with it those that are named beside it."""
+        """A live, a leased and a quarantined slot each keep their scope, and with it those that are
+        named beside it."""
         empty, live, leased = (context.v2_scope(4) for _ in range(3))
         live.store(context.keys(1))
         leases = leased.reserve(context.keys(1), lease_seconds=20.0).leases
@@ -160,7 +197,9 @@ class OperatingCases:
         leased.abort(leases)
         reply = context.native.send("/v2/drop", Drop(scopes=[leased.name]))
         if time.monotonic() - begin < quarantine:
-            expect(reply, "MD-OPS-6", 409, because=f"a drop within the quarantine of {quarantine:g} s")
+            expect(
+                reply, "MD-OPS-6", 409, because=f"a drop within the quarantine of {quarantine:g} s"
+            )
 
     @covers("MD-OPS-6", needs=[Need.NATIVE])
     def test_scopes_that_give_no_slot_yet_are_not_dropped(self, context: ServerContext) -> None:
@@ -168,11 +207,14 @@ class OperatingCases:
         scope = context.v2_scope(4, earlier_lease_seconds=20.0)
         # A server that serves for long knows that they are over.
         if scope.status().quarantined == scope.slots:
-            self._stays(context, "with slots that are quarantined for leases of an earlier server", scope)
+            self._stays(
+                context, "with slots that are quarantined for leases of an earlier server", scope
+            )
 
     @covers("MD-OPS-6", needs=[Need.NATIVE])
     def test_dropped_scopes_are_made_anew(self, context: ServerContext) -> None:
-        """Two scopes that are empty go together; one of another size under the name has no page, and refuses the leases of the first."""
+        """Two scopes that are empty go together; one of another size under the name has no page,
+        and refuses the leases of the first."""
         scope, other, keys = context.v2_scope(6), context.v2_scope(3), context.keys(4)
         limit = context.rest_seconds
         pages = scope.store(keys)
@@ -181,27 +223,60 @@ class OperatingCases:
 
         def is_gone() -> bool:
             reply = context.native.send("/v2/drop", Drop(scopes=[scope.name, other.name]))
-            if expect(reply, "MD-OPS-6", 200, 409, because="a drop of scopes that were cleared").status == 200:
+            if (
+                expect(
+                    reply, "MD-OPS-6", 200, 409, because="a drop of scopes that were cleared"
+                ).status
+                == 200
+            ):
                 dropped.append(context.native.understood(reply, Dropped).slots)
             return bool(dropped)
 
-        context.eventually("MD-OPS-6", lambda: "scopes that were cleared are not dropped after their quarantine", is_gone, limit)
+        context.eventually(
+            "MD-OPS-6",
+            lambda: "scopes that were cleared are not dropped after their quarantine",
+            is_gone,
+            limit,
+        )
         if dropped != [[6, 3]]:
             raise Violation("MD-OPS-6", f"a drop of scopes of 6 and 3 slots answers {dropped[0]}")
         lookup = Lookup(scopes=[LookupScope(scope=scope.name, keys=keys)])
-        expect(context.native.send("/v2/lookup", lookup), "MD-OPS-6", 404, because="a lookup in a scope that was dropped")
+        expect(
+            context.native.send("/v2/lookup", lookup),
+            "MD-OPS-6",
+            404,
+            because="a lookup in a scope that was dropped",
+        )
         scope.slots = 4
         if not scope.initialize():
             raise Violation("MD-OPS-6", "a scope that was dropped is not made anew")
         if any(scope.live(keys)) or scope.status().free != 4:
-            raise Violation("MD-OPS-6", f"a scope that was dropped and made anew with 4 slots is listed as {scope.status()}")
+            raise Violation(
+                "MD-OPS-6",
+                f"a scope that was dropped and made anew with 4 slots is listed as {scope.status()}",
+            )
         again = scope.reserve(context.keys(4), lease_seconds=20.0)
         most = max(page.lease for page in pages)
-        if min(again.leases) <= 0 or set(again.leases) & {page.lease for page in pages} or any(scope.commit([most])):
-            raise Violation("MD-OPS-6", f"leases up to {most} were given before the scope was dropped, and then {again.leases}")
+        if (
+            min(again.leases) <= 0
+            or set(again.leases) & {page.lease for page in pages}
+            or any(scope.commit([most]))
+        ):
+            raise Violation(
+                "MD-OPS-6",
+                f"leases up to {most} were given before the scope was dropped, and then "
+                f"{again.leases}",
+            )
 
     def _stays(self, context: ServerContext, because: str, *scopes: V2Scope) -> None:
         reply = context.native.send("/v2/drop", Drop(scopes=[scope.name for scope in scopes]))
         expect(reply, "MD-OPS-6", 409, because=f"a drop of a scope {because}")
-        lookup = Lookup(scopes=[LookupScope(scope=scope.name, keys=context.keys(1)) for scope in scopes])
-        expect(context.native.send("/v2/lookup", lookup), "MD-OPS-6", 200, because="a lookup after a drop that was refused")
+        lookup = Lookup(
+            scopes=[LookupScope(scope=scope.name, keys=context.keys(1)) for scope in scopes]
+        )
+        expect(
+            context.native.send("/v2/lookup", lookup),
+            "MD-OPS-6",
+            200,
+            because="a lookup after a drop that was refused",
+        )

@@ -30,15 +30,20 @@ class RefusingCases:
 
     @covers("MD-REQ-7", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_bodies_that_are_refused_cost_no_more_than_others(self, context: ServerContext) -> None:
-        """Of the longest lookups, one with a wrong last key is refused in the time in which a right one is served; health goes on."""
+        """Of the longest lookups, one with a wrong last key is refused in the time in which a right
+        one is served; health goes on."""
         limits, scope = context.server_info.limits, context.v2_scope(4)
         count = min(limits.keys, MAX_KEYS)
         length = min(limits.key_bytes, (min(limits.body_bytes, MAX_BYTES) - 1000) // count - 8)
         keys = [key * (length // 64 + 1) for key in context.keys(8)]
         right = [f"{i:08x}{keys[i % 8]}"[:length] for i in range(count)]
         for content_type in (JSON, MSGPACK):
-            lookup = encode(Lookup(scopes=[LookupScope(scope=scope.name, keys=right)]), content_type)
-            wrong = encode({"scopes": [{"scope": scope.name, "keys": [*right[:-1], 7]}]}, content_type)
+            lookup = encode(
+                Lookup(scopes=[LookupScope(scope=scope.name, keys=right)]), content_type
+            )
+            wrong = encode(
+                {"scopes": [{"scope": scope.name, "keys": [*right[:-1], 7]}]}, content_type
+            )
             served, reply = self._timed(context.http, lookup, content_type)
             expect(reply, "MD-REQ-7", 200, because=f"a lookup of {count} keys as {content_type}")
             health = _Health(context.client())
@@ -49,11 +54,14 @@ class RefusingCases:
             if refused > FACTOR * served + SLACK_SECONDS:
                 raise Violation(
                     "MD-REQ-7",
-                    f"{len(wrong)} bytes of {content_type} are refused in {refused:.1f} s; as many that are right take {served:.1f} s",
+                    f"{len(wrong)} bytes of {content_type} are refused in {refused:.1f} s; as many "
+                    f"that are right take {served:.1f} s",
                 )
             if worst > HEALTH_SECONDS:
                 raise Violation(
-                    "MD-REQ-7", f"/healthz takes {worst:.1f} s while {len(wrong)} bytes of {content_type} are refused"
+                    "MD-REQ-7",
+                    f"/healthz takes {worst:.1f} s while {len(wrong)} bytes of {content_type} are "
+                    f"refused",
                 )
 
     def _timed(self, http: HttpClient, body: bytes, content_type: str) -> tuple[float, Reply]:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hicache_conformance.protocol.sglang_client import SglangScope
 
 SETTLE_SECONDS = 1.5
-"""So long a server that writes snapshots every second is left alone, so that it has one that is out of date when it is killed."""
+"""So long a server that writes snapshots every second is left alone, so that it has one that is out
+of date when it is killed."""
 
 
 class RestartingCases:
@@ -26,17 +27,22 @@ class RestartingCases:
 
     @covers("MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_confirmed_keys_are_there_after_a_kill(self, context: ServerContext) -> None:
-        """Keys that were confirmed a moment before kill -9 are there after the restart, in their slots."""
+        """Keys that were confirmed a moment before kill -9 are there after the restart, in their
+        slots."""
         context.must_be_ours()
         scope, keys = context.scope(32), context.keys(12)
         slots = scope.store(keys)
         context.restart()
         if (now := scope.indices(keys, rule="MD-DUR-1")) != slots:
-            raise Violation("MD-DUR-1", f"slots {slots} were confirmed before kill -9; after the restart they are {now}")
+            raise Violation(
+                "MD-DUR-1",
+                f"slots {slots} were confirmed before kill -9; after the restart they are {now}",
+            )
 
     @covers("MD-DUR-1", "MD-DUR-2", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_deleted_keys_do_not_come_back(self, context: ServerContext) -> None:
-        """Keys deleted before kill -9, and their slots given to others, do not point there after the restart."""
+        """Keys deleted before kill -9, and their slots given to others, do not point there after
+        the restart."""
         context.must_be_ours()
         pages = context.number(8, 16)
         scope, old, new = context.scope(pages), context.keys(pages), context.keys(pages)
@@ -49,14 +55,20 @@ class RestartingCases:
         back = [index for index in scope.indices(old, rule="MD-DUR-1") if index is not None]
         if back:
             raise Violation(
-                "MD-DUR-1", f"{len(back)} keys that were deleted before kill -9 are back, in slots {back} that hold other pages"
+                "MD-DUR-1",
+                f"{len(back)} keys that were deleted before kill -9 are back, in slots {back} that "
+                f"hold other pages",
             )
         if (now := scope.indices(new)) != slots:
-            raise Violation("MD-DUR-1", f"slots {slots} were confirmed before kill -9; after the restart they are {now}")
+            raise Violation(
+                "MD-DUR-1",
+                f"slots {slots} were confirmed before kill -9; after the restart they are {now}",
+            )
 
     @covers("MD-DUR-2", "MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_killed_under_load(self, context: ServerContext) -> None:
-        """kill -9 at a random instant while clients write and delete: afterwards all that was acknowledged holds, and all slots are there."""
+        """kill -9 at a random instant while clients write and delete: afterwards all that was
+        acknowledged holds, and all slots are there."""
         context.must_be_ours()
         # So many that nothing is evicted while they write.
         pages = 2048
@@ -78,7 +90,8 @@ class RestartingCases:
         if len(set(found)) != len(found) or set(given) & set(left):
             raise Violation(
                 "MD-DUR-2",
-                f"after kill -9 slots {sorted(found)} are live, and {sorted(set(given) & set(left))} of them are given out",
+                f"after kill -9 slots {sorted(found)} are live, and "
+                f"{sorted(set(given) & set(left))} of them are given out",
             )
         for start in range(0, len(given), BATCH):
             scope.try_confirm([], given[start : start + BATCH])
@@ -88,7 +101,9 @@ class RestartingCases:
         got = dict[str, int]()
 
         def all_can_be_reserved() -> bool:
-            got.update(context.reserve_all(scope, [key for key in fresh if key not in got], "MD-DUR-2"))
+            got.update(
+                context.reserve_all(scope, [key for key in fresh if key not in got], "MD-DUR-2")
+            )
             return len(set(got.values())) == pages
 
         # By then the first of these reservations may have ended: their slots count once.
@@ -101,16 +116,22 @@ class RestartingCases:
 
     @covers("MD-IDEM-2", levels=[Level.DURABLE], needs=[Need.NATIVE, Need.DURABLE])
     def test_a_retry_over_a_restart(self, context: ServerContext) -> None:
-        """A reserve that is sent again after kill -9 gets the leases of the first time, and they can be committed."""
+        """A reserve that is sent again after kill -9 gets the leases of the first time, and they
+        can be committed."""
         context.must_be_ours()
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
         first = scope.reserve(keys, lease_seconds=60.0, once=once)
         context.restart()
         again = scope.reserve(keys, lease_seconds=60.0, once=once)
         if again != first:
-            raise Violation("MD-IDEM-2", f"a reserve answered {first}; sent again after kill -9 it answers {again}")
+            raise Violation(
+                "MD-IDEM-2",
+                f"a reserve answered {first}; sent again after kill -9 it answers {again}",
+            )
         if not all(scope.commit(first.leases)):
-            raise Violation("MD-IDEM-2", "leases that were given before kill -9 cannot be committed after it")
+            raise Violation(
+                "MD-IDEM-2", "leases that were given before kill -9 cannot be committed after it"
+            )
 
     @covers("MD-GEN-1", levels=[Level.DURABLE], needs=[Need.NATIVE, Need.DURABLE])
     def test_generations_grow_over_a_restart(self, context: ServerContext) -> None:
@@ -126,14 +147,18 @@ class RestartingCases:
             if status.generation <= pages[status.slot].generation:
                 raise Violation(
                     "MD-GEN-1",
-                    f"slot {status.slot} was of generation {pages[status.slot].generation} before kill -9, is {status.generation}",
+                    f"slot {status.slot} was of generation {pages[status.slot].generation} before "
+                    f"kill -9, is {status.generation}",
                 )
         if set(leases) & {page.lease for page in pages.values()}:
-            raise Violation("MD-GEN-1", "leases that were given before kill -9 are given again after it")
+            raise Violation(
+                "MD-GEN-1", "leases that were given before kill -9 are given again after it"
+            )
 
     @covers("MD-LEASE-6", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_no_lease_is_given_twice(self, context: ServerContext) -> None:
-        """After kill -9 leases have other numbers than before, whatever is left of the scope; an old one names no new slot."""
+        """After kill -9 leases have other numbers than before, whatever is left of the scope; an
+        old one names no new slot."""
         context.must_be_ours()
         scope, keys = context.v2_scope(8), context.keys(2)
         old = scope.reserve(keys, lease_seconds=60.0)
@@ -142,15 +167,21 @@ class RestartingCases:
         new = scope.reserve(context.keys(4), lease_seconds=60.0)
         again = set(old.leases) & set(new.leases)
         if again:
-            raise Violation("MD-LEASE-6", f"leases {sorted(again)} were given before kill -9, and are given again after it")
+            raise Violation(
+                "MD-LEASE-6",
+                f"leases {sorted(again)} were given before kill -9, and are given again after it",
+            )
         if is_lost and any(scope.commit(old.leases)):
             raise Violation(
-                "MD-LEASE-6", "a lease of a scope that was lost at kill -9 is committed in the one that was made since"
+                "MD-LEASE-6",
+                "a lease of a scope that was lost at kill -9 is committed in the one that was made "
+                "since",
             )
 
     @covers("MD-QUAR-3", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_a_scope_of_earlier_leases_is_closed(self, context: ServerContext) -> None:
-        """A scope that is made after a restart gives no slot as long as leases of an earlier server may last, if its client says so."""
+        """A scope that is made after a restart gives no slot as long as leases of an earlier server
+        may last, if its client says so."""
         context.must_be_ours()
         seconds = 2.0
         limit = seconds + context.rest_seconds
@@ -159,26 +190,39 @@ class RestartingCases:
         context.restart()
         fresh, closed = context.v2_scope(4), context.v2_scope(4, earlier_lease_seconds=seconds)
         if Reserved.LEASED not in fresh.reserve(context.keys(1)).states:
-            raise Violation("MD-QUAR-3", "a new scope, of which nothing is said of earlier leases, gives no slot")
+            raise Violation(
+                "MD-QUAR-3",
+                "a new scope, of which nothing is said of earlier leases, gives no slot",
+            )
         got = set[int]()
 
         def all_are_given() -> bool:
-            given = [slot for slot in closed.reserve(context.keys(4), lease_seconds=60.0).slots if slot >= 0]
+            given = [
+                slot
+                for slot in closed.reserve(context.keys(4), lease_seconds=60.0).slots
+                if slot >= 0
+            ]
             took = time.monotonic() - begin
             if given and took < seconds + context.server_info.limits.quarantine_seconds:
                 raise Violation(
-                    "MD-QUAR-3", f"slots {given} are given {took:.1f} s after kill -9; earlier leases may last {seconds:g} s"
+                    "MD-QUAR-3",
+                    f"slots {given} are given {took:.1f} s after kill -9; earlier leases may last "
+                    f"{seconds:g} s",
                 )
             got.update(given)
             return len(got) == 4
 
         context.eventually(
-            "MD-QUAR-3", lambda: f"{len(got)} of 4 slots of a scope of earlier leases are given", all_are_given, limit
+            "MD-QUAR-3",
+            lambda: f"{len(got)} of 4 slots of a scope of earlier leases are given",
+            all_are_given,
+            limit,
         )
 
 
 class _Writer(threading.Thread):
-    """Stores and deletes its own keys one after the other, until the server is gone, and knows what was acknowledged."""
+    """Stores and deletes its own keys one after the other, until the server is gone, and knows what
+    was acknowledged."""
 
     def __init__(self, scope: SglangScope, keys: list[str]) -> None:
         super().__init__(daemon=True)
@@ -200,7 +244,8 @@ class _Writer(threading.Thread):
                         self.scope.delete([key])
                         self.acknowledged[key] = None
         except Violation:
-            # No answer any more; or what a restarted server says to the middle of a write, and that is judged below.
+            # No answer any more; or what a restarted server says to the middle of a write, and that
+            # is judged below.
             self.scope.http.drop()
 
     def _store(self, key: str) -> None:
@@ -216,5 +261,6 @@ class _Writer(threading.Thread):
                 told = self.acknowledged.get(key)
                 raise Violation(
                     "MD-DUR-1",
-                    f"a key that was {'deleted' if told is None else f'confirmed in {told}'} before kill -9 is at {index} after it",
+                    f"a key that was {'deleted' if told is None else f'confirmed in {told}'} "
+                    f"before kill -9 is at {index} after it",
                 )

@@ -9,7 +9,15 @@ from hicache_conformance.model.violation import Inconclusive
 from hicache_conformance.protocol.http_client import expect
 from hicache_conformance.protocol.rules import Need
 from hicache_conformance.protocol.v2_client import V2Client
-from hicache_metadata_server.protocol import Drain, Lookup, LookupScope, Request, Reserve, ReserveScope, Token
+from hicache_metadata_server.protocol import (
+    Drain,
+    Lookup,
+    LookupScope,
+    Request,
+    Reserve,
+    ReserveScope,
+    Token,
+)
 
 if TYPE_CHECKING:
     from hicache_conformance.protocol.context import ServerContext
@@ -20,7 +28,8 @@ class TokenCases:
 
     @covers("MD-AUTH-1", needs=[Need.NATIVE, Need.TOKENS])
     def test_without_a_token(self, context: ServerContext) -> None:
-        """Both parts refuse calls without a token, and with one that nobody gave out, with 401; health asks for none."""
+        """Both parts refuse calls without a token, and with one that nobody gave out, with 401;
+        health asks for none."""
         scope, keys = context.v2_scope(4), context.keys(1)
         rank, _, namespace = scope.name.partition(":")
         for token, what in (("", "without a token"), (context.keys(1)[0], "with an unknown token")):
@@ -35,18 +44,25 @@ class TokenCases:
 
     @covers("MD-AUTH-2", needs=[Need.NATIVE, Need.TOKENS])
     def test_tokens_that_permit_less(self, context: ServerContext) -> None:
-        """A read token looks up and is refused to reserve, a write token reserves and is refused to drain, with 403."""
+        """A read token looks up and is refused to reserve, a write token reserves and is refused to
+        drain, with 403."""
         missing = [kind for kind in (Token.READ, Token.WRITE) if not context.tokens.get(kind)]
         if missing:
             raise Inconclusive(f"no token of less rights was given: --{missing[0]}-token")
         scope, keys = context.v2_scope(4), context.keys(1)
         calls = self._calls(scope.name, keys)
-        permits = {Token.READ: ("/v2", "/v2/lookup"), Token.WRITE: ("/v2", "/v2/lookup", "/v2/reserve")}
+        permits = {
+            Token.READ: ("/v2", "/v2/lookup"),
+            Token.WRITE: ("/v2", "/v2/lookup", "/v2/reserve"),
+        }
         for kind, paths in permits.items():
             client = V2Client(context.client(context.tokens[kind]))
             for path, request in calls.items():
                 expect(
-                    client.send(path, request), "MD-AUTH-2", 200 if path in paths else 403, because=f"{path} with a {kind} token"
+                    client.send(path, request),
+                    "MD-AUTH-2",
+                    200 if path in paths else 403,
+                    because=f"{path} with a {kind} token",
                 )
 
     def _calls(self, scope: str, keys: list[str]) -> dict[str, Request | None]:

@@ -1,7 +1,8 @@
-"""Stands in for the compiled kernels that SGLang's CPU engine imports; there are none of them to install for this machine.
+"""Stands in for the compiled kernels that SGLang's CPU engine imports; there are none of them to
+install for this machine.
 
-What serving a small dense model calls is here, in torch; that of a hybrid one is in `mamba`. Everything else can be imported, and
-raises when it is called.
+What serving a small dense model calls is here, in torch; that of a hybrid one is in `mamba`.
+Everything else can be imported, and raises when it is called.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ OPERATORS_NOT_CALLED = (
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
     "fused_sigmoid_mul_cpu",
 )
-"""What it takes from there on import. There are no more, because it asks what there is to know what the machine can do."""
+"""What it takes from there on import. There are no more, because it asks what there is to know what
+the machine can do."""
 
 
 def assign_req_to_token_pool_cpu(
@@ -38,7 +40,8 @@ def assign_req_to_token_pool_cpu(
     slots: torch.Tensor,
     row_length: int,
 ) -> None:
-    """Enter each request's new slots, which stand one request after another in `slots`, in its row from start to end."""
+    """Enter each request's new slots, which stand one request after another in `slots`, in its row
+    from start to end."""
     at = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         slots_of_request[request, start:end] = slots[at : at + end - start]

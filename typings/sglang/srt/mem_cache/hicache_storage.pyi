@@ -47,14 +47,19 @@ class PoolTransferResult:
     extra_pool_hit_pages: dict[str, int]
     restorable_prefix_pages: list[int] | None
     def __init__(
-        self, kv_hit_pages: int, extra_pool_hit_pages: dict[str, int], restorable_prefix_pages: list[int] | None = None
+        self,
+        kv_hit_pages: int,
+        extra_pool_hit_pages: dict[str, int],
+        restorable_prefix_pages: list[int] | None = None,
     ) -> None: ...
 
 class HiCacheStorage:
     def register_mem_pool_host(self, mem_pool_host: object) -> None: ...
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None: ...
     def on_host_pools_registered(self) -> None: ...
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int: ...
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int: ...
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -62,10 +67,16 @@ class HiCacheStorage:
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult: ...
     def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]: ...
     def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]: ...
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -73,13 +84,25 @@ class HiCacheStorage:
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]: ...
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None: ...
+    def get(
+        self, key: str, target_location: object = None, target_sizes: object = None
+    ) -> torch.Tensor | None: ...
     def batch_get(
         self, keys: list[str], target_locations: object = None, target_sizes: object = None
     ) -> Sequence[torch.Tensor | None]: ...
-    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool: ...
+    def set(
+        self,
+        key: str,
+        value: object = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool: ...
     def batch_set(
-        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
+        self,
+        keys: list[str],
+        values: object = None,
+        target_locations: object = None,
+        target_sizes: object = None,
     ) -> bool: ...
     def exists(self, key: str) -> bool: ...
     def clear(self) -> None: ...
