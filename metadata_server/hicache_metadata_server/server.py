@@ -24,7 +24,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
-from hicache_metadata_server.storage.store import MEMORY, open_store, see_store
+from hicache_metadata_server.storage.store import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def restored_service(store: Store, settings: ServerSettings, now: float) -> Meta
         settings.limits,
         durability=store.durability,
         name=f"hicache-storage {_version()}",
-        most_scopes=settings.most_scopes,
+        max_scopes=settings.max_scopes,
     )
     service.restore(store.recover(now), store.rows, now)
     return service
@@ -71,11 +71,11 @@ def check(settings: ServerSettings) -> None:
     """
     _begin_log(settings)
     if is_shared(settings.store):
-        from hicache_metadata_server.shared.assembly import see_store as see_shared_store
+        from hicache_metadata_server.shared.assembly import check_store as check_shared_store
 
-        see_shared_store(settings.store, settings.durability, settings.store_replicas)
+        check_shared_store(settings.store, settings.durability, settings.store_replicas)
     else:
-        see_store(settings.store)
+        check_store(settings.store)
     Security.of(settings, MetadataService(settings.limits)).close()
 
 
@@ -146,15 +146,15 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
     """One server of several on one Redis."""
-    from hicache_metadata_server.shared.assembly import see_store, shared_app, shared_service
+    from hicache_metadata_server.shared.assembly import check_store, shared_app, shared_service
 
-    see_store(settings.store, settings.durability, settings.store_replicas)
+    check_store(settings.store, settings.durability, settings.store_replicas)
     service = shared_service(
         settings.store,
         settings.limits,
         settings.durability,
         name=f"hicache-storage {_version()}",
-        most_scopes=settings.most_scopes,
+        max_scopes=settings.max_scopes,
         replicas=settings.store_replicas,
     )
     security = Security.of(settings, service)

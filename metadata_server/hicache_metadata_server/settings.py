@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.service import MOST_SCOPES
+from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.shared.address import is_shared
 
 if TYPE_CHECKING:
@@ -63,17 +63,17 @@ class ServerSettings(BaseSettings):
     """Of one request. 128 keys in each of 3 scopes fit into one request of every server."""
     scopes_in_request: Annotated[int, Field(ge=3)] = DEFAULTS.scopes
     """Of one request."""
-    most_scopes: Annotated[int, Field(ge=1)] = MOST_SCOPES
+    max_scopes: Annotated[int, Field(ge=1)] = MAX_SCOPES
     """A client with a write token can make scopes, and they stay."""
     key_bytes: Annotated[int, Field(ge=p.KEY_BYTES)] = DEFAULTS.key_bytes
     """Of one key."""
     lease_seconds: Positive = DEFAULTS.lease_seconds
     """How long a writer has a slot, if it asks for nothing else."""
-    least_lease_seconds: Positive = DEFAULTS.least_lease_seconds
+    min_lease_seconds: Positive = DEFAULTS.min_lease_seconds
     """The shortest lease that a writer can ask for."""
-    most_lease_seconds: Positive = DEFAULTS.most_lease_seconds
+    max_lease_seconds: Positive = DEFAULTS.max_lease_seconds
     """The longest lease that a writer can ask for."""
-    most_pin_seconds: Positive = DEFAULTS.most_pin_seconds
+    max_pin_seconds: Positive = DEFAULTS.max_pin_seconds
     """The longest time that a reader can pin pages for."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
     """How long a freed slot stays in quarantine before it is given out again; longer than a reader
@@ -103,10 +103,10 @@ class ServerSettings(BaseSettings):
     """A span for each request; where to is said by OpenTelemetry's own variables."""
 
     @model_validator(mode="after")
-    def _see_order(self) -> Self:
-        if not self.least_lease_seconds <= self.lease_seconds <= self.most_lease_seconds:
+    def _check_order(self) -> Self:
+        if not self.min_lease_seconds <= self.lease_seconds <= self.max_lease_seconds:
             raise ValueError(
-                "lease_seconds must lie between least_lease_seconds and most_lease_seconds"
+                "lease_seconds must lie between min_lease_seconds and max_lease_seconds"
             )
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
@@ -130,9 +130,9 @@ class ServerSettings(BaseSettings):
             scopes=self.scopes_in_request,
             key_bytes=self.key_bytes,
             lease_seconds=self.lease_seconds,
-            least_lease_seconds=self.least_lease_seconds,
-            most_lease_seconds=self.most_lease_seconds,
-            most_pin_seconds=self.most_pin_seconds,
+            min_lease_seconds=self.min_lease_seconds,
+            max_lease_seconds=self.max_lease_seconds,
+            max_pin_seconds=self.max_pin_seconds,
             quarantine_seconds=self.quarantine_seconds,
             idempotency_seconds=self.idempotency_seconds,
         )

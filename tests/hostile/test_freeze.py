@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.hostile, pytest.mark.timeout(200)]
 
 DEADLINE_SECONDS = 2.0
 LATEST_SECONDS = DEADLINE_SECONDS + 1.0
-LONGEST_STALL_SECONDS = 60
+MAX_STALL_SECONDS = 60
 COMPONENTS = (32 << 10, 32 << 10)
 PAGES = 64
 
@@ -61,7 +61,7 @@ def ext4(image: Path, point: Path):
 @contextlib.contextmanager
 def stalled(stop: list[object], go_on: list[object]):
     """Stall a disk for a while."""
-    line = f"sleep {LONGEST_STALL_SECONDS}; {' '.join(map(str, go_on))}"
+    line = f"sleep {MAX_STALL_SECONDS}; {' '.join(map(str, go_on))}"
     watchdog = subprocess.Popen(["sh", "-c", line], start_new_session=True)
     run(*stop)
     try:

@@ -67,7 +67,7 @@ def test_memory_is_taken_after_the_hit_is_known(stack, store, gate):
 
 
 @pytest.mark.parametrize(("free_pages", "pages"), [(8, 8), (7, 2), (5, 2), (2, 2), (1, 0), (0, 0)])
-def test_a_short_host_gets_the_longest_restorable_prefix_that_fits(
+def test_a_short_host_gets_the_max_restorable_prefix_that_fits(
     make_stack, store, free_pages, pages
 ):
     """D1: checkpoints {2, 8} of 8 pages; with 5 free pages the peer reads 5 and restores none."""

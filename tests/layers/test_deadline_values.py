@@ -102,7 +102,7 @@ def test_options_have_to_be_times_that_a_thread_can_wait(name, seconds):
         StorageOptions(**{name: seconds})
 
 
-def test_the_longest_deadline_is_one_that_a_thread_can_wait(kit):
+def test_the_max_deadline_is_one_that_a_thread_can_wait(kit):
     storage, _pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
     layers = wrap(storage, StorageOptions(deadline_seconds=threading.TIMEOUT_MAX))
     assert layers.batch_exists_v2(["a"]).kv_hit_pages == 0

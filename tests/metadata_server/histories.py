@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 QUARANTINE = 2.0
-LONGEST_LEASE = 8
+MAX_LEASE = 8
 
 
 def problems_of(scope: Scope) -> list[str]:
@@ -120,7 +120,7 @@ class History:
             case "renew" if self.held:
                 lease, end = (
                     chance.choice(list(self.held)),
-                    self.now + chance.choice((3, LONGEST_LEASE)),
+                    self.now + chance.choice((3, MAX_LEASE)),
                 )
                 if self.scope.renew([lease], self.now, end) == [True]:
                     self.held[lease] = (*self.held[lease][:2], end)
@@ -131,7 +131,7 @@ class History:
                 if chance.random() < 0.5:
                     # Else the next that somebody asks for has to see to what is due.
                     self.scope.settle(self.now)
-                    self.see_nothing_overdue()
+                    self.check_nothing_overdue()
             case "clear" if chance.random() < 0.3:
                 self.scope.settle(self.now, 10**6)
                 self.written |= {slot: self.scope.table.until[slot] for slot in self.leased_slots()}
@@ -276,7 +276,7 @@ class History:
         ]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"
 
-    def see_nothing_overdue(self) -> None:
+    def check_nothing_overdue(self) -> None:
         """Leases and quarantines have ended that were to end by now."""
         table = self.scope.table
         overdue = [
@@ -290,12 +290,12 @@ class History:
             if table.states[slot] == LEASED or not self.scope.is_pinned(slot, self.now)
         ] == []
 
-    def see_nothing_lost(self) -> None:
+    def check_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""
         self.scope.clear(self.now)
         for pin in list(self.pins):
             self.unpin(pin)
-        self.now += max(QUARANTINE, LONGEST_LEASE) + 1
+        self.now += max(QUARANTINE, MAX_LEASE) + 1
         self.scope.settle(self.now, 10**6)
         states, slots, _ = self.scope.reserve(
             [f"n{i}" for i in range(self.slots)], (), "", self.next_lease, self.now, self.now + 1

@@ -34,9 +34,9 @@ UNIT = 100.0
 LIMITS = msgspec.structs.replace(
     DEFAULTS,
     lease_seconds=3 * UNIT,
-    most_lease_seconds=20 * UNIT,
+    max_lease_seconds=20 * UNIT,
     quarantine_seconds=2 * UNIT,
-    most_pin_seconds=20 * UNIT,
+    max_pin_seconds=20 * UNIT,
 )
 SCOPES = ("0:kv", "7:mamba")
 
@@ -146,7 +146,7 @@ class SharedHistory:
                 assert (lease > 0) == (state is p.Reserved.LEASED)
                 if lease:
                     self.leases[part.scope, known] = lease
-                    self.see_leased(part.scope, slot, generation)
+                    self.check_leased(part.scope, slot, generation)
 
     async def commit(self) -> None:
         scope, known = self.some_leases()
@@ -315,10 +315,12 @@ class SharedHistory:
         for scope in SCOPES:
             state = self.reference.scopes[scope]
             assert await self.by_use(server, scope) == list(state.recency)
-            await self.see_slots(server, scope, state.table.by_key)
+            await self.check_slots(server, scope, state.table.by_key)
         assert (await fsck(server, p.Fsck())).problems == []
 
-    async def see_slots(self, server: SharedService, scope: str, by_key: Mapping[str, int]) -> None:
+    async def check_slots(
+        self, server: SharedService, scope: str, by_key: Mapping[str, int]
+    ) -> None:
         found = (await server.inspect(p.Inspect(scope=scope, slots=list(range(self.slots))))).slots
         owned = {one.slot: one.key for one in found if one is not None and one.key}
         assert sorted(owned.values()) == sorted(by_key), "a slot belongs to two keys, or to none"
@@ -327,7 +329,7 @@ class SharedHistory:
                 self.left[scope, slot] = self.now
         self.owned[scope] = owned
 
-    def see_leased(self, scope: str, slot: int, generation: int) -> None:
+    def check_leased(self, scope: str, slot: int, generation: int) -> None:
         assert generation > self.generations.get((scope, slot), 0), "generations grow"
         self.generations[scope, slot] = generation
         left = self.left.pop((scope, slot), None)
@@ -358,7 +360,7 @@ class SharedHistory:
         ]
         return [key for _, key in sorted(uses)]
 
-    async def see_nothing_lost(self) -> None:
+    async def check_nothing_lost(self) -> None:
         """Once nothing holds them, all slots can be leased."""
         server = self.any_server
         await server.clear(p.Clear(scopes=list(SCOPES)))

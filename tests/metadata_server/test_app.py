@@ -368,7 +368,7 @@ def test_a_get_is_answered_whatever_it_calls_its_body(content_type, answered):
 
 def test_scopes_are_limited():
     async def scenario():
-        async with running(service=MetadataService(most_scopes=2)) as caller:
+        async with running(service=MetadataService(max_scopes=2)) as caller:
             for i, status in ((0, 204), (1, 204), (2, 413), (1, 204)):
                 assert (await caller.post(f"/{i}/initialize", {"num_pages": 5})).status == status
             refused = await caller.post(

@@ -194,7 +194,7 @@ class Given:
             for name in ("read", "write", "admin"):
                 records[name] = record_of(self.by_name[name], name, name=name)
             records["acme"] = record_of(self.by_name["acme"], "admin", name="acme", tenant="acme")
-        (directory / "quotas").write_text("[default]\nmost_scopes = 3\n")
+        (directory / "quotas").write_text("[default]\nmax_scopes = 3\n")
         self.place = Served(
             command=f"{DURABLE} --log-level debug --token-file {self.tokens} --audit-file "
             f"{self.audit} --tls-certificate {certificate} "

@@ -14,7 +14,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RefusedError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import decoding as bodies
-from hicache_metadata_server.http.body_size import holds_more_values, most_values
+from hicache_metadata_server.http.body_size import holds_more_values, max_values
 from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
 from hicache_metadata_server.protocol import JSON, MSGPACK
 from tests.metadata_server.http_calls import run, running
@@ -200,7 +200,7 @@ def test_what_is_refused_for_its_size_is_not_read_for_the_slowest_calls(monkeypa
                 lambda asked, status, seconds, body: seen.append((status, body)),
             )
             body = msgspec.json.encode(
-                {"scopes": [], "keys": ["k"] * (most_values(DEFAULTS) // 2 + 1)}
+                {"scopes": [], "keys": ["k"] * (max_values(DEFAULTS) // 2 + 1)}
             )
             assert (await caller.send("POST", "/v2/lookup", body)).status == 413
             assert seen == [(413, b"")]

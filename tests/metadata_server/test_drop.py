@@ -26,7 +26,7 @@ from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
 
 NOW = 1_700_000_000.0
-LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.2, least_lease_seconds=0.1)
+LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.2, min_lease_seconds=0.1)
 
 
 def scope(name="0:kv", slots=8):

@@ -292,20 +292,20 @@ def limited():
         quarantine_seconds=0,
         idempotency_seconds=0.05,
         lease_seconds=0.3,
-        most_lease_seconds=0.5,
+        max_lease_seconds=0.5,
     )
 
 
 def kept(path, *, tokens=False):
     """A server that keeps what it has in a file."""
     store = SqliteStore(str(path / "m.db"))
-    service = MetadataService(limited(), durability=store.durability, most_scopes=12)
+    service = MetadataService(limited(), durability=store.durability, max_scopes=12)
     return running(store, service, security=guarded(service) if tokens else None)
 
 
 def shared(redis, *, tokens=False):
     """One of several servers on a Redis."""
-    return running_shared(redis.url, limited(), most_scopes=12, guard=guarded if tokens else None)
+    return running_shared(redis.url, limited(), max_scopes=12, guard=guarded if tokens else None)
 
 
 async def fuzz(opened, seed, requests, *, tokens=False):
@@ -356,7 +356,7 @@ async def fuzz(opened, seed, requests, *, tokens=False):
     return statuses, sizes
 
 
-def see_no_growth(requests, sizes):
+def check_no_growth(requests, sizes):
     """The first pieces fill caches, and history takes a sample a second. A leak makes each piece
     greater; one step is none: the interpreter makes its table of interned strings anew now and
     then, which is 3.8 MB once torch is imported.
@@ -370,21 +370,21 @@ def see(statuses, sizes):
         "the fuzzer reaches everything"
     )
     assert statuses[200] > 0.1 * sum(statuses.values()), f"it also sends what is right: {statuses}"
-    see_no_growth(sum(statuses.values()), sizes)
+    check_no_growth(sum(statuses.values()), sizes)
 
 
-def see_guarded(statuses, sizes):
+def check_guarded(statuses, sizes):
     assert set(statuses) >= {200, 401, 403, 404, 409, 422, 429}, "the fuzzer reaches everything"
     assert statuses[200] > 0.04 * sum(statuses.values()), f"it also sends what is right: {statuses}"
-    see_no_growth(sum(statuses.values()), sizes)
+    check_no_growth(sum(statuses.values()), sizes)
 
 
 def test_a_leak_is_seen_and_a_step_is_none():
-    see_no_growth(
+    check_no_growth(
         2000, [180_000, 200_000, 4_100_000, 4_110_000, 4_105_000, 8_000_000, 8_001_000, 8_002_000]
     )
     with pytest.raises(AssertionError):
-        see_no_growth(2000, [180_000 + 30_000 * piece for piece in range(PIECES)])
+        check_no_growth(2000, [180_000 + 30_000 * piece for piece in range(PIECES)])
 
 
 def test_random_requests(tmp_path):
@@ -397,18 +397,18 @@ def test_random_requests_to_a_shared_store(tmp_path):
 
 
 def test_random_requests_of_tenants(tmp_path):
-    see_guarded(*run(fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
+    check_guarded(*run(fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
 
 
 def test_random_requests_of_tenants_to_a_shared_store(tmp_path):
     with redis_server(tmp_path) as redis:
-        see_guarded(*run(fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))
+        check_guarded(*run(fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_requests_of_tenants(tmp_path, seed):
-    see_guarded(*run(fuzz(kept(tmp_path, tokens=True), 200 + seed, 5000, tokens=True)))
+    check_guarded(*run(fuzz(kept(tmp_path, tokens=True), 200 + seed, 5000, tokens=True)))
 
 
 @pytest.mark.fuzz

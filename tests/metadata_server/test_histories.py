@@ -17,7 +17,7 @@ def test_random_histories(chance, slots, keys):
     history = History(chance, slots, keys)
     for _ in range(60):
         history.step()
-    history.see_nothing_lost()
+    history.check_nothing_lost()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -25,4 +25,4 @@ def test_long_histories(seed):
     history = History(random.Random(seed), 8, 14)
     for _ in range(2500):
         history.step()
-    history.see_nothing_lost()
+    history.check_nothing_lost()

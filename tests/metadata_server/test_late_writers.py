@@ -20,7 +20,7 @@ from tests.metadata_server.redis_servers import redis_server
 NOW = 1_800_000_000.0
 SLOTS, LEASE, QUARANTINE = 6, 10.0, 5.0
 LIMITS = msgspec.structs.replace(
-    DEFAULTS, quarantine_seconds=QUARANTINE, lease_seconds=LEASE, most_lease_seconds=20.0
+    DEFAULTS, quarantine_seconds=QUARANTINE, lease_seconds=LEASE, max_lease_seconds=20.0
 )
 GEOMETRY = p.ScopeGeometry(scope="0:kv", slots=SLOTS)
 
@@ -230,10 +230,10 @@ def test_a_scope_whose_file_is_new_and_one_that_is_there_are_open(server):
     scenario(server, steps)
 
 
-def test_longest_leases_bound_the_wait(server):
+def test_max_leases_bound_the_wait(server):
     async def steps(one):
         await initialize(one, 1e9)
-        one.now += LIMITS.most_lease_seconds + QUARANTINE + 0.5
+        one.now += LIMITS.max_lease_seconds + QUARANTINE + 0.5
         assert free(await reserve(one, "a"))
 
     scenario(server, steps)
@@ -323,7 +323,7 @@ def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
         await one.ask("clear", p.Clear(scopes=["0:kv"]))
         held = await reserve(one, "d", seconds=20.0)
         one.limits = msgspec.structs.replace(
-            LIMITS, lease_seconds=2.0, most_lease_seconds=2.0, quarantine_seconds=1.0
+            LIMITS, lease_seconds=2.0, max_lease_seconds=2.0, quarantine_seconds=1.0
         )
         for after in (0, 1, 1, 10):
             one.now += after
@@ -338,7 +338,7 @@ def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
     run(steps())
 
 
-def test_a_redis_that_has_lost_a_scope_waits_for_the_longest_lease(redis):
+def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
     async def steps(one):
         await initialize(one)
         await reserve(one, "a", seconds=20.0)

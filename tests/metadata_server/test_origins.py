@@ -159,14 +159,14 @@ def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
 def test_names_that_are_configured_are_known_and_their_pages_may_ask():
     settings = ServerSettings(allowed_hosts="meta.example.com, panel.example.com", host="10.1.2.3")
     security = Security.of(settings, MetadataService())
-    security.see_browser(
+    security.check_browser(
         {b"host": b"meta.example.com:18000", b"origin": b"https://panel.example.com"}
     )
-    security.see_browser(
+    security.check_browser(
         {b"host": b"META.example.com", b"origin": b"https://panel.example.com:8443"}
     )
     with pytest.raises(Exception, match="HICACHE_METADATA_ALLOWED_HOSTS"):
-        security.see_browser({b"host": b"other.example.com"})
+        security.check_browser({b"host": b"other.example.com"})
 
 
 def test_no_more_hosts_are_remembered_than_are_needed():

@@ -21,7 +21,7 @@ from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 
-LASTING = f"env HICACHE_METADATA_MOST_PIN_SECONDS=900 {SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
+LASTING = f"env HICACHE_METADATA_MAX_PIN_SECONDS=900 {SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
 SLOTS = 130
 ODD = 'a/b?c#d%2F "<img src=x onerror=alert(1)>" é'
 SCOPE = "0:kv-1f0c9a3b"

@@ -16,7 +16,7 @@ from hicache_conformance.protocol.v2_client import V2Scope
 from tests.conformance.metadata.judging import broken, conforms_entirely, errors, judged
 from tests.metadata_server.servers import DURABLE, SERVE, Served, served
 from tests.metadata_server.token_files import write_tokens
-from tests.metadata_server.writers import SLOTS, Writer, see_kept
+from tests.metadata_server.writers import SLOTS, Writer, check_kept
 
 # A lease that ends before it is committed would be no loss.
 LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 300"
@@ -40,7 +40,7 @@ def test_every_acknowledged_change_survives_kill_9(seed):
         assert all(writer.live or writer.unsure for writer in writers), (
             "a writer got nothing done before the kill"
         )
-        see_kept(scope, writers)
+        check_kept(scope, writers)
 
 
 def test_sigterm_answers_what_was_accepted_and_keeps_it():

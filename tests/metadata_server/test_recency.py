@@ -160,15 +160,15 @@ def test_long_use(seed, monkeypatch):
 def test_what_is_outdated_is_forgotten():
     model, chance = Model(), random.Random(0)
     model.add(list(range(SLOTS)))
-    most = most_chunks = 0
+    most = max_chunks = 0
     for _ in range(20_000):
         # Some all the time, some seldom: chunks that hold little, which can only be tidied.
         model.use([min(int(chance.expovariate(0.3)), SLOTS - 1)])
         most = max(most, model.recency._entries)
-        most_chunks = max(most_chunks, len(model.recency._chunks))
+        max_chunks = max(max_chunks, len(model.recency._chunks))
     model.see()
     assert most < 4 * (SLOTS + recency.CHUNK), "entries are bounded by the pages, not by the uses"
-    assert most_chunks < 21, "chunks that hold little are joined; there would be one for each page"
+    assert max_chunks < 21, "chunks that hold little are joined; there would be one for each page"
 
 
 def test_restored_in_order():
@@ -194,7 +194,7 @@ def test_histories_over_many_chunks(seed):
     history = History(random.Random(100 + seed), 12, 20)
     for _ in range(1200):
         history.step()
-    history.see_nothing_lost()
+    history.check_nothing_lost()
 
 
 @pytest.mark.parametrize("seed", range(5))

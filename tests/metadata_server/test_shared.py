@@ -16,7 +16,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared.address import shown
-from hicache_metadata_server.shared.assembly import open_link, see_store
+from hicache_metadata_server.shared.assembly import check_store, open_link
 from hicache_metadata_server.shared.connection import Link
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
@@ -104,23 +104,23 @@ async def stored(
 def test_more_durability_than_redis_keeps_is_refused(tmp_path):
     with redis_server(tmp_path, appendonly="yes", appendfsync="everysec") as redis:
         client = redis.client()
-        see_store(redis.url, p.Durability.NONE)
+        check_store(redis.url, p.Durability.NONE)
         with pytest.raises(
             StoreError,
             match=r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`",
         ):
-            see_store(redis.url, p.Durability.PROCESS)
+            check_store(redis.url, p.Durability.PROCESS)
         client.config_set("appendfsync", "no")
-        see_store(redis.url, p.Durability.PROCESS)
+        check_store(redis.url, p.Durability.PROCESS)
         with pytest.raises(
             StoreError, match=r"keep durability 'process', not 'machine'.*`appendfsync always`"
         ):
-            see_store(redis.url, p.Durability.MACHINE)
+            check_store(redis.url, p.Durability.MACHINE)
         client.config_set("appendfsync", "always")
-        see_store(redis.url, p.Durability.MACHINE)
+        check_store(redis.url, p.Durability.MACHINE)
         client.config_set("appendonly", "no")
         with pytest.raises(StoreError, match="appendonly no"):
-            see_store(redis.url, p.Durability.PROCESS)
+            check_store(redis.url, p.Durability.PROCESS)
 
 
 def test_a_redis_that_evicts_is_refused(tmp_path):
@@ -128,12 +128,12 @@ def test_a_redis_that_evicts_is_refused(tmp_path):
         redis_server(tmp_path, maxmemory_policy="allkeys-lru") as redis,
         pytest.raises(StoreError, match=r"maxmemory-policy is allkeys-lru.*set it to noeviction"),
     ):
-        see_store(redis.url, p.Durability.NONE)
+        check_store(redis.url, p.Durability.NONE)
 
 
 def test_where_settings_are_not_told_the_operator_is_trusted(tmp_path):
     with redis_server(tmp_path, rename_command='CONFIG ""') as redis:
-        see_store(redis.url, p.Durability.MACHINE)
+        check_store(redis.url, p.Durability.MACHINE)
 
 
 def test_a_replica_is_refused(redis, tmp_path):
@@ -141,15 +141,15 @@ def test_a_replica_is_refused(redis, tmp_path):
         redis_server(tmp_path, replicaof=f"127.0.0.1 {redis.port}") as replica,
         pytest.raises(StoreError, match="this is a replica"),
     ):
-        see_store(replica.url, p.Durability.NONE)
+        check_store(replica.url, p.Durability.NONE)
 
 
 def test_a_node_of_a_cluster_is_named_as_one(cluster):
-    see_store(cluster.url, p.Durability.NONE)
+    check_store(cluster.url, p.Durability.NONE)
     with pytest.raises(StoreError, match=r"redis\+cluster://"):
-        see_store(cluster.nodes[0].url, p.Durability.NONE)
+        check_store(cluster.nodes[0].url, p.Durability.NONE)
     with pytest.raises(StoreError, match="keep durability 'none', not 'process'"):
-        see_store(cluster.url, p.Durability.PROCESS)
+        check_store(cluster.url, p.Durability.PROCESS)
 
 
 def test_addresses():
@@ -162,9 +162,9 @@ def test_addresses():
 
 
 def test_valkey_and_sockets_are_addresses_too(redis, tmp_path):
-    see_store(redis.url.replace("redis", "valkey"), p.Durability.NONE)
+    check_store(redis.url.replace("redis", "valkey"), p.Durability.NONE)
     with redis_server(tmp_path, unixsocket=tmp_path / "s"):
-        see_store(f"unix://{tmp_path}/s", p.Durability.NONE)
+        check_store(f"unix://{tmp_path}/s", p.Durability.NONE)
 
 
 # Repeated requests.
@@ -343,7 +343,7 @@ def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
             assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
             limits = service.limits
             service.catalog.clock_offset += round(
-                (limits.most_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS
+                (limits.max_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS
             )
             assert (await leased(service, ["a"])).states == [p.Reserved.LEASED]
 

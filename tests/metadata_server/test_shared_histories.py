@@ -29,7 +29,7 @@ async def run(history, steps):
     try:
         for _ in range(steps):
             await history.step()
-        await history.see_nothing_lost()
+        await history.check_nothing_lost()
     finally:
         await history.end()
 

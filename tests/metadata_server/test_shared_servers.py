@@ -16,7 +16,7 @@ from tests.conformance.metadata.judging import conforms_entirely, judged
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.token_files import write_tokens
-from tests.metadata_server.writers import SLOTS, Writer, see_kept
+from tests.metadata_server.writers import SLOTS, Writer, check_kept
 
 SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
 
@@ -81,7 +81,7 @@ def test_every_acknowledged_change_survives_kill_9(tmp_path, killed):
             places[0].start()
         scopes[0].client.http.drop()
         until(lambda: scopes[0].client.http.get("/readyz").status == 200)
-        see_kept(scopes[0], writers)
+        check_kept(scopes[0], writers)
 
 
 def until(condition):

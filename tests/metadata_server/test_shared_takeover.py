@@ -21,7 +21,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RefusedError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import preflight as opening
-from hicache_metadata_server.shared.assembly import see_store
+from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.connecting import _Sentinels
 from hicache_metadata_server.shared.connection import Link
 from hicache_metadata_server.shared.fsck import fsck
@@ -140,9 +140,9 @@ def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, monkeypatch)
     # Where a line goes depends on what has configured logs in this process before.
     lines = structlog.testing.CapturingLogger()
     monkeypatch.setattr(opening, "_log", lines)
-    see_store(pair[0].url, p.Durability.NONE, 1)
+    check_store(pair[0].url, p.Durability.NONE, 1)
     assert not lines.calls
-    see_store(pair[0].url, p.Durability.NONE, 2)
+    check_store(pair[0].url, p.Durability.NONE, 2)
     [line] = lines.calls
     assert (line.method_name, line.args) == ("warning", ("replicas_missing",))
     assert (line.kwargs["wanted"], line.kwargs["connected"]) == (2, 1)
@@ -314,7 +314,7 @@ async def grows(told, more):
 
 def test_sentinels_tell_who_the_primary_is_now(tmp_path):
     with redis_replicas(tmp_path, 2) as servers, sentinels(tmp_path, servers[0], replicas=2) as url:
-        see_store(url, p.Durability.NONE, 1)
+        check_store(url, p.Durability.NONE, 1)
         run(under_load(url, servers[0].kill, after=400))
 
 
@@ -355,7 +355,7 @@ def test_sentinels_that_know_no_such_primary(pair, tmp_path):
         sentinels(tmp_path, pair[0], replicas=1, number=1) as url,
         pytest.raises(StoreError, match="No master found for 'other'"),
     ):
-        see_store(url.replace("/cache/", "/other/"), p.Durability.NONE)
+        check_store(url.replace("/cache/", "/other/"), p.Durability.NONE)
 
 
 def test_a_cluster_promotes_a_replica(tmp_path):
@@ -363,7 +363,7 @@ def test_a_cluster_promotes_a_replica(tmp_path):
     with redis_cluster(
         tmp_path, replicas=3, cluster_node_timeout=600, cluster_replica_validity_factor=0
     ) as cluster:
-        see_store(cluster.url, p.Durability.NONE, 1)
+        check_store(cluster.url, p.Durability.NONE, 1)
 
         async def scenario():
             keys = [f"k{number}" for number in range(200)]

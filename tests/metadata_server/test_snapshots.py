@@ -176,7 +176,7 @@ def test_a_copy_has_the_pages_and_goes_on_growing(seed, steps, tmp_path_factory)
         assert all(lease >= service.counters().lease for lease in leases if lease)
         held = leased(scope)
         assert held.isdisjoint(leased(other)), "an old writer may still write there"
-    copied.settle(engine.now + DEFAULTS.most_lease_seconds, 10_000)
+    copied.settle(engine.now + DEFAULTS.max_lease_seconds, 10_000)
     for name, scope in service.scopes.items():
         assert all(copied.scopes[name].table.states[slot] == 0 for slot in leased(scope))
 

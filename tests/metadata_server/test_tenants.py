@@ -157,7 +157,7 @@ def place(tmp_path):
     )
     quotas = tmp_path / "tenants.toml"
     quotas.write_text(
-        "[tenants.acme]\nmost_scopes = 30\nmost_slots = 2000\nmost_bytes = 1_000_000\n"
+        "[tenants.acme]\nmax_scopes = 30\nmax_slots = 2000\nmax_bytes = 1_000_000\n"
     )
     with served(f"{DURABLE} --token-file {tokens} --tenants-file {quotas}", "operator") as (
         place,
@@ -306,7 +306,7 @@ def test_a_refusal_says_when_to_come_again(tmp_path):
 def test_a_file_of_quotas(tmp_path):
     file = tmp_path / "tenants.toml"
     file.write_text(
-        '[default]\nmost_scopes = 4\n[tenants.acme]\nmost_bytes = "2GiB"\nmost_slots = '
+        '[default]\nmax_scopes = 4\n[tenants.acme]\nmax_bytes = "2GiB"\nmax_slots = '
         "7\nrequests_per_second = 10\n[tenants.free]\n"
     )
     quotas = read_tenants_file(file)
@@ -323,16 +323,16 @@ def test_a_file_of_quotas(tmp_path):
     [
         (
             "[default]\nmost_pages = 1",
-            "default.most_pages: there is no such key; did you mean 'most_scopes'",
+            "default.max_pages: there is no such key; did you mean 'max_scopes'",
         ),
         (
-            "[tenants.acme]\nmost_slot = 1",
-            "tenants.acme.most_slot: there is no such key; did you mean 'most_slots'?",
+            "[tenants.acme]\nmax_slot = 1",
+            "tenants.acme.max_slot: there is no such key; did you mean 'max_slots'?",
         ),
-        ("[defaults]\nmost_slots = 1", "defaults: there is no such key; did you mean 'default'?"),
+        ("[defaults]\nmax_slots = 1", "defaults: there is no such key; did you mean 'default'?"),
         ("zzz = 1", "zzz: there is no such key; there are default, tenants"),
-        ("[tenants.a]\nmost_slots = -1", "tenants.a.most_slots"),
-        ("[tenants.a]\nmost_bytes = 'much'", "tenants.a.most_bytes"),
+        ("[tenants.a]\nmax_slots = -1", "tenants.a.max_slots"),
+        ("[tenants.a]\nmax_bytes = 'much'", "tenants.a.max_bytes"),
         ("[tenants.a]\nrequests_per_second = 0", "requests_per_second"),
         ("[tenants.a]\nrequests_per_second = inf", "requests_per_second"),
         ("[tenants.a]\nburst = 5", "burst needs requests_per_second"),

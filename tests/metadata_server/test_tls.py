@@ -60,12 +60,12 @@ def shown(place, context, name="localhost"):
     host = urlsplit(place.url)
     plain = socket.create_connection((host.hostname, host.port), timeout=10)
     with plain, context.wrap_socket(plain, server_hostname=name) as connection:
-        see_alive(connection)
+        check_alive(connection)
         subject = dict(pair[0] for pair in connection.getpeercert()["subject"])
         return subject["commonName"], connection.version()
 
 
-def see_alive(connection):
+def check_alive(connection):
     connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
     assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
@@ -166,7 +166,7 @@ def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
                 "also for a client that names no host"
             )
             # Connections that are open go on.
-            see_alive(open_before)
+            check_alive(open_before)
         # A key that does not belong to its certificate, then one that does.
         (tmp_path / "server.key").write_bytes(authority.sign("third")[1].read_bytes())
         os.kill(place._process.pid, signal.SIGHUP)

@@ -57,7 +57,7 @@ class Writer(threading.Thread):
             self.wire.close()
 
 
-def see_kept(scope, writers):
+def check_kept(scope, writers):
     """All that was acknowledged is there, each page in a slot of its own, and the server finds
     nothing wrong."""
     owners = {}

@@ -198,9 +198,7 @@ class ServerContext:
 
         def all_have_leases() -> bool:
             missing = [key for key in keys if key not in leases]
-            answer = scope.reserve(
-                missing, lease_seconds=self.server_info.limits.most_lease_seconds
-            )
+            answer = scope.reserve(missing, lease_seconds=self.server_info.limits.max_lease_seconds)
             for key, state, lease in zip(missing, answer.states, answer.leases, strict=True):
                 if state is Reserved.LEASED:
                     leases[key] = lease

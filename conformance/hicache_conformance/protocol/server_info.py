@@ -20,9 +20,9 @@ UNKNOWN_LIMITS: Final = Limits(
     scopes=16,
     key_bytes=512,
     lease_seconds=30,
-    least_lease_seconds=1,
-    most_lease_seconds=600,
-    most_pin_seconds=60,
+    min_lease_seconds=1,
+    max_lease_seconds=600,
+    max_pin_seconds=60,
     quarantine_seconds=0,
     idempotency_seconds=60,
 )

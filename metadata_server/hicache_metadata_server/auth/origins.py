@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PRIVATE: Final = (".localhost", ".local", ".internal")
 """Names that nobody can register."""
 OPTION: Final = "HICACHE_METADATA_ALLOWED_HOSTS"
-MOST_KNOWN: Final = 1024
+MAX_KNOWN: Final = 1024
 _OWN_SITE: Final = (b"same-origin", b"none")
 
 
@@ -45,25 +45,25 @@ class Origins:
         """
         host = headers.get(b"host", b"")
         if host not in self._known:
-            self._see_host(host)
+            self._check_host(host)
         origin = headers.get(b"origin")
         if origin is not None:
-            self._see_origin(origin, host)
+            self._check_origin(origin, host)
         elif headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
             raise _refused(
                 "a page of another site has sent this request, and this server has no tokens",
                 "Sec-Fetch-Site",
             )
 
-    def _see_host(self, host: bytes) -> None:
+    def _check_host(self, host: bytes) -> None:
         name = _name_of(host)
         if not (self._is_private(name) or name in self._names):
             message = f"this server has no tokens, and does not know itself as {name[:100]!r}: name it in {OPTION}, or give the server tokens"
             raise _refused(message, "Host")
-        if len(self._known) < MOST_KNOWN:
+        if len(self._known) < MAX_KNOWN:
             self._known.add(host)
 
-    def _see_origin(self, origin: bytes, host: bytes) -> None:
+    def _check_origin(self, origin: bytes, host: bytes) -> None:
         _, _, place = origin.lower().partition(b"://")
         if not place or (place != host.lower() and _name_of(place) not in self._allowed):
             raise _refused(

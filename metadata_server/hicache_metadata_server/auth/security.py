@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
     from hicache_metadata_server.settings import ServerSettings
 
-LEAST_CHARACTERS: Final = 16
+MIN_CHARACTERS: Final = 16
 """Of a token in the environment, below which it is complained about."""
 
 _log = structlog.get_logger()
@@ -76,7 +76,7 @@ class Security:
             raise
         return made
 
-    def see_browser(self, headers: Mapping[bytes, bytes]) -> None:
+    def check_browser(self, headers: Mapping[bytes, bytes]) -> None:
         """See that no page of another site has sent a request: where there are tokens, it has none.
 
         Raises:
@@ -164,12 +164,12 @@ class Security:
         for file in (settings.token_file, settings.tls_key):
             if file is not None and readable_by_all(file):
                 _log.warning("readable_by_all", file=str(file))
-        short = [kind for token, kind in settings.tokens().items() if len(token) < LEAST_CHARACTERS]
+        short = [kind for token, kind in settings.tokens().items() if len(token) < MIN_CHARACTERS]
         for kind in short:
             _log.warning(
                 "short_token",
                 variable=f"HICACHE_METADATA_{kind.upper()}_TOKEN",
-                least_characters=LEAST_CHARACTERS,
+                min_characters=MIN_CHARACTERS,
             )
         if not self.tokens and settings.host not in ("127.0.0.1", "::1", "localhost"):
             _log.warning(

@@ -24,16 +24,16 @@ class TenantQuota(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    most_scopes: Annotated[int, Field(ge=0)] | None = None
-    most_slots: Annotated[int, Field(ge=0)] | None = None
-    most_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
+    max_scopes: Annotated[int, Field(ge=0)] | None = None
+    max_slots: Annotated[int, Field(ge=0)] | None = None
+    max_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
     """Slots times slot bytes, in all of its scopes; such as `"2TiB"`."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
     """Requests at once after a pause; as many as in a second, if it is left out."""
 
     @model_validator(mode="after")
-    def _see_burst(self) -> TenantQuota:
+    def _check_burst(self) -> TenantQuota:
         if self.burst is not None and self.requests_per_second is None:
             raise ValueError("burst needs requests_per_second")
         return self
@@ -42,9 +42,9 @@ class TenantQuota(BaseModel):
     def quota(self) -> Quota:
         """As the service counts it."""
         return Quota(
-            self.most_scopes,
-            self.most_slots,
-            self.most_bytes,
+            self.max_scopes,
+            self.max_slots,
+            self.max_bytes,
             self.requests_per_second,
             self.burst or 0.0,
         )
@@ -60,7 +60,7 @@ class TenantsFile(BaseModel):
     tenants: dict[str, TenantQuota] = {}
 
     @model_validator(mode="after")
-    def _see_names(self) -> TenantsFile:
+    def _check_names(self) -> TenantsFile:
         for name in self.tenants:
             if not re.fullmatch(NAME, name):
                 raise ValueError(f"a tenant is called {NAME}, not {name!r}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "hmt_"
 """Begins every token that is made here, so that whoever looks for secrets in texts can tell one."""
 TOKEN_BYTES: Final = 32
-LEAST_CHARACTERS: Final = 32
+MIN_CHARACTERS: Final = 32
 """Of a token that is taken over: of a shorter one its digest might tell it."""
 WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _PLAIN_LINE: Final = re.compile(r"(read|write|admin)[ \t]+(\S+)")
@@ -191,9 +191,9 @@ def read_plain_file(path: Path) -> list[TokenRecord]:
             raise TokenFileError(
                 f"{path}, line {number}: expected read, write or admin, and a token"
             )
-        if len(match[2]) < LEAST_CHARACTERS:
+        if len(match[2]) < MIN_CHARACTERS:
             raise TokenFileError(
-                f"{path}, line {number}: a token of less than {LEAST_CHARACTERS} characters; make "
+                f"{path}, line {number}: a token of less than {MIN_CHARACTERS} characters; make "
                 f"a new one"
             )
         record = record_of(match[2], match[1], name=f"line-{number}")

@@ -24,12 +24,12 @@ def snapshot_of(service: MetadataService, now: float) -> Iterator[Part]:
         scope = service.scopes[name]
         yield ScopeHead(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
         for first in range(0, len(scope.table), PIECE):
-            yield from taken(scope, first, first + PIECE, now, service.limits.most_lease_seconds)
+            yield from taken(scope, first, first + PIECE, now, service.limits.max_lease_seconds)
     yield service.counters()
 
 
 def taken(
-    scope: Scope, first: int, end: int, now: float, most_lease_seconds: float
+    scope: Scope, first: int, end: int, now: float, max_lease_seconds: float
 ) -> tuple[Pages, Rests]:
     """The slots from `first` up to `end` as they are now.
 
@@ -52,20 +52,20 @@ def taken(
         keys=[table.keys[slot] for slot in live],
         prefixes=[table.prefixes[slot] for slot in live],
     )
-    until = [_until(scope, slot, now, most_lease_seconds) for slot in others]
+    until = [_until(scope, slot, now, max_lease_seconds) for slot in others]
     return pages, Rests(others, [table.generations[slot] for slot in others], until)
 
 
-def _until(scope: Scope, slot: int, now: float, most_lease_seconds: float) -> float:
+def _until(scope: Scope, slot: int, now: float, max_lease_seconds: float) -> float:
     state = scope.table.states[slot]
     if state == FREE:
         return 0.0
     if state == LEASED:
-        return now + most_lease_seconds
+        return now + max_lease_seconds
     # A slot that a clear has let go may not have been told yet when its quarantine ends.
     ends = [
         scope.table.until[slot],
         scope.cleared_until,
         *scope.pins.by_slot.get(slot, {}).values(),
     ]
-    return min(max(ends), now + most_lease_seconds)
+    return min(max(ends), now + max_lease_seconds)

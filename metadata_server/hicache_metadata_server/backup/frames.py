@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HEAD: Final = struct.Struct("<QQ")
 """Of a record: the bytes of the payload, and the checksum of its number in the file and the
 payload."""
-MOST_BYTES: Final = 256 << 20
+MAX_BYTES: Final = 256 << 20
 """Of a payload. None is as long; a length that is damaged may say so."""
 
 
@@ -83,8 +83,8 @@ class FrameReader:
         head = self._file.read(_HEAD.size)
         if not head:
             return None
-        length, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (MOST_BYTES + 1, 0)
-        if length > MOST_BYTES:
+        length, checksum = _HEAD.unpack(head) if len(head) == _HEAD.size else (MAX_BYTES + 1, 0)
+        if length > MAX_BYTES:
             raise SnapshotError(f"record {self._number} is cut short or damaged")
         payload = self._file.read(length)
         if len(payload) < length or _checksum(self._number, payload) != checksum:

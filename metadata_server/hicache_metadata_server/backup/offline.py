@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened_store(
-    url: str, most_lease_seconds: float = DEFAULTS.most_lease_seconds
+    url: str, max_lease_seconds: float = DEFAULTS.max_lease_seconds
 ) -> Generator[MetadataService]:
     """What a store has kept, as a server would take it over; nobody else can open it meanwhile, and
     nothing in it is changed.
@@ -37,7 +37,7 @@ def opened_store(
         raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
     store, now = open_store(url), time.time()
     try:
-        limits = structs.replace(DEFAULTS, most_lease_seconds=most_lease_seconds)
+        limits = structs.replace(DEFAULTS, max_lease_seconds=max_lease_seconds)
         service = MetadataService(limits, durability=store.durability)
         service.restore(store.recover(now), store.rows, now)
         yield service

@@ -16,7 +16,7 @@ from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.exporting import read_slots, tasks_of
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys
-from hicache_metadata_server.shared.preflight import see_redis
+from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.scopes import Task
 from hicache_metadata_server.shared.script_results import NOT_ONCE
 from hicache_metadata_server.shared.service import TOGETHER, SharedService
@@ -192,7 +192,7 @@ class RedisTarget:
             first, used = 0, 1
             while first < used:
                 read = read_slots(
-                    catalog, head.geometry.scope, first, PIECE, now, DEFAULTS.most_lease_seconds
+                    catalog, head.geometry.scope, first, PIECE, now, DEFAULTS.max_lease_seconds
                 )
                 pages, rests, used, *_ = self._store.do(read)
                 yield pages
@@ -203,7 +203,7 @@ class RedisTarget:
 async def _connected(url: str) -> SharedService:
     link = open_link(url)
     try:
-        await see_redis(link, p.Durability.NONE)
+        await check_redis(link, p.Durability.NONE)
     except BaseException:
         await link.close()
         raise

@@ -61,7 +61,7 @@ MostLease = Annotated[
     typer.Option(
         help="How long a lease may last in a store that no server has open: so long its slot stays "
         "in quarantine.",
-        envvar="HICACHE_METADATA_MOST_LEASE_SECONDS",
+        envvar="HICACHE_METADATA_MAX_LEASE_SECONDS",
         min=0.001,
     ),
 ]
@@ -78,7 +78,7 @@ def copy(
             metavar="SECONDS", min=0, help="For leases that are out, of a server that runs."
         ),
     ] = 60.0,
-    most_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -99,18 +99,18 @@ def copy(
         if is_shared(source):
             taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
             tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _see_unchanged(taken)
+            _check_unchanged(taken)
         elif source.startswith(HTTP):
             remote = remote_of(source, token_file, ca, certificate)
             taken = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
             tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _see_unchanged(taken)
+            _check_unchanged(taken)
         else:
             tally = fill(
                 target,
                 without_scopes(
-                    stack.enter_context(_stored(source, most_lease_seconds)), names, dropped
+                    stack.enter_context(_stored(source, max_lease_seconds)), names, dropped
                 ),
             )
         target.keep()
@@ -126,7 +126,7 @@ def backup(
         Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")
     ],
     replace: Replace = False,
-    most_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MostLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -152,7 +152,7 @@ def backup(
                 drained=False
             )
         else:
-            parts = stack.enter_context(_stored(source, most_lease_seconds))
+            parts = stack.enter_context(_stored(source, max_lease_seconds))
         tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
     _print(tally, f"{file}: {file.stat().st_size:,} bytes in {time.monotonic() - begin:.1f} s")
 
@@ -169,7 +169,7 @@ def restore(
         ),
     ] = None,
     without: Without = None,
-    most_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MostLease = 600.0,
 ) -> None:
     """Fill a store from a backup. Pages that no reader can verify are left out: their slots may
     hold other pages by now."""
@@ -190,7 +190,7 @@ def restore(
             parts = verifiable(without_scopes(found.parts(), set(without or ()), dropped), dropped)
             if checker is not None:
                 parts = only_whole(parts, checker, dropped)
-            tally = fill(target, restored(parts, time.time() + most_lease_seconds))
+            tally = fill(target, restored(parts, time.time() + max_lease_seconds))
             target.keep()
     hours = (time.time() - found.origin.created) / 3600
     _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
@@ -210,12 +210,12 @@ def _checker(files: Path) -> PageChecker:
 
 
 @contextmanager
-def _stored(url: str, most_lease_seconds: float) -> Generator[Iterable[Part]]:
+def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[Part]]:
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.offline import opened_store
     from hicache_metadata_server.backup.parts import SnapshotError
 
-    with opened_store(url, most_lease_seconds) as service:
+    with opened_store(url, max_lease_seconds) as service:
         problems = service.recovery_problems
         if problems:
             raise SnapshotError(
@@ -258,7 +258,7 @@ def _draining(remote: Remote, wait: float) -> Generator[None]:
         raise
 
 
-def _see_unchanged(source: RemoteSource) -> None:
+def _check_unchanged(source: RemoteSource) -> None:
     from hicache_metadata_server.backup.parts import SnapshotError
 
     changed = source.changed()

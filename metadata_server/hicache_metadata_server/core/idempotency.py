@@ -23,7 +23,7 @@ def digest_of(path: str, content_type: str, body: bytes) -> bytes:
     return xxhash.xxh3_128_digest(b"%b %b %b" % (path.encode(), content_type.encode(), body))
 
 
-def see_once(once: str) -> None:
+def check_once(once: str) -> None:
     """See that a client's idempotency key is not too long.
 
     Raises:

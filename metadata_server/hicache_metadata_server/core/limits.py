@@ -27,9 +27,9 @@ DEFAULTS: Final = Limits(
     scopes=64,
     key_bytes=1024,
     lease_seconds=30,
-    least_lease_seconds=0.2,
-    most_lease_seconds=600,
-    most_pin_seconds=60,
+    min_lease_seconds=0.2,
+    max_lease_seconds=600,
+    max_pin_seconds=60,
     quarantine_seconds=5,
     idempotency_seconds=60,
 )
@@ -135,7 +135,7 @@ class Measure:
             raise invalid(f"{len(column)} entries for {len(rows)}", field)
 
 
-def see_limits(request: Columns, limits: Limits) -> None:
+def check_limits(request: Columns, limits: Limits) -> None:
     """See that a request is within the limits.
 
     Raises:
@@ -155,7 +155,7 @@ def see_limits(request: Columns, limits: Limits) -> None:
             measure.deleted(request.scopes)
 
 
-def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
+def check_slots(request: p.CompatibleConfirm, slots: int) -> None:
     """See that the slots of a confirm are some that its scope has.
 
     Raises:
@@ -171,7 +171,7 @@ def see_slots(request: p.CompatibleConfirm, slots: int) -> None:
             raise invalid(f"there are {slots} pages", f"{field}[{where}]")
 
 
-def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
+def check_earlier_leases(request: p.Initialize) -> dict[str, float]:
     """How long leases of an earlier server may last, by scope; of one that is named twice, the
     longest.
 
@@ -190,11 +190,11 @@ def see_earlier_leases(request: p.Initialize) -> dict[str, float]:
 def lease_seconds(limits: Limits, wish: float | None) -> float:
     """How long a lease lasts that is wished so."""
     return min(
-        max(wish or limits.lease_seconds, limits.least_lease_seconds), limits.most_lease_seconds
+        max(wish or limits.lease_seconds, limits.min_lease_seconds), limits.max_lease_seconds
     )
 
 
-def see_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
+def check_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
     """See that pages fit into the slots of their scopes (0: not known).
 
     Raises:

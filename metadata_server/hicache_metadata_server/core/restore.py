@@ -70,24 +70,22 @@ def rows_from(rows: Iterable[SlotRow], most: int = BATCH) -> Iterator[SlotRows]:
         yield SlotRows(*zip(*some, strict=True))
 
 
-def restore(
-    scope: Scope, batches: Iterable[SlotRows], now: float, longest_seconds: float
-) -> list[str]:
+def restore(scope: Scope, batches: Iterable[SlotRows], now: float, max_seconds: float) -> list[str]:
     """Fill a new scope; `epoch`, `cleared_until` and pins are set already. Returns what contradicts
     itself and was left out.
 
-    No lease and no quarantine lasts longer than `longest_seconds` from now: the clock may have been
+    No lease and no quarantine lasts longer than `max_seconds` from now: the clock may have been
     set back.
 
     Pages are taken to have been used in the order in which their leases were given: use itself is
     not written down.
     """
-    return _Restoring(scope, now, longest_seconds).run(batches)
+    return _Restoring(scope, now, max_seconds).run(batches)
 
 
 class _Restoring:
-    def __init__(self, scope: Scope, now: float, longest_seconds: float) -> None:
-        self.scope, self.now, self.latest = scope, now, now + longest_seconds
+    def __init__(self, scope: Scope, now: float, max_seconds: float) -> None:
+        self.scope, self.now, self.latest = scope, now, now + max_seconds
         self.problems: list[str] = []
 
     def run(self, batches: Iterable[SlotRows]) -> list[str]:

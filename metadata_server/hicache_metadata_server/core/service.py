@@ -26,10 +26,10 @@ from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
     Measure,
+    check_earlier_leases,
+    check_lengths,
+    check_limits,
     lease_seconds,
-    see_earlier_leases,
-    see_lengths,
-    see_limits,
 )
 from hicache_metadata_server.core.pin_table import PinBook
 from hicache_metadata_server.core.restore import restore
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.limits import Columns
     from hicache_metadata_server.core.restore import SlotRows
 
-MOST_SCOPES: Final = 4096
+MAX_SCOPES: Final = 4096
 LONGEST: Final = "longest"
 """A counter's name in the store."""
 _ZEROS: Final = (0, 0, 0)
@@ -75,7 +75,7 @@ class MetadataService:
         *,
         durability: p.Durability = p.Durability.NONE,
         name: str = "hicache-storage",
-        most_scopes: int = MOST_SCOPES,
+        max_scopes: int = MAX_SCOPES,
     ) -> None:
         self.limits = limits
         self.about = p.About(
@@ -85,7 +85,7 @@ class MetadataService:
             durability=durability,
             limits=limits,
         )
-        self.most_scopes = most_scopes
+        self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
         self.tenants = Tenants()
         self.answers = AnswerBook(limits.idempotency_seconds)
@@ -107,7 +107,7 @@ class MetadataService:
         """Of a scope."""
         self._started: float | None = None
         """Since when it knows of every lease that is given."""
-        self._longest = math.ceil(limits.most_lease_seconds + limits.quarantine_seconds)
+        self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds that a slot may be held and rest, by the longest limits that this store has seen:
         leases outlive a restart."""
         self._ceilings = {
@@ -126,7 +126,7 @@ class MetadataService:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
-        earlier = see_earlier_leases(request)
+        earlier = check_earlier_leases(request)
         wanted: dict[str, p.ScopeGeometry] = {}
         created = list[bool]()
         for i, part in enumerate(request.scopes):
@@ -148,13 +148,13 @@ class MetadataService:
                     )
             wanted.setdefault(part.scope, part)
         new = [part for name, part in wanted.items() if name not in self.scopes]
-        self.see_room(new, caller, "scopes")
+        self.check_room(new, caller, "scopes")
         self._started = now if self._started is None else self._started
         for part in new:
             scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
             until = (
                 self._started
-                + min(seconds, self.limits.most_lease_seconds)
+                + min(seconds, self.limits.max_lease_seconds)
                 + self.limits.quarantine_seconds
             )
             if seconds > 0 and until > now:
@@ -236,12 +236,12 @@ class MetadataService:
         Raises:
             RefusedError: it is not.
         """
-        see_limits(request, self.limits)
+        check_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
         if isinstance(request, p.Reserve) and self.draining:
             raise draining()
         if isinstance(request, p.Commit):
-            see_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
+            check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         """Where pages are; pinned for a time, if asked for."""
@@ -252,7 +252,7 @@ class MetadataService:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
         found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
-        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
             slots = (
                 scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
@@ -409,7 +409,7 @@ class MetadataService:
         """What some slots of a scope hold."""
         scope, limits = self._known(request.scope, "scope"), self.limits
         end = request.first + min(request.count, limits.keys)
-        pages, rests = taken(scope, request.first, end, now, limits.most_lease_seconds)
+        pages, rests = taken(scope, request.first, end, now, limits.max_lease_seconds)
         return exported(
             pages,
             rests,
@@ -576,11 +576,11 @@ class MetadataService:
         """The first of so many new leases, for pages that come from elsewhere."""
         return self._leases.take(count)
 
-    def see_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
+    def check_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
         """See that a caller may make these scopes, none of which is there."""
-        if new and len(self.scopes) + len(new) > self.most_scopes:
-            raise too_large(f"this server keeps {self.most_scopes} scopes", field)
-        self.tenants.see_quota(caller.tenant, self.held_by(caller.tenant), new, field)
+        if new and len(self.scopes) + len(new) > self.max_scopes:
+            raise too_large(f"this server keeps {self.max_scopes} scopes", field)
+        self.tenants.check_quota(caller.tenant, self.held_by(caller.tenant), new, field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """The scopes of one tenant, "" for those of none."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import other_size, stale
-from hicache_metadata_server.core.limits import Measure, see_slots
+from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.slot_table import LEASED
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 
@@ -40,7 +40,7 @@ class CompatibleService:
         known = self._service.scopes.get(name)
         if known is None:
             geometry = p.ScopeGeometry(scope=name, slots=request.num_pages)
-            self._service.see_room([geometry], caller, "namespace")
+            self._service.check_room([geometry], caller, "namespace")
             self._service.add_scope(geometry, caller.tenant)
         elif known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
@@ -94,7 +94,7 @@ class CompatibleService:
         )
         measure.entries(request.pages_to_release, "pages_to_release")
         scope = self._service.find(f"{rank}:{request.namespace}")
-        see_slots(request, scope.geometry.slots)
+        check_slots(request, scope.geometry.slots)
         scope.settle(now)
         refused = self._confirm(scope, request.written_keys_to_confirm)
         for i, done in enumerate(scope.release(request.pages_to_release, now)):

@@ -125,7 +125,7 @@ def import_scopes(
             SlotRow(slot, 0, LIVE, 1, key, "", "", lease, now, 0, 0)
             for lease, (key, slot) in enumerate(imported.pages, first)
         ]
-        problems = restore(scope, rows_from(rows), now, service.limits.most_lease_seconds)
+        problems = restore(scope, rows_from(rows), now, service.limits.max_lease_seconds)
         assert not problems, "what contradicts itself was dropped before"
         scope = service.find(imported.name)
         scope.changed = [[row.slot for row in rows]] if rows else []

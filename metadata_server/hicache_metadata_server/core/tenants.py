@@ -133,7 +133,7 @@ class Tenants:
                     403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number)
                 )
 
-    def see_quota(
+    def check_quota(
         self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str
     ) -> None:
         """See that a tenant that has some scopes may have others as well.

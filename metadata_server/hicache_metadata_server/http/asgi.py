@@ -77,10 +77,10 @@ class Front:
             server.security.rates,
             server.security.audit,
         )
-        self._see_browser = server.security.see_browser
+        self._check_browser = server.security.check_browser
         self._recorder, self._slowest = server.recorder, server.recorder.slowest
         self._reading = asyncio.Lock()
-        self.most_body = server.service.limits.body_bytes
+        self.max_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -97,7 +97,7 @@ class Front:
         begin, asked, path, body = time.perf_counter(), None, scope["path"], b""
         try:
             if path in PAGES and scope["method"] in LOOKS:
-                self._see_page(path, headers)
+                self._check_page(path, headers)
                 await self._app(scope, receive, send)
                 return
             asked = self.asked(path, scope["method"], headers)
@@ -128,8 +128,8 @@ class Front:
         except RefusedError:
             return OTHER
 
-    def _see_page(self, path: str, headers: dict[bytes, bytes]) -> None:
-        self._see_browser(headers)
+    def _check_page(self, path: str, headers: dict[bytes, bytes]) -> None:
+        self._check_browser(headers)
         caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
         if caller.tenant and path not in OPEN_PAGES:
             message = f"{path} tells of all tenants, and needs a token without one"
@@ -147,7 +147,7 @@ class Front:
             adopt(headers.get(REQUEST_ID)),
             headers.get(b"authorization", b""),
         )
-        self._see_browser(headers)
+        self._check_browser(headers)
         try:
             endpoint = self._desk.endpoint(path)
         except RefusedError:
@@ -264,7 +264,7 @@ class Front:
 
     async def _body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self.most_body:
+        if length.isdigit() and int(length) > self.max_body:
             raise self._too_large()
         message = await receive()
         if not message.get("more_body"):
@@ -274,7 +274,7 @@ class Front:
             message = await receive()
             parts.append(self._part(message))
             size += len(parts[-1])
-            if size > self.most_body:
+            if size > self.max_body:
                 raise self._too_large()
         return b"".join(parts)
 
@@ -285,7 +285,7 @@ class Front:
         return part
 
     def _too_large(self) -> RefusedError:
-        return too_large(f"a body of more than {self.most_body} bytes", "body")
+        return too_large(f"a body of more than {self.max_body} bytes", "body")
 
 
 def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:

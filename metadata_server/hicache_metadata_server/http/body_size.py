@@ -25,7 +25,7 @@ VALUES_PER_SCOPE: Final = 16
 _TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|,', re.DOTALL)
 
 
-def most_values(limits: Limits) -> int:
+def max_values(limits: Limits) -> int:
     """More than any request within these limits holds."""
     return VALUES_PER_ENTRY * limits.keys + VALUES_PER_SCOPE * limits.scopes + 64
 

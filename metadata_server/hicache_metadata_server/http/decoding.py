@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from hicache_metadata_server.core.errors import RefusedError, invalid, too_large
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.http.body_size import holds_more_values, most_values
+from hicache_metadata_server.http.body_size import holds_more_values, max_values
 from hicache_metadata_server.protocol import JSON, MSGPACK
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Body:
             raise RefusedError(
                 415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type"
             )
-        if holds_more_values(body, content_type, most_values(self._limits)):
+        if holds_more_values(body, content_type, max_values(self._limits)):
             raise too_large(f"more than {self._limits.keys} entries", "body")
         try:
             return self._decoders[content_type].decode(body)

@@ -89,7 +89,7 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or int(length) > front.most_body or b"transfer-encoding" in headers:
+        if not length.isdigit() or int(length) > front.max_body or b"transfer-encoding" in headers:
             return None
         try:
             # One with a query or an escape is no path that is known.

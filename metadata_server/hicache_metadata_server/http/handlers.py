@@ -14,7 +14,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.chunking import is_long, joined, pieces_of
 from hicache_metadata_server.core.errors import RefusedError, invalid
-from hicache_metadata_server.core.idempotency import digest_of, see_once
+from hicache_metadata_server.core.idempotency import check_once, digest_of
 from hicache_metadata_server.core.sglang import CompatibleService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
@@ -149,18 +149,18 @@ class Desk:
         """
         if endpoint.body is None:
             # Whatever a GET says of a body that it has not.
-            self._see_tenant(endpoint, None, caller)
+            self._check_tenant(endpoint, None, caller)
             return Request(
                 endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller
             )
         message = endpoint.body.decode(body, content_type)
-        self._see_tenant(endpoint, message, caller)
+        self._check_tenant(endpoint, message, caller)
         is_a_long_one = (
             len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
         )
         if not once or not endpoint.once:
             return Request(endpoint, message, content_type, is_a_long_one, caller=caller)
-        see_once(once)
+        check_once(once)
         # No header has a carriage return in it, so that no tenant finds what another's key has been
         # answered.
         once = f"{caller.tenant}\r{once}" if caller.tenant else once
@@ -254,7 +254,7 @@ class Desk:
     def _compatible_part(self) -> Any:
         return CompatibleService(self.service)
 
-    def _see_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
+    def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if caller.sees_all:
             return
         if endpoint.names is not None:

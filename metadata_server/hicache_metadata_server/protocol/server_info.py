@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from hicache_metadata_server.protocol.elements import Answer, Durability, Positive, Seconds
 
@@ -34,10 +34,10 @@ class Limits(Answer, frozen=True, kw_only=True):
     lease_seconds: Seconds
     """Of a reservation that asks for no time of its own, and of every reservation of the compatible
     part."""
-    least_lease_seconds: Seconds
-    most_lease_seconds: Seconds
+    min_lease_seconds: Seconds = field(name="least_lease_seconds")
+    max_lease_seconds: Seconds = field(name="most_lease_seconds")
     """Longer wishes are cut to this, shorter ones raised to the least."""
-    most_pin_seconds: Seconds
+    max_pin_seconds: Seconds = field(name="most_pin_seconds")
     quarantine_seconds: Annotated[float, Meta(ge=0)]
     idempotency_seconds: Seconds
     """How long an idempotency key is remembered."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
-from hicache_metadata_server.core.service import MOST_SCOPES
+from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.shared.connection import Link
 from hicache_metadata_server.shared.handlers import SharedDesk
-from hicache_metadata_server.shared.preflight import see_redis
+from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import MemoryStore, StoreError
 
@@ -25,7 +25,7 @@ def shared_service(
     durability: p.Durability,
     *,
     name: str = "hicache-storage",
-    most_scopes: int = MOST_SCOPES,
+    max_scopes: int = MAX_SCOPES,
     replicas: int = 0,
 ) -> SharedService:
     """What one server of several knows of a store; its connections are made in the event loop that
@@ -39,7 +39,7 @@ def shared_service(
         ValueError: the address is none.
     """
     return SharedService(
-        open_link(url, replicas), limits, durability=durability, name=name, most_scopes=most_scopes
+        open_link(url, replicas), limits, durability=durability, name=name, max_scopes=max_scopes
     )
 
 
@@ -57,7 +57,7 @@ def shared_app(
     )
 
 
-def see_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
+def check_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
     """See that the store is there and keeps what is promised.
 
     Raises:
@@ -68,7 +68,7 @@ def see_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
     async def see() -> None:
         link = open_link(url, replicas)
         try:
-            await see_redis(link, durability)
+            await check_redis(link, durability)
         finally:
             await link.close()
 

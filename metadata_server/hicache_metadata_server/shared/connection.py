@@ -168,7 +168,7 @@ class Link:
         *answers, marked, replicas = await self._together(
             [*commands, ("SET", b"hm:" + MARK, b""), self._wait]
         )
-        await self._see_replicas(marked, replicas)
+        await self._check_replicas(marked, replicas)
         return answers
 
     async def _one_on(self, command: tuple[Any, ...]) -> Any:
@@ -189,7 +189,7 @@ class Link:
             self._nodes_changed = True
             await asyncio.sleep(0.05)
         if not isinstance(answer, Exception):
-            await self._see_replicas(*marked)
+            await self._check_replicas(*marked)
         return answer
 
     async def _on_node(self, key: bytes, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -204,7 +204,7 @@ class Link:
         except _errors() as error:
             raise await self._failed(error) from error
 
-    async def _see_replicas(self, *marked: Any) -> None:
+    async def _check_replicas(self, *marked: Any) -> None:
         """What is behind a script's answer: at the end, how many replicas have it."""
         *_, replicas = await self._seen(list(marked))
         if replicas < self.replicas:

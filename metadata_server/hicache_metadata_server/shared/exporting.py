@@ -20,13 +20,13 @@ SOONEST: Final = 0.001
 
 
 async def read_slots(
-    catalog: Scopes, scope: str, first: int, count: int, now: float, most_lease_seconds: float
+    catalog: Scopes, scope: str, first: int, count: int, now: float, max_lease_seconds: float
 ) -> tuple[Pages, Rests, int, int, int]:
     """Slots of a scope that was found; and from where on nobody has used any, the epoch, and the
     last lease."""
     batches, rests, used, epoch, lease = list[Pages](), Rests([], [], []), first + 1, 0, 0
     for start in range(first, first + count, ENTRIES):
-        asked = start, min(ENTRIES, first + count - start), round(most_lease_seconds * MICROSECONDS)
+        asked = start, min(ENTRIES, first + count - start), round(max_lease_seconds * MICROSECONDS)
         (reply,) = await catalog.run([Task("export", scope, "scope", asked)])
         used, epoch, lease, rows = value_of(reply)
         batches.append(_pages(rows, *columns_of(reply[2])))

@@ -56,7 +56,7 @@ class SharedDesk(Desk):
         )
         if endpoint.names is not None and not caller.sees_all:
             # Another server may have made them, so that this one did not know whose they are.
-            await self.shared.see_tenant(caller, *endpoint.names(message))
+            await self.shared.check_tenant(caller, *endpoint.names(message))
         if endpoint.do_as is not None:
             answer = await cast("Any", endpoint.do_as)(message, once, caller)
         else:

@@ -42,7 +42,7 @@ async def import_shared(
         for piece in _pieces(scope):
             await catalog.run([Task("fill", scope.name, "scope", piece)])
     await catalog.register(
-        parts, NOT_ONCE, service.most_scopes + len(parts), Caller(tenant=tenant, sees_all=True)
+        parts, NOT_ONCE, service.max_scopes + len(parts), Caller(tenant=tenant, sees_all=True)
     )
 
 

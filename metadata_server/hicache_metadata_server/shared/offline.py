@@ -10,7 +10,7 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.importing import import_shared
-from hicache_metadata_server.shared.preflight import see_redis
+from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def _run(url: str, do: Callable[[SharedService], Awaitable[_T]]) -> _T:
     async def run() -> _T:
         link = open_link(url)
         try:
-            await see_redis(link, p.Durability.NONE)
+            await check_redis(link, p.Durability.NONE)
             return await do(SharedService(link, DEFAULTS, durability=p.Durability.NONE))
         finally:
             await link.close()

@@ -12,7 +12,7 @@ from hicache_metadata_server.storage.store import StoreError
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import Link
 
-_LEAST_VERSION: Final = (6, 2)
+_MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (Durability.NONE, Durability.PROCESS, Durability.MACHINE)
 _FIXES: Final = {
     Durability.PROCESS: "`appendonly yes` and `appendfsync no` or `always`",
@@ -22,7 +22,7 @@ _FIXES: Final = {
 _log = structlog.get_logger()
 
 
-async def see_redis(link: Link, wanted: Durability) -> None:
+async def check_redis(link: Link, wanted: Durability) -> None:
     """See that every node keeps what is promised, and throws nothing away.
 
     Raises:
@@ -30,7 +30,7 @@ async def see_redis(link: Link, wanted: Durability) -> None:
         changed.
     """
     for info in await link.on_each("INFO"):
-        _see_node(link, info)
+        _check_node(link, info)
         if int(info.get("connected_slaves", 0)) < link.replicas:
             # They may come; until then changes are refused.
             _log.warning(
@@ -93,9 +93,9 @@ def _plain(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _see_node(link: Link, info: dict[str, Any]) -> None:
+def _check_node(link: Link, info: dict[str, Any]) -> None:
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
-    if version < _LEAST_VERSION:
+    if version < _MIN_VERSION:
         raise StoreError(
             f"{link.shown}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
             f"Valkey"

@@ -80,7 +80,7 @@ class Scopes:
         self.clock_offset = 0
         """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
         self._quarantine = round(limits.quarantine_seconds * MICROSECONDS)
-        self._most_lease = limits.most_lease_seconds
+        self._max_lease = limits.max_lease_seconds
         self._once_milliseconds = max(1, round(limits.idempotency_seconds * 1000))
 
     async def refresh(self) -> None:
@@ -194,8 +194,7 @@ class Scopes:
             return
         self._know({name: Known(part, ScopeKeys(name), tenant) for name, part in new.items()})
         lasts = {
-            name: round(min(earlier.get(name, 0.0), self._most_lease) * MICROSECONDS)
-            for name in new
+            name: round(min(earlier.get(name, 0.0), self._max_lease) * MICROSECONDS) for name in new
         }
         tasks = [
             Task("make", name, "", [*_record(part, tenant), lasts[name]])
@@ -280,7 +279,7 @@ class Scopes:
         for one in found:
             # Or Redis has lost what was in them, leases as well: nobody knows how long the longest
             # was.
-            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._most_lease})
+            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._max_lease})
         replies = await self.link.run([self._call(task, once) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
             if reply[0] == UNKNOWN:

@@ -13,12 +13,12 @@ from hicache_metadata_server.core.chunking import groups_of, joined
 from hicache_metadata_server.core.errors import RefusedError, draining, in_use, invalid
 from hicache_metadata_server.core.limits import (
     Measure,
+    check_earlier_leases,
+    check_lengths,
+    check_limits,
     lease_seconds,
-    see_earlier_leases,
-    see_lengths,
-    see_limits,
 )
-from hicache_metadata_server.core.service import MOST_SCOPES
+from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.core.totals import Totals
 from hicache_metadata_server.shared.chunking import answer_of, empty_answer, in_order, task_of
@@ -65,7 +65,7 @@ class SharedService:
         *,
         durability: p.Durability,
         name: str = "hicache-storage",
-        most_scopes: int = MOST_SCOPES,
+        max_scopes: int = MAX_SCOPES,
     ) -> None:
         self.limits = limits
         self.about = p.About(
@@ -75,7 +75,7 @@ class SharedService:
             durability=durability,
             limits=limits,
         )
-        self.most_scopes = most_scopes
+        self.max_scopes = max_scopes
         self.link = link
         self.tenants = Tenants()
         self.catalog = Scopes(link, limits, self.tenants)
@@ -103,7 +103,7 @@ class SharedService:
         measure.scopes(request.scopes)
         for i, part in enumerate(request.scopes):
             measure.geometry(part, f"scopes[{i}]")
-        earlier = see_earlier_leases(request)
+        earlier = check_earlier_leases(request)
 
         async def register() -> p.Initialized:
             return p.Initialized(created=await self.register(request.scopes, caller, once, earlier))
@@ -120,14 +120,14 @@ class SharedService:
     ) -> list[bool]:
         """Make scopes that were measured."""
         quota = self.tenants.quotas.of(caller.tenant)
-        return await self.catalog.register(parts, once, self.most_scopes, caller, quota, earlier)
+        return await self.catalog.register(parts, once, self.max_scopes, caller, quota, earlier)
 
     async def describe(self, request: p.Describe, once: Once = NOT_ONCE) -> None:
         """Name the model whose pages a scope holds; the last name stays."""
         await self.catalog.find([request.scope], ["scope"])
         await self.catalog.run([Task("describe", request.scope, "scope", [request.model])])
 
-    async def see_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
+    async def check_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there (`Tenants.see`)."""
         await self.catalog.learn(names)
         self.tenants.see(caller, names, fields)
@@ -176,7 +176,7 @@ class SharedService:
         await self._check(request)
         if request.pin_seconds <= 0 or not request.scopes:
             return await self._in_pieces(request, once)  # type: ignore[no-any-return]
-        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         pin = self._pins.draw()
         found: p.LookedUp = await self._in_pieces(request, once, pin=pin, seconds=seconds)
         if not any(slot >= 0 for part in found.scopes for slot in part.slots):
@@ -196,7 +196,7 @@ class SharedService:
     async def commit(self, request: p.Commit, once: Once = NOT_ONCE) -> p.SettledLeases:
         """Make pages live."""
         await self._check(request)
-        see_lengths(
+        check_lengths(
             request, [self.catalog.known[part.scope].geometry.slot_bytes for part in request.scopes]
         )
         return await self._in_pieces(request, once)  # type: ignore[no-any-return]
@@ -255,7 +255,7 @@ class SharedService:
         (known,) = await self.catalog.find([request.scope], ["scope"])
         now, count = time.time(), min(request.count, self.limits.keys)
         pages, rests, used, epoch, lease = await read_slots(
-            self.catalog, request.scope, request.first, count, now, self.limits.most_lease_seconds
+            self.catalog, request.scope, request.first, count, now, self.limits.max_lease_seconds
         )
         return exported(
             pages,
@@ -375,7 +375,7 @@ class SharedService:
         )
 
     async def _check(self, request: Columns) -> None:
-        see_limits(request, self.limits)
+        check_limits(request, self.limits)
         names = [part.scope for part in request.scopes]
         await self.catalog.find(names, [f"scopes[{i}].scope" for i in range(len(names))])
 
@@ -402,7 +402,7 @@ class SharedService:
                 return empty_answer(request, seconds)
             for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
                 replies = await self.catalog.run([task for _, task in some], once)
-                _see_done(replies)
+                _check_done(replies)
                 answers += [
                     answer_of(piece.request, reply, seconds)
                     for (piece, _), reply in zip(some, replies, strict=True)
@@ -424,6 +424,6 @@ class SharedService:
             raise
 
 
-def _see_done(replies: list[list[Any]]) -> None:
+def _check_done(replies: list[list[Any]]) -> None:
     if any(map(is_refused, replies)):
         raise draining()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import groups_of
 from hicache_metadata_server.core.errors import RefusedError, other_size, stale
-from hicache_metadata_server.core.limits import Measure, see_slots
+from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
 from hicache_metadata_server.shared.script_results import NOT_ONCE, Once, value_of
@@ -101,7 +101,7 @@ class SharedCompatible:
         measure.entries(releases, "pages_to_release")
         name = f"{rank}:{request.namespace}"
         (known,) = await self._service.catalog.find([name], ["namespace"])
-        see_slots(request, known.geometry.slots)
+        check_slots(request, known.geometry.slots)
         confirmed, released = await self._confirm(name, pairs, releases)
         for field, done in (("written_keys_to_confirm", confirmed), ("pages_to_release", released)):
             if not all(done):

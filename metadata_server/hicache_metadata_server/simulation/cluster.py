@@ -68,8 +68,8 @@ class Cluster:
             DEFAULTS,
             quarantine_seconds=settings.quarantine_seconds,
             keys=max(DEFAULTS.keys, BATCH),
-            most_lease_seconds=max(DEFAULTS.most_lease_seconds, settings.lease_seconds),
-            least_lease_seconds=min(DEFAULTS.least_lease_seconds, settings.lease_seconds),
+            max_lease_seconds=max(DEFAULTS.max_lease_seconds, settings.lease_seconds),
+            min_lease_seconds=min(DEFAULTS.min_lease_seconds, settings.lease_seconds),
         )
         self.service = MetadataService(limits)
         self.outcome = Outcome(slots=settings.slots)

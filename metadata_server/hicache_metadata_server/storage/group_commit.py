@@ -64,7 +64,7 @@ class Journal:
         self.groups = 0
         self.durations = Latency()
         """How long the groups took."""
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
 
     @property
     def error(self) -> StoreError | None:
@@ -185,7 +185,7 @@ class Journal:
                 self._store.put_back(self._piece)
                 self._piece = None
         _tell(group, self.error)
-        self._see_to_checkpoint(idle=False)
+        self._checkpoint_if_due(idle=False)
         if self._store.is_quick:
             # Whoever waits is answered first.
             self._loop.call_soon(self._fold)
@@ -238,14 +238,14 @@ class Journal:
         self._seal()
         self._fold_while_idle()
 
-    def _see_idle(self) -> None:
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._see_idle)
+    def _check_idle(self) -> None:
+        self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
         if self.error is not None:
             if not self._busy and not self._checkpointing and self._loop.time() >= self._next_try:
                 # It makes room for the write and the fold that follow it.
                 self._begin_checkpoint()
         elif self._is_idle():
-            self._see_to_checkpoint(idle=True)
+            self._checkpoint_if_due(idle=True)
             self._fold_while_idle()
 
     def _fold_while_idle(self) -> None:
@@ -269,7 +269,7 @@ class Journal:
     def _is_idle(self) -> bool:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
 
-    def _see_to_checkpoint(self, *, idle: bool) -> None:
+    def _checkpoint_if_due(self, *, idle: bool) -> None:
         if not self._closed and not self._checkpointing and self._store.wants_checkpoint(idle=idle):
             self._begin_checkpoint()
 

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
 
-MOST_LOG_BYTES: Final = 64 << 20
+MAX_LOG_BYTES: Final = 64 << 20
 """Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
 CHECKPOINT_BLOCKS: Final = 6000
 """Between checkpoints: some 50 MiB."""
 IDLE_CHECKPOINT_BLOCKS: Final = 500
 CHECKPOINT_PASSES: Final = 3
-MOST_WAL_PAGES: Final = 200_000
+MAX_WAL_PAGES: Final = 200_000
 """Where the checkpoints beside the writes do not keep up, a write does one."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
@@ -62,7 +62,7 @@ class SqliteStore:
     def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
         self.durability = durability
         self._file = file
-        _see_directory(file)
+        _check_directory(file)
         self._lock = StoreLock(f"{file}.lock")
         self._folds = Folds()
         self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
@@ -151,12 +151,12 @@ class SqliteStore:
 
     def wants_folding(self, *, idle: bool) -> bool:
         """Whether the log is long, or there is time."""
-        return self._log_bytes > (0 if idle else MOST_LOG_BYTES)
+        return self._log_bytes > (0 if idle else MAX_LOG_BYTES)
 
     def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
         """Some of the blocks that the log changes, as they are now."""
         # Where changes are scattered over many blocks, each write has to fold more.
-        most = PIECE * (1 + self._log_bytes // MOST_LOG_BYTES)
+        most = PIECE * (1 + self._log_bytes // MAX_LOG_BYTES)
         return self._folds.take(
             most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode()
         )
@@ -345,7 +345,7 @@ def _size(file: str) -> int:
         return 0
 
 
-def _see_directory(file: str) -> None:
+def _check_directory(file: str) -> None:
     if not Path(file).parent.is_dir():
         raise StoreError(
             f"there is no directory {Path(file).parent}: make it, writable for the server's user"
@@ -365,14 +365,14 @@ def _open(file: str) -> sqlite3.Connection:
     return database
 
 
-def see_database(file: str) -> None:
+def check_database(file: str) -> None:
     """See that a server could open this file, without opening it as one: nothing is written, and no
     lock is taken.
 
     Raises:
         StoreError: it could not.
     """
-    _see_directory(file)
+    _check_directory(file)
     directory = Path(file).absolute().parent
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StoreError(f"{directory} is not writable for this user")
@@ -382,12 +382,12 @@ def see_database(file: str) -> None:
         with contextlib.closing(
             sqlite3.connect(f"{Path(file).absolute().as_uri()}?mode=ro", uri=True)
         ) as database:
-            _see_schema(database)
+            _check_schema(database)
     except (sqlite3.Error, StoreError) as error:
         raise StoreError(f"cannot open {file}: {error}") from error
 
 
-def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
+def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
     """The schema's version, and how many tables there are."""
     version, application = (
         _only(database, "PRAGMA user_version"),
@@ -412,12 +412,12 @@ def _see_schema(database: sqlite3.Connection) -> tuple[int, int]:
 
 
 def _prepare(database: sqlite3.Connection) -> None:
-    version, tables = _see_schema(database)
+    version, tables = _check_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
     # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before
     # the log is deleted.
     database.execute("PRAGMA synchronous = NORMAL")
-    database.execute(f"PRAGMA wal_autocheckpoint = {MOST_WAL_PAGES}")
+    database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
     # Where it is built in, what is folded would be written once more, as zeros.
     database.execute("PRAGMA secure_delete = OFF")

@@ -147,7 +147,7 @@ class MemoryStore:
         pass
 
 
-def see_store(url: str) -> None:
+def check_store(url: str) -> None:
     """See that a server could open the store at `memory:` or `sqlite:///FILE`; nothing is written.
 
     Raises:
@@ -155,9 +155,9 @@ def see_store(url: str) -> None:
         StoreError: it could not be opened.
     """
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
-        from hicache_metadata_server.storage.sqlite import see_database
+        from hicache_metadata_server.storage.sqlite import check_database
 
-        see_database(url.removeprefix(SQLITE))
+        check_database(url.removeprefix(SQLITE))
     elif url != MEMORY:
         raise ValueError(_no_address(url))
 

@@ -176,7 +176,7 @@ def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
     assert after_an_answer <= FIRST_BACKOFF_SECONDS
 
 
-def test_with_no_server_well_the_one_that_rests_least_is_asked():
+def test_with_no_server_well_the_one_that_rests_min_is_asked():
     async def fail():
         some = servers()
         order = []

@@ -16,9 +16,9 @@ LIMITS = p.Limits(
     scopes=16,
     key_bytes=1024,
     lease_seconds=3,
-    least_lease_seconds=0.2,
-    most_lease_seconds=60,
-    most_pin_seconds=30,
+    min_lease_seconds=0.2,
+    max_lease_seconds=60,
+    max_pin_seconds=30,
     quarantine_seconds=0.2,
     idempotency_seconds=60,
 )
@@ -107,8 +107,8 @@ class Reference:
 
     def lease_seconds(self, wish: float | None) -> float:
         return min(
-            max(wish or self.limits.lease_seconds, self.limits.least_lease_seconds),
-            self.limits.most_lease_seconds,
+            max(wish or self.limits.lease_seconds, self.limits.min_lease_seconds),
+            self.limits.max_lease_seconds,
         )
 
     # The native part.
@@ -137,7 +137,7 @@ class Reference:
                 if seconds:
                     scope.close(
                         now
-                        + min(seconds, self.limits.most_lease_seconds)
+                        + min(seconds, self.limits.max_lease_seconds)
                         + self.limits.quarantine_seconds
                     )
         return p.Initialized(created=created)
@@ -146,7 +146,7 @@ class Reference:
         self.scope(request.scope, now, "scope").model = request.model
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
-        seconds = min(request.pin_seconds, self.limits.most_pin_seconds)
+        seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         pin, found = (self.next_pin, list[p.Found]()) if seconds else (0, [])
         self.next_pin += 1
         for part, scope in self.all_scopes(request, now):

@@ -43,7 +43,7 @@ class DocumentCases:
         if one.protocol != PROTOCOL or not one.server or not one.instance or one != two:
             raise Violation("MD-API-2", f"GET /v2 answers {one}, then {two}")
         limits = one.limits
-        if not limits.least_lease_seconds <= limits.lease_seconds <= limits.most_lease_seconds:
+        if not limits.min_lease_seconds <= limits.lease_seconds <= limits.max_lease_seconds:
             raise Violation(
                 "MD-API-2",
                 f"a lease lasts {limits.lease_seconds} s by default, which is not within the "

@@ -137,7 +137,7 @@ class LeasingCases:
     def test_a_lease_ends(self, context: ServerContext) -> None:
         """Until its end a lease keeps its key busy; then it is stale, and key and slot can be
         leased again."""
-        seconds = max(0.6, context.server_info.limits.least_lease_seconds)
+        seconds = max(0.6, context.server_info.limits.min_lease_seconds)
         context.can_wait(seconds, "the shortest lease")
         slots = context.number(3, 6)
         scope, keys = context.v2_scope(slots), context.keys(slots)
@@ -169,7 +169,7 @@ class LeasingCases:
     def test_renewing(self, context: ServerContext) -> None:
         """A renewed lease can be committed after its first end, one that was not cannot be renewed
         any more."""
-        seconds = max(0.6, context.server_info.limits.least_lease_seconds)
+        seconds = max(0.6, context.server_info.limits.min_lease_seconds)
         context.can_wait(seconds, "the shortest lease")
         scope, keys = context.v2_scope(8), context.keys(2)
         begin = time.monotonic()

@@ -40,7 +40,7 @@ class QuarantineCases:
         """A clear asks no writer: a slot that was leased is given to nobody before its lease would
         have ended, one that was live is."""
         limits = context.server_info.limits
-        seconds = max(limits.quarantine_seconds + SLACK_SECONDS + 1.0, limits.least_lease_seconds)
+        seconds = max(limits.quarantine_seconds + SLACK_SECONDS + 1.0, limits.min_lease_seconds)
         context.can_wait(seconds + context.rest_seconds, "a lease and a quarantine")
         scope, keys = context.v2_scope(6), context.keys(6)
         scope.store(keys[:3])
@@ -203,7 +203,7 @@ class QuarantineCases:
 
     def _clear(self, context: ServerContext, scope: V2Scope, keys: list[str]) -> None:
         scope.store(keys[::2])
-        scope.reserve(keys[1::2], lease_seconds=context.server_info.limits.least_lease_seconds)
+        scope.reserve(keys[1::2], lease_seconds=context.server_info.limits.min_lease_seconds)
         scope.clear()
 
     def _rests(
