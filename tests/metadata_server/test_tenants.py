@@ -322,7 +322,7 @@ def test_a_file_of_quotas(tmp_path):
     ("content", "said"),
     [
         (
-            "[default]\nmost_pages = 1",
+            "[default]\nmax_pages = 1",
             "default.max_pages: there is no such key; did you mean 'max_scopes'",
         ),
         (
