@@ -17,6 +17,7 @@ test: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --config importlinter.toml
 
 types: $(VENV)/.installed
 	$(VENV)/bin/mypy

@@ -265,7 +265,7 @@ def _run(
     if report is not None:
         from hicache_conformance.report import write_report
 
-        write_report(report, stream.header, judgement)
+        write_report(report, stream.header, judgement, catalogue())
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
     show(console, judgement, stream, report and report / "results.json")
     if not stream.finished:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.reader import PageReader
-from hicache_backends.hf3fs.scopes import metadata_keys
 from hicache_backends.hf3fs.slots.engine import SlotRead
+from hicache_backends.hf3fs.slots.scopes import metadata_keys
 from hicache_backends.hf3fs.store import Store
 from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.scopes import metadata_keys
 from hicache_backends.hf3fs.slots.engine import SlotRead
+from hicache_backends.hf3fs.slots.scopes import metadata_keys
 from hicache_metadata_server.protocol import LookupScope
 from hicache_storage.objects import ObjectRead
 from hicache_storage.objects.envelope import stored_checksum
@@ -14,7 +14,7 @@ from hicache_storage.objects.envelope import stored_checksum
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.hf3fs.scopes import SlotScope
+    from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
     from hicache_metadata_server.client.metadata_client import Located
     from hicache_storage.objects import Call, ReadBatch

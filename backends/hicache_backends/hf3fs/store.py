@@ -6,9 +6,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
+from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
 from hicache_backends.posix.paths import make_last, mount_of
 from hicache_storage.objects import Call

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.hf3fs.scopes import metadata_key, metadata_keys
 from hicache_backends.hf3fs.slots.checking import DEFECTS, CheckedFile, ExpectedPage
 from hicache_backends.hf3fs.slots.engine import SlotWrite
+from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
 from hicache_metadata_server.protocol import (
     CommitScope,
     DeleteScope,
@@ -27,7 +27,7 @@ from hicache_storage.spec import StorageUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from hicache_backends.hf3fs.scopes import SlotScope
+    from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_backends.hf3fs.store import Store
     from hicache_storage.objects import Namespace, WriteBatch
 

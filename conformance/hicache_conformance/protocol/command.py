@@ -17,7 +17,6 @@ from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels
 from hicache_conformance.model.settings import Settings
 from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules
-from hicache_conformance.protocol.suite import protocol_cases
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
 
 if TYPE_CHECKING:
@@ -117,6 +116,8 @@ def metadata(
 def list_protocol_rules() -> None:
     """Print every rule of the protocol, its part and levels, what it needs, and how many cases test
     it."""
+    from hicache_conformance.protocol.suite import protocol_cases
+
     table = Table(
         "rule",
         "part",
@@ -128,8 +129,9 @@ def list_protocol_rules() -> None:
         header_style="bold",
         pad_edge=False,
     )
+    cases_by_name = protocol_cases()
     for rule in protocol_rules().values():
-        cases = sum(rule.id in case.rules for case in protocol_cases().values())
+        cases = sum(rule.id in case.rules for case in cases_by_name.values())
         table.add_row(rule.id, rule.part, ", ".join(rule.levels), rule.needs, str(cases), rule.text)
     Console().print(table)
 
@@ -137,6 +139,7 @@ def list_protocol_rules() -> None:
 def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
     from hicache_conformance.protocol.runner import judge_run, run
     from hicache_conformance.protocol.server import CannotStartError
+    from hicache_conformance.protocol.suite import protocol_cases
     from hicache_conformance.report import write_report
 
     try:

@@ -175,4 +175,5 @@ class Session:
         header = stream.header
         assert header is not None
         several = len(self._streams) > 1
-        write_report(directory / header.driver if several else directory, header, judgement)
+        place = directory / header.driver if several else directory
+        write_report(place, header, judgement, catalogue())

@@ -1,8 +1,8 @@
 """The cases, for the driver that the command line names."""
 
 from hicache_conformance import DriverConformance
-from hicache_conformance.interfaces.sglang.target import ForeignConformance
 from hicache_conformance.model.settings import RunFile
+from hicache_conformance.suite.sglang_conformance import ForeignConformance
 
 _run = RunFile.of_environment()
 

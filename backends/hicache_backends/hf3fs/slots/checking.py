@@ -7,8 +7,8 @@ import threading
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_backends.hf3fs.scopes import ESCAPE, ID_NAME
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
+from hicache_backends.hf3fs.slots.scopes import ESCAPE, ID_NAME
 from hicache_backends.posix.vectored import read_into
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.envelope import belongs, envelope_prefix, stored_checksum

@@ -1,0 +1,1 @@
+"""Slot files: checks, geometry, and the engines that read and write slots."""

@@ -1,0 +1,1 @@
+"""The Mooncake driver: pages in a distributed memory pool."""

@@ -1,0 +1,1 @@
+"""Access to Mooncake's native client."""

@@ -1,0 +1,1 @@
+"""Input and output that several drivers share: threads, vectored reads, statx, descriptors."""

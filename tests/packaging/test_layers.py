@@ -1,0 +1,58 @@
+"""Limits of the layout that import-linter does not know; `importlinter.toml` has the layers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "hicache_storage": ROOT / "hicache_storage",
+    "hicache_storage.hybrid": ROOT / "hicache_storage" / "hybrid",
+    "hicache_backends": ROOT / "backends" / "hicache_backends",
+    "hicache_conformance": ROOT / "conformance" / "hicache_conformance",
+    "hicache_metadata_server": ROOT / "metadata_server" / "hicache_metadata_server",
+}
+MAX_ROOT_MODULES = 6
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_root_stays_small(package):
+    modules = [path.name for path in PACKAGES[package].glob("*.py") if path.name != "__init__.py"]
+    assert len(modules) <= MAX_ROOT_MODULES, f"move one into a folder: {', '.join(sorted(modules))}"
+
+
+def test_every_folder_is_a_package():
+    # A folder without `__init__.py` is invisible to import-linter, and so are its imports.
+    for root in PACKAGES.values():
+        for folder in {path.parent for path in root.rglob("*.py")}:
+            assert (folder / "__init__.py").is_file(), folder
+
+
+def test_the_3fs_driver_does_without_the_server():
+    code = (
+        "import sys, hicache_backends.hf3fs.driver, hicache_metadata_server.client.http_client\n"
+        "names = [name for name in sys.modules if name.startswith('hicache_metadata_server.')]\n"
+        "print(*{name.split('.')[1] for name in names})"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert set(found.stdout.split()) == {"client", "protocol"}
+
+
+def test_the_command_line_starts_without_heavy_libraries():
+    # Every command builds all others; torch alone takes longer to import than most of them run.
+    code = (
+        "import sys\n"
+        "from hicache_storage.cli.main import app\n"
+        "app()\n"
+        "print(*sorted({'torch', 'numpy', 'pytest', 'hypothesis', 'fastapi'} & set(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout.split() == []
