@@ -1,4 +1,4 @@
-"""A contender in a process of its own, which runs the code of some checkout: today's drivers beside
+"""A candidate in a process of its own, which runs the code of some checkout: today's drivers beside
 those of an earlier commit."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OfCheckout:
 
     Args:
         checkout: a work tree of this project; its benchmarks are not used, only its packages.
-        name: of the contender.
+        name: of the candidate.
         module: of the benchmarks, whose `Ours` is made.
         page_bytes: size of a page of the host pool, which the other process makes for itself.
         layout: of the host pool.
@@ -98,7 +98,7 @@ class OfCheckout:
 
 
 def serve(connection: Connection) -> None:
-    """Make the contender that is asked for, and run what it is asked to do until it is closed."""
+    """Make the candidate that is asked for, and run what it is asked to do until it is closed."""
     sys.path.insert(0, str(HERE / "benchmarks"))
     from importlib import import_module
 
@@ -107,13 +107,13 @@ def serve(connection: Connection) -> None:
     import hicache_storage
 
     module, page_bytes, layout, arguments, options = connection.recv()
-    contender = import_module(module).Ours(host_pool(page_bytes, layout), *arguments, **options)
+    candidate = import_module(module).Ours(host_pool(page_bytes, layout), *arguments, **options)
     connection.send(hicache_storage.__file__)
     method = ""
     while method != "close":
         method, arguments = connection.recv()
         started, cpu = time.perf_counter(), time.process_time()
-        answer = getattr(contender, method)(*arguments)
+        answer = getattr(candidate, method)(*arguments)
         connection.send(Timed(answer, time.perf_counter() - started, time.process_time() - cpu))
 
 

@@ -177,7 +177,7 @@ def pinned_copies(setup: Setup) -> dict[str, Callable[[], bool]]:
 def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
     """All backends and the pinned copy, taking turns."""
     pinned = pinned_copies(setup)
-    contenders, slowest = [(PINNED, pinned)], 0.0
+    candidates, slowest = [(PINNED, pinned)], 0.0
     for backend in BACKENDS:
         engine = setup.engine(layout, backend)
         device, host = (slots(setup.pages, setup.page_size, order) for _ in range(2))
@@ -186,9 +186,9 @@ def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
             direction: partial(move, engine, device, host)
             for direction, move in ((OUT, write_back), (IN, load))
         }
-        contenders.append((backend, moves))
+        candidates.append((backend, moves))
     for who, actions in turns(
-        contenders, max(MIN_ROUNDS, min(rounds, int(PATIENCE_SECONDS / slowest)))
+        candidates, max(MIN_ROUNDS, min(rounds, int(PATIENCE_SECONDS / slowest)))
     ):
         for direction, action in actions.items():
             setup.synchronize()
@@ -241,12 +241,12 @@ def measure_overlap(setup: Setup, layout: str, backend: str, rounds: int) -> Non
         setup.compute.synchronize()
         return True
 
-    contenders = [
+    candidates = [
         ("load", partial(load, engine, device, host)),
         ("compute", compute_alone),
         ("both", together),
     ]
-    for who, action in turns(contenders, rounds):
+    for who, action in turns(candidates, rounds):
         setup.synchronize()
         setup.results.time(f"{layout}/{backend}/{setup.page_kib}", "overlap", who, action)
 

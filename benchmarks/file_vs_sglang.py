@@ -37,7 +37,7 @@ from interleaved import (
     turns,
     wait_for_quiet,
 )
-from sglang_peer import BATCH_PAGES, Contender, Ours, Peer, host_pool
+from sglang_peer import BATCH_PAGES, Candidate, Ours, Peer, host_pool
 
 from hicache_backends.posix.paths import mount_of
 from tests.fuse.counting_fs import CountingMount
@@ -56,7 +56,7 @@ EXISTS_CALLS = 20
 ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
 
 
-def all_contenders(subject: str, directory: Path, before: Path | None) -> list[Contender]:
+def all_candidates(subject: str, directory: Path, before: Path | None) -> list[Candidate]:
     """SGLang's and ours; with an earlier checkout each of our drivers has a process of its own, so
     that nothing else differs."""
     pool, page_bytes = host_pool(SIZES[subject]), SIZES[subject]
@@ -71,55 +71,55 @@ def all_contenders(subject: str, directory: Path, before: Path | None) -> list[C
 
 
 def measure_disk(
-    results: Results, subject: str, contenders: list[Contender], rounds: int, patience: float
+    results: Results, subject: str, candidates: list[Candidate], rounds: int, patience: float
 ) -> None:
     """Write, look up, read from the page cache, read from the disk; then remove, so that nothing is
     left to be flushed."""
-    for contender in contenders:
-        contender.write(fresh_keys(BATCH_PAGES))
-        contender.remove()
-    for contender in turns(contenders, rounds):
-        keys, who = fresh_keys(BATCH_PAGES), contender.name
+    for candidate in candidates:
+        candidate.write(fresh_keys(BATCH_PAGES))
+        candidate.remove()
+    for candidate in turns(candidates, rounds):
+        keys, who = fresh_keys(BATCH_PAGES), candidate.name
         wait_for_quiet(patience)
-        results.time(subject, "write", who, partial(contender.write, keys))
-        contender.exists(keys)
+        results.time(subject, "write", who, partial(candidate.write, keys))
+        candidate.exists(keys)
         for _ in range(EXISTS_CALLS):
             results.time(
-                subject, "exists", who, partial(contender.exists, keys), expect=BATCH_PAGES
+                subject, "exists", who, partial(candidate.exists, keys), expect=BATCH_PAGES
             )
-        contender.read(keys)
-        results.time(subject, "read, cached", who, partial(contender.read, keys))
-        drop_from_page_cache(contender.files())
+        candidate.read(keys)
+        results.time(subject, "read, cached", who, partial(candidate.read, keys))
+        drop_from_page_cache(candidate.files())
         wait_for_quiet(patience)
-        results.time(subject, "read, cold", who, partial(contender.read, keys))
-        contender.remove()
-    for contender in contenders:
-        contender.close()
+        results.time(subject, "read, cold", who, partial(candidate.read, keys))
+        candidate.remove()
+    for candidate in candidates:
+        candidate.close()
 
 
 def measure_mount(
     results: Results,
     subject: str,
-    contenders: list[Contender],
+    candidates: list[Candidate],
     mount: CountingMount,
     rounds: int,
     patience: float,
 ) -> dict[str, float]:
-    """Write and read each batch once; requests a page, by operation and contender."""
+    """Write and read each batch once; requests a page, by operation and candidate."""
     requests = dict[str, float]()
-    for contender in contenders:
-        contender.write(fresh_keys(BATCH_PAGES))
-        contender.remove()
-    for contender in turns(contenders, rounds):
-        keys, who = fresh_keys(BATCH_PAGES), contender.name
-        for operation, action in (("write", contender.write), ("read", contender.read)):
+    for candidate in candidates:
+        candidate.write(fresh_keys(BATCH_PAGES))
+        candidate.remove()
+    for candidate in turns(candidates, rounds):
+        keys, who = fresh_keys(BATCH_PAGES), candidate.name
+        for operation, action in (("write", candidate.write), ("read", candidate.read)):
             wait_for_quiet(patience)
             before = mount.counts()
             results.time(subject, operation, who, partial(action, keys))
             requests[f"{operation} {who}"] = sum(mount.since(before).values()) / BATCH_PAGES
-        contender.remove()
-    for contender in contenders:
-        contender.close()
+        candidate.remove()
+    for candidate in candidates:
+        candidate.close()
     return requests
 
 
@@ -240,13 +240,13 @@ def main() -> None:
             print(f"{subject} ...", file=sys.stderr, flush=True)
             rounds = options.rounds * ROUNDS[subject]
             directory = (mount.point if on_mount else work.resolve()) / subject.replace(" ", "")
-            contenders = all_contenders(subject, directory, options.before)
+            candidates = all_candidates(subject, directory, options.before)
             if on_mount:
                 requests[subject] = measure_mount(
-                    results, subject, contenders, mount, rounds, options.patience
+                    results, subject, candidates, mount, rounds, options.patience
                 )
             else:
-                measure_disk(results, subject, contenders, rounds, options.patience)
+                measure_disk(results, subject, candidates, rounds, options.patience)
     text = report(
         results, MOUNT_GOALS if on_mount else GOALS, requests, before=options.before is not None
     )

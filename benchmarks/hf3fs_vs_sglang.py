@@ -37,13 +37,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checkouts import HERE, OfCheckout, Timed, environment
 from file_vs_sglang import BEFORE, SIZES, microseconds, speed
-from hf3fs_contenders import (
+from hf3fs_candidates import (
     OURS,
     PEER,
     QUARANTINE_SECONDS,
     STAGED,
     ZERO_COPY,
-    Contender,
+    Candidate,
     Ours,
     Peer,
 )
@@ -83,7 +83,7 @@ ROUNDS = {"64 KiB": 4, "256 KiB": 3, "1 MiB": 2, "4 MiB": 1}
 
 
 @dataclass(frozen=True)
-class Subject:
+class Workload:
     """A workload: page size, pages a call, layout of the pool."""
 
     size: str
@@ -96,7 +96,7 @@ class Subject:
 
 @dataclass
 class Costs:
-    """Durations of calls, by subject and operation."""
+    """Durations of calls, by workload and operation."""
 
     seconds: Results = field(default_factory=Results)
     cpu: Results = field(default_factory=Results)
@@ -104,7 +104,7 @@ class Costs:
 
     def time(
         self,
-        subject: str,
+        workload: str,
         who: str,
         operation: str,
         action: Callable[[], object],
@@ -119,48 +119,48 @@ class Costs:
             cpu = answer.cpu_seconds if isinstance(answer, Timed) else time.process_time() - before
             return answer
 
-        self.seconds.time(subject, operation, who, measured, expect=expect)
-        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, cpu)
+        self.seconds.time(workload, operation, who, measured, expect=expect)
+        self.cpu.samples.setdefault((workload, operation), Samples()).add(who, cpu)
 
 
 def measure(
     results: Costs,
-    subjects: list[Subject],
-    contenders: list[Contender | OfCheckout],
+    workloads: list[Workload],
+    candidates: list[Candidate | OfCheckout],
     rounds: int,
     patience: float,
 ) -> None:
     """Subjects differ in the number of pages only."""
-    for contender in contenders:
-        contender.prepare()
-    for subject in subjects:
-        for contender in turns(contenders, rounds):
+    for candidate in candidates:
+        candidate.prepare()
+    for workload in workloads:
+        for candidate in turns(candidates, rounds):
             keys, spent = (
-                fresh_keys(subject.pages),
-                partial(results.time, str(subject), contender.name),
+                fresh_keys(workload.pages),
+                partial(results.time, str(workload), candidate.name),
             )
             gc.collect()
             wait_for_quiet(patience)
-            spent("write", partial(contender.write, keys))
-            contender.read(keys)
-            spent("read", partial(contender.read, keys))
-            spent("exists", partial(contender.exists, keys), expect=subject.pages)
-            contender.remove()
-    for contender in contenders:
-        contender.close()
+            spent("write", partial(candidate.write, keys))
+            candidate.read(keys)
+            spent("read", partial(candidate.read, keys))
+            spent("exists", partial(candidate.exists, keys), expect=workload.pages)
+            candidate.remove()
+    for candidate in candidates:
+        candidate.close()
 
 
-def report(results: Costs, subjects: list[Subject], *, before: bool = False) -> str:
+def report(results: Costs, workloads: list[Workload], *, before: bool = False) -> str:
     names = (PEER, BEFORE, OURS) if before else (PEER, OURS)
     rows = [
         row(
             operation,
-            subject,
+            workload,
             names,
-            *(found.samples[str(subject), operation] for found in (results.seconds, results.cpu)),
+            *(found.samples[str(workload), operation] for found in (results.seconds, results.cpu)),
         )
         for operation in ("read", "write", "exists")
-        for subject in subjects
+        for workload in workloads
     ]
     if not before:
         return table(HEADER, rows)
@@ -179,30 +179,30 @@ def report(results: Costs, subjects: list[Subject], *, before: bool = False) -> 
 
 
 def row(
-    operation: str, subject: Subject, names: tuple[str, ...], samples: Samples, cpu: Samples
+    operation: str, workload: Workload, names: tuple[str, ...], samples: Samples, cpu: Samples
 ) -> list[str]:
     if operation == "exists":
         shown = [f"{microseconds(samples, who)} us" for who in names]
     else:
         shown = [
-            f"{speed(samples, who, SIZES[subject.size] * subject.pages)} GB/s" for who in names
+            f"{speed(samples, who, SIZES[workload.size] * workload.pages)} GB/s" for who in names
         ]
-    goal = GOALS.get((operation, subject.layout, subject.size))
+    goal = GOALS.get((operation, workload.layout, workload.size))
     ratios = [
         f"{samples.ratio(OURS, PEER):.1f}x",
         f"{samples.best_ratio(OURS, PEER):.1f}x",
         f"{goal:g}x" if goal else "",
     ]
-    cost = [f"{cpu.median(who) / subject.pages * 1e6:.1f}" for who in names]
+    cost = [f"{cpu.median(who) / workload.pages * 1e6:.1f}" for who in names]
     of_before = [
         f"{samples.ratio(OURS, BEFORE):.2f}x",
         f"{samples.best_ratio(OURS, BEFORE):.2f}x",
     ] * (BEFORE in names)
     return [
         operation,
-        subject.size,
-        str(subject.pages),
-        WAYS[subject.layout],
+        workload.size,
+        str(workload.pages),
+        WAYS[workload.layout],
         *shown,
         *ratios,
         *cost,
@@ -305,7 +305,7 @@ def main() -> None:
     facts |= {
         name: importlib.metadata.version(name) for name in ("torch", "sglang", "hicache-storage")
     }
-    results, subjects = Costs(), list[Subject]()
+    results, workloads = Costs(), list[Workload]()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         served = options.metadata == "server"
@@ -323,19 +323,19 @@ def main() -> None:
             peer = Peer(
                 pool, directory, SIZES[size], urls[PEER], jobs=options.jobs, entries=options.entries
             )
-            contenders: list[Contender | OfCheckout] = [peer]
+            candidates: list[Candidate | OfCheckout] = [peer]
             if options.before is None:
-                contenders.append(Ours(pool, directory, SIZES[size], urls[OURS]))
+                candidates.append(Ours(pool, directory, SIZES[size], urls[OURS]))
             for name, checkout in (
                 ((OURS, HERE), (BEFORE, options.before)) if options.before else ()
             ):
                 place, page_bytes = directory / name.replace(" ", ""), SIZES[size]
                 place.mkdir(parents=True)
-                contenders.append(
+                candidates.append(
                     OfCheckout(
                         checkout,
                         name,
-                        "hf3fs_contenders",
+                        "hf3fs_candidates",
                         page_bytes,
                         layout,
                         place,
@@ -343,21 +343,21 @@ def main() -> None:
                         urls[name],
                     )
                 )
-            these = [Subject(size, int(pages), layout) for pages in options.pages.split(",")]
-            measure(results, these, contenders, options.rounds * ROUNDS[size], options.patience)
+            these = [Workload(size, int(pages), layout) for pages in options.pages.split(",")]
+            measure(results, these, candidates, options.rounds * ROUNDS[size], options.patience)
             shutil.rmtree(directory)
-            subjects += these
-    text = report(results, subjects, before=options.before is not None)
+            workloads += these
+    text = report(results, workloads, before=options.before is not None)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
     raw = [
         {
-            "subject": subject,
+            "workload": workload,
             "operation": operation,
             "seconds": samples.seconds,
-            "cpu": results.cpu.samples[subject, operation].seconds,
+            "cpu": results.cpu.samples[workload, operation].seconds,
         }
-        for (subject, operation), samples in results.seconds.samples.items()
+        for (workload, operation), samples in results.seconds.samples.items()
     ]
     (options.out / "results.json").write_text(
         json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1)

@@ -1,4 +1,4 @@
-"""Comparing contenders fairly on a machine that is not quiet: they take turns, and medians are
+"""Comparing candidates fairly on a machine that is not quiet: they take turns, and medians are
 compared."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass
 class Samples:
-    """Seconds that one operation took, by contender."""
+    """Seconds that one operation took, by candidate."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -70,11 +70,11 @@ class Results:
         self.samples.setdefault((subject, operation), Samples()).add(who, seconds)
 
 
-def turns(contenders: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
+def turns(candidates: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
     """Everyone once a round; who was last begins the next, so that nobody always comes after the
     same one."""
     for number in range(rounds):
-        yield from contenders if number % 2 else contenders[::-1]
+        yield from candidates if number % 2 else candidates[::-1]
 
 
 def wait_for_quiet(seconds: float) -> None:

@@ -31,7 +31,7 @@ warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from file_vs_sglang import microseconds
-from hf3fs_contenders import Hf3fsGlobalMetadataClient
+from hf3fs_candidates import Hf3fsGlobalMetadataClient
 from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 
@@ -99,8 +99,8 @@ def main() -> None:
     options = parser.parse_args()
     results, cpu = Results(), Results()
 
-    def measure(count: str, contenders: Sequence[tuple[str, Callable[[], int]]]) -> None:
-        for who, ask in turns(contenders, options.rounds):
+    def measure(count: str, candidates: Sequence[tuple[str, Callable[[], int]]]) -> None:
+        for who, ask in turns(candidates, options.rounds):
             wait_for_quiet(options.patience)
             begin = time.process_time()
             for _ in range(options.calls):
@@ -126,11 +126,11 @@ def main() -> None:
         for count in map(int, options.keys.split(",")):
             client = HttpMetadataClient(urls[OURS])
             keys = fresh_keys(count)
-            contenders = [
+            candidates = [
                 (PEER, peer_question(urls[PEER], keys)),
                 (OURS, our_question(client, keys)),
             ]
-            in_a_thread(functools.partial(measure, str(count), contenders))
+            in_a_thread(functools.partial(measure, str(count), candidates))
             client.close()
     rows = [
         [

@@ -47,7 +47,7 @@ OPERATIONS = ("exists", "lookup", "reserve + commit")
 
 
 @dataclass
-class Contender:
+class Candidate:
     """Servers on one store."""
 
     name: str
@@ -112,21 +112,21 @@ def client(
     return calls / passed
 
 
-def measure(contender: Contender, operation: str, clients: int, seconds: float) -> None:
+def measure(candidate: Candidate, operation: str, clients: int, seconds: float) -> None:
     context = get_context("fork")
     with context.Manager() as manager, context.Pool(clients) as pool:
         barrier = manager.Barrier(clients)
         jobs = []
         for number in range(clients):
-            port = contender.ports[number % len(contender.ports)]
-            contender.batch += 100_000
+            port = candidate.ports[number % len(candidate.ports)]
+            candidate.batch += 100_000
             jobs.append(
                 pool.apply_async(
-                    client, (operation, port, 7 * number, contender.batch, seconds, barrier)
+                    client, (operation, port, 7 * number, candidate.batch, seconds, barrier)
                 )
             )
         rates = [job.get(seconds + 120) for job in jobs]
-    contender.rates.setdefault(operation, []).append(sum(rates))
+    candidate.rates.setdefault(operation, []).append(sum(rates))
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def redis(directory: Path) -> Iterator[str]:
 
 def begin(
     stack: ExitStack, name: str, store: str, servers: int, slots: int, directory: Path
-) -> Contender:
+) -> Candidate:
     command = [sys.executable, *OUR_COMMAND, "PORT", "--store", store]
     running: list[Server] = [
         stack.enter_context(started(name, command, directory / "log")) for _ in range(servers)
@@ -180,12 +180,12 @@ def begin(
     writer = Client(running[0].port, 0, 0)
     for batch in range(KNOWN):
         writer.write(keys_of(batch))
-    return Contender(name, [server.port for server in running])
+    return Candidate(name, [server.port for server in running])
 
 
-def contenders_in(
+def candidates_in(
     stack: ExitStack, directory: Path, counts: list[int], slots: int
-) -> list[Contender]:
+) -> list[Candidate]:
     found = [begin(stack, "sqlite, 1 server", f"sqlite:///{directory}/m.db", 1, slots, directory)]
     for servers in counts:
         # A Redis of its own for each: what one has written is not in another's way.
@@ -203,12 +203,12 @@ def contenders_in(
     return found
 
 
-def report(contenders: list[Contender], options: argparse.Namespace) -> str:
+def report(candidates: list[Candidate], options: argparse.Namespace) -> str:
     rows = []
-    for contender in contenders:
-        cells = [contender.name]
+    for candidate in candidates:
+        cells = [candidate.name]
         for operation in OPERATIONS:
-            rates = contender.rates[operation]
+            rates = candidate.rates[operation]
             cells.append(f"{statistics.median(rates):,.0f} ({min(rates):,.0f} - {max(rates):,.0f})")
         rows.append(cells)
     told = f"{os.cpu_count()} cores, {options.clients} client processes, {BATCH} keys a call, medians of {options.rounds} turns of {options.seconds:g} s"
@@ -228,14 +228,14 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         slots = int(BATCH * WRITES_A_SECOND * options.seconds * options.rounds)
-        contenders = contenders_in(stack, Path(directory), options.servers, slots)
+        candidates = candidates_in(stack, Path(directory), options.servers, slots)
         for operation in OPERATIONS:
-            for contender in turns(contenders, options.rounds):
+            for candidate in turns(candidates, options.rounds):
                 wait_for_quiet(2.0)
-                measure(contender, operation, options.clients, options.seconds)
-    text = report(contenders, options)
+                measure(candidate, operation, options.clients, options.seconds)
+    text = report(candidates, options)
     (options.out / "results.md").write_text(text)
-    rates = {contender.name: contender.rates for contender in contenders}
+    rates = {candidate.name: candidate.rates for candidate in candidates}
     (options.out / "results.json").write_text(
         json.dumps({"machine": machine(), "rates": rates}, indent=1)
     )

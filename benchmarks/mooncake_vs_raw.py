@@ -52,7 +52,7 @@ EXISTS_CALLS = 10
 GOALS = {("64 KiB", RAW): 0.8, ("1 MiB", RAW): 0.9, ("64 KiB", PEER): 1.0, ("1 MiB", PEER): 1.0}
 
 
-class Contender(Protocol):
+class Candidate(Protocol):
     """One of those who are compared."""
 
     name: str
@@ -151,7 +151,7 @@ class Raw:
         self.store.close()
 
 
-def sglangs(cluster: DevCluster, subject: str) -> Contender:
+def sglangs(cluster: DevCluster, subject: str) -> Candidate:
     """SGLang's driver on its own host pool, called as its cache controller calls it."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -226,26 +226,26 @@ def sglangs(cluster: DevCluster, subject: str) -> Contender:
 
 
 def measure(
-    results: Results, subject: str, contenders: Sequence[Contender], rounds: int, patience: float
+    results: Results, subject: str, candidates: Sequence[Candidate], rounds: int, patience: float
 ) -> None:
-    """Put, look up and get a batch, each contender in its turn; then remove it, so that nothing is
+    """Put, look up and get a batch, each candidate in its turn; then remove it, so that nothing is
     evicted."""
     # Clients of an earlier cluster end here. Puts of ours, which make more garbage, were seen to
     # stand still for 0.2 to 1 s without this.
     gc.collect()
-    for contender in contenders:
+    for candidate in candidates:
         keys = fresh_keys(BATCH[subject])
-        contender.put(keys)
-        contender.get(keys)
-        contender.remove(keys)
-    for contender in turns(contenders, rounds):
-        keys, who = fresh_keys(BATCH[subject]), contender.name
+        candidate.put(keys)
+        candidate.get(keys)
+        candidate.remove(keys)
+    for candidate in turns(candidates, rounds):
+        keys, who = fresh_keys(BATCH[subject]), candidate.name
         wait_for_quiet(patience)
-        results.time(subject, "put", who, partial(contender.put, keys))
+        results.time(subject, "put", who, partial(candidate.put, keys))
         for _ in range(EXISTS_CALLS):
-            results.time(subject, "exists", who, partial(contender.exists, keys), expect=len(keys))
-        results.time(subject, "get", who, partial(contender.get, keys))
-        contender.remove(keys)
+            results.time(subject, "exists", who, partial(candidate.exists, keys), expect=len(keys))
+        results.time(subject, "get", who, partial(candidate.get, keys))
+        candidate.remove(keys)
 
 
 def report(results: Results) -> str:
@@ -303,16 +303,16 @@ def run(results: Results, arguments: argparse.Namespace) -> None:
             if arguments.profile:
                 profile(cluster, subject)
                 continue
-            contenders: list[Contender] = [
+            candidates: list[Candidate] = [
                 Ours(cluster, subject),
                 Raw(cluster, subject),
                 Ours(cluster, subject, WAIT, hung_reads="wait"),
             ]
             if arguments.sglang:
-                contenders.append(sglangs(cluster, subject))
-            measure(results, subject, contenders, arguments.rounds, arguments.patience)
-            for contender in contenders:
-                contender.close()
+                candidates.append(sglangs(cluster, subject))
+            measure(results, subject, candidates, arguments.rounds, arguments.patience)
+            for candidate in candidates:
+                candidate.close()
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ BATCH_PAGES = 128
 SHAPES = {64 << 10: (2, 1), 256 << 10: (8, 1), 1 << 20: (16, 2), 4 << 20: (32, 4)}
 
 
-class Contender(Protocol):
+class Candidate(Protocol):
     """One of those who are compared."""
 
     name: str

@@ -24,7 +24,7 @@ def outcomes(report):
 def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results):
     ran = site.hicache(
         *RUN,
-        "shelf:Shelf",
+        "sample_storage:SampleStorage",
         *SGLANG,
         "--level",
         "core,identity",
@@ -50,7 +50,7 @@ def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results
 def test_a_wrong_driver_exits_1(site, tmp_path, results):
     cases = ("--case", "test_holes", "--case", "test_pages_read_back")
     ran = site.hicache(
-        *RUN, "shelf:Compacts", *SGLANG, *cases, "--report", str(tmp_path), cwd=DRIVERS
+        *RUN, "sample_storage:Compacts", *SGLANG, *cases, "--report", str(tmp_path), cwd=DRIVERS
     )
     assert ran.status == 1, ran.output
     found = outcomes(results(tmp_path))
@@ -73,7 +73,7 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
     ]
     ran = site.hicache(
         *RUN,
-        "shelf:Fragile",
+        "sample_storage:Fragile",
         *SGLANG,
         *cases,
         "--case-seconds",
@@ -95,12 +95,16 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
 @pytest.mark.parametrize(
     ("driver", "arguments", "words"),
     [
-        ("shelf:Ends", SGLANG, "driver 'shelf:Ends' cannot be opened: SystemExit: no server"),
-        ("shelf:Nothing", SGLANG, "cannot import shelf:Nothing"),
-        ("shelf", SGLANG, "'shelf' is neither MODULE:CLASS nor one of sglang-file"),
+        (
+            "sample_storage:Ends",
+            SGLANG,
+            "driver 'sample_storage:Ends' cannot be opened: SystemExit: no server",
+        ),
+        ("sample_storage:Nothing", SGLANG, "cannot import sample_storage:Nothing"),
+        ("sample", SGLANG, "'sample' is neither MODULE:CLASS nor one of sglang-file"),
         ("sglang-shm", ("--interface", "sglang"), "there is nothing to judge"),
         (
-            "shelf:Shelf",
+            "sample_storage:SampleStorage",
             ("--interface", "gelato"),
             "unknown interface 'gelato'; interfaces are sglang",
         ),

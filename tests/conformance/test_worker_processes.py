@@ -202,7 +202,7 @@ def test_the_fork_server_is_replaced_when_it_dies(start):
     assert start().set(KEYS, 1) == [True] * 8
 
 
-def test_a_nursery_takes_its_peers_with_it(start):
+def test_a_fork_server_takes_its_workers_with_it(start):
     one = start()
     workers._fork_server()._process.kill()
     limit = time.monotonic() + 60

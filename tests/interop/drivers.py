@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 CAPABILITIES = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN, clears=True)
 
-SHELVES: dict[str, dict[str, bytes]] = defaultdict(dict)
-"""What is stored, by the name of the shelf."""
+STORES: dict[str, dict[str, bytes]] = defaultdict(dict)
+"""What is stored, by the name of the store."""
 
 
 class Trouble:
@@ -59,16 +59,16 @@ SEEN: list[tuple[str, list[str], str | None]] = []
 """What the driver was told about each of its calls: operation, prefix keys, request."""
 
 
-class ShelfConfig(DriverConfig):
-    shelf: str = "default"
+class SampleConfig(DriverConfig):
+    store: str = "default"
 
 
-class ShelfStorage(ObjectStorage):
+class SampleStorage(ObjectStorage):
     """Keeps pages in a dict of the process."""
 
-    def __init__(self, identity: StorageIdentity, config: ShelfConfig) -> None:
-        super().__init__(identity, driver_name="shelf", capabilities=CAPABILITIES)
-        self.objects = SHELVES[config.shelf]
+    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
+        super().__init__(identity, driver_name="sample", capabilities=CAPABILITIES)
+        self.objects = STORES[config.store]
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         SEEN.append(("exists", list(call.prefix_keys), call.request_id))
@@ -118,8 +118,8 @@ class UnrulyStorage(StorageLayer):
     """A storage that does not keep the contract: it raises where it must not, and answers what
     nobody asked."""
 
-    def __init__(self, identity: StorageIdentity, config: ShelfConfig) -> None:
-        super().__init__(ShelfStorage(identity, config))
+    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
+        super().__init__(SampleStorage(identity, config))
         self.announced = 0
 
     def on_host_pools_registered(self):
@@ -143,10 +143,10 @@ class UnrulyStorage(StorageLayer):
         return super().batch_set_v2(transfers, extra_info) if instead is None else instead
 
 
-class SealedStorage(ShelfStorage):
+class SealedStorage(SampleStorage):
     """Cannot be cleared."""
 
-    def __init__(self, identity: StorageIdentity, config: ShelfConfig) -> None:
+    def __init__(self, identity: StorageIdentity, config: SampleConfig) -> None:
         super().__init__(identity, config)
         self._capabilities = Capabilities(sharing=Sharing.PROCESS, durability=Durability.REOPEN)
 
@@ -155,11 +155,11 @@ SPECS = [
     DriverSpec(
         name=name,
         target=f"{__name__}:{storage.__name__}",
-        config=f"{__name__}:{ShelfConfig.__name__}",
+        config=f"{__name__}:{SampleConfig.__name__}",
         capabilities=CAPABILITIES,
     )
     for name, storage in (
-        ("shelf", ShelfStorage),
+        ("sample", SampleStorage),
         ("unruly", UnrulyStorage),
         ("sealed", SealedStorage),
     )

@@ -64,7 +64,7 @@ def refused(ranks, trouble, created):
     still works."""
 
     def attach(
-        error, match, *, pools=None, parallel=None, driver="shelf", driver_config=None, **extra
+        error, match, *, pools=None, parallel=None, driver="sample", driver_config=None, **extra
     ):
         rank = ranks(pools or mha_pools("page_first"), **(parallel or {}))
         before = threads()
@@ -77,7 +77,7 @@ def refused(ranks, trouble, created):
             with pytest.raises(StorageClosedError):
                 storage.batch_exists_v2(["a"])
         if pools is None:
-            rank.attach("shelf")
+            rank.attach("sample")
             assert rank.backup(tokens(2)).completed_tokens == 2 * PAGE_SIZE
 
     return attach
@@ -97,7 +97,7 @@ def test_an_unknown_driver(refused):
 
 def test_an_unknown_option_of_the_driver(refused):
     refused(
-        ConfigError, r"unknown option 'shelv'; did you mean 'shelf'", driver_config={"shelv": "x"}
+        ConfigError, r"unknown option 'stor'; did you mean 'store'", driver_config={"stor": "x"}
     )
 
 
@@ -190,7 +190,7 @@ def test_detach_and_attach_again_leave_no_thread_behind(ranks, storage):
 def test_detach_while_the_store_hangs(ranks, trouble, operation):
     rank = ranks(mha_pools("page_first"))
     before = threads()
-    rank.attach("shelf", deadline_seconds=0.2)
+    rank.attach("sample", deadline_seconds=0.2)
     rank.backup(tokens(2))
     stuck, released, back = threading.Event(), threading.Event(), list[bool]()
     trouble.at(
@@ -222,7 +222,7 @@ def test_after_a_clear_that_failed_nothing_is_served_until_one_has_happened(rank
     """SGLang answers its own caller with success all the same: what should be gone must be no
     hit."""
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
     rank.backup(tokens(2))
     bridge, keys = rank.bridge, rank.hashes(tokens(2))
     assert bridge.batch_exists(keys) == 2
@@ -247,7 +247,7 @@ def test_sglang_logs_a_clear_that_failed(ranks, trouble, caplog):
     """Its scheduler does not look at the answer (`clear_hicache_storage_wrapped`), which is why
     nothing is served then."""
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
 
     def fail(operation):
         raise OSError(5, "I/O error")

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransferResult
-from tests.interop.drivers import SHELVES
+from tests.interop.drivers import STORES
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, tokens
 
 pytestmark = pytest.mark.interop
@@ -85,7 +85,7 @@ def still_works(rank, trouble):
 @pytest.mark.parametrize("fault", DRIVER_FAULTS)
 def test_a_driver_that_fails(ranks, trouble, fault, hybrid):
     rank = ranks(with_mamba() if hybrid else mha_pools("page_first"))
-    rank.attach("shelf", deadline_seconds=PATIENCE_SECONDS)
+    rank.attach("sample", deadline_seconds=PATIENCE_SECONDS)
     checkpoints = {"mamba": 1} if hybrid else None
     backup = rank.backup(tokens(4), checkpoints=checkpoints)
     rank.wipe()
@@ -168,11 +168,11 @@ def test_a_failed_question_has_a_verdict_for_every_pool(ranks, trouble):
 
 def test_damaged_pages_are_misses_and_are_repaired(ranks, trouble):
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
     rank.backup(tokens(6))
-    shelf = SHELVES["default"]
-    third = list(shelf)[2]
-    shelf[third] = bytes(len(shelf[third]))
+    memory_store = STORES["default"]
+    third = list(memory_store)[2]
+    memory_store[third] = bytes(len(memory_store[third]))
     rank.wipe()
     result = rank.prefetch(tokens(6))
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 2 * PAGE_SIZE)
@@ -187,7 +187,7 @@ def test_damaged_pages_are_misses_and_are_repaired(ranks, trouble):
 def test_a_store_that_is_away_at_first_is_found_later(ranks, trouble, caplog):
     trouble.at("connect", answer=raise_os_error)
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
     assert "cannot be opened yet" in caplog.text
     assert rank.backup(tokens(3)).completed_tokens == 0
     trouble.clear()

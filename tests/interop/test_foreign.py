@@ -117,7 +117,9 @@ def runs(tmp_path_factory):
         )
         for driver, known in KNOWN.items()
     }
-    begun["shelf:Copies"] = Run(home / "copies", "shelf:Copies", "--level", "core,pools,identity")
+    begun["sample_storage:Copies"] = Run(
+        home / "copies", "sample_storage:Copies", "--level", "core,pools,identity"
+    )
     begun["sglang-bridge"] = Run(home / "bridge", "sglang-bridge", "--level", "core")
     yield begun
     for run in begun.values():
@@ -141,7 +143,7 @@ def test_a_driver_with_faults_exits_1(runs, driver):
     assert runs[driver].results["interface"] == "SGLang 0.5.23"
 
 
-@pytest.mark.parametrize("driver", ["shelf:Copies", "sglang-bridge"])
+@pytest.mark.parametrize("driver", ["sample_storage:Copies", "sglang-bridge"])
 def test_a_right_driver_is_not_blamed(runs, driver):
     run = runs[driver]
     assert run.status == 0, run.output()

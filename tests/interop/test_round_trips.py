@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from tests.interop.drivers import SEEN, SHELVES
+from tests.interop.drivers import SEEN, STORES
 from tests.interop.engine import PAGE_SIZE, mha_pools, mla_pools, tokens
 
 pytestmark = pytest.mark.interop
@@ -98,11 +98,11 @@ def test_what_is_stored_is_not_written_again(ranks, storage):
 
 def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(ranks, trouble):
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
     backup = rank.backup(tokens(6))
     rank.wipe()
-    fourth = list(SHELVES["default"])[3]
-    trouble.at("get", answer=lambda operation: SHELVES["default"].pop(fourth, None) and None)
+    fourth = list(STORES["default"])[3]
+    trouble.at("get", answer=lambda operation: STORES["default"].pop(fourth, None) and None)
     result = rank.prefetch(tokens(6))
     assert (result.hit_tokens, result.completed_tokens) == (6 * PAGE_SIZE, 3 * PAGE_SIZE)
     assert all(map(torch.equal, rank.contents(result)[:3], backup.contents["kv"][:3]))
@@ -111,7 +111,7 @@ def test_a_page_that_vanishes_after_the_query_ends_the_hit_there(ranks, trouble)
 def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
     """With `hicache_storage_pass_prefix_keys`, in each of several batches."""
     rank = ranks(mha_pools("page_first", pages=300))
-    rank.attach("shelf")
+    rank.attach("sample")
     prompt = tokens(210)
     hashes = rank.hashes(prompt)
     rank.backup(prompt[: 10 * PAGE_SIZE])
@@ -133,7 +133,7 @@ def test_the_driver_is_told_what_precedes_the_keys(ranks, trouble):
 
 def test_the_driver_is_told_the_session(ranks, trouble):
     rank = ranks(mha_pools("page_first"))
-    rank.attach("shelf")
+    rank.attach("sample")
     rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": "chat-7"}))
     rank.bridge.batch_exists(["a"], HiCacheStorageExtraInfo(extra_info={"session_id": 7}))
     [first, (operation, prefix, drawn)] = SEEN

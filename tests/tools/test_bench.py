@@ -79,7 +79,7 @@ def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
     assert not stored_pages(tmp_path)
 
 
-def test_two_contenders_take_turns(tmp_path):
+def test_two_candidates_take_turns(tmp_path):
     two = [Candidate("file", {"path": str(tmp_path / name)}, name) for name in ("a", "b")]
     report = run_sweep(sweep(tmp_path, candidates=two))
     assert [measure.label for measure in report.measurements] == ["a"] * 3 + ["b"] * 3

@@ -50,10 +50,11 @@ class EvictionProcessCases:
             work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)
             group.run({writer: work}, {writer: KillSchedule(random.randint(2, 4), random.random())})
         held_after, taken_after = _refill(group, survivor, pages), DiskUsage.of(config, context.tmp)
-        story = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
+        scenario = f"{KILLS} writers were killed in the middle of writing to a full store of {pages} pages; then it was filled again"
         if held_after < held_before - BATCH:
             raise Violation(
-                "EV-1", f"{story}: it held {held_before} pages before, and holds {held_after} now"
+                "EV-1",
+                f"{scenario}: it held {held_before} pages before, and holds {held_after} now",
             )
         if (
             taken_before
@@ -62,7 +63,7 @@ class EvictionProcessCases:
         ):
             raise Violation(
                 "EV-1",
-                f"{story}: it took {taken_before.bytes} bytes before, and takes "
+                f"{scenario}: it took {taken_before.bytes} bytes before, and takes "
                 f"{taken_after.bytes} now; the capacity is {capacity_of(pages)}",
             )
         group.judge("EV-2", keeps=False)

@@ -185,7 +185,7 @@ class _Library:
 
     def __init__(self, context: CaseContext, pools: Sequence[str], length: int) -> None:
         self._pools = list(pools)
-        self._dialect = context.interface_profile
+        self._profile = context.interface_profile
         self._sut: StorageUnderTest = context.storage(
             pools={pool: GuardedPool(components=(48,)) for pool in pools}
         )
@@ -199,12 +199,12 @@ class _Library:
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._sut.store(keys, pool)
-                if self._dialect.keeps_bytes:
+                if self._profile.keeps_bytes:
                     self._sut.expect(keys, pool)
 
     def ask(self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]) -> None:
         """Ask for the chain that has these patterns, and check the answer."""
-        if not self._dialect.block_groups:
+        if not self._profile.block_groups:
             transfers = [
                 transfer
                 for transfer in transfers
@@ -216,7 +216,7 @@ class _Library:
         }
         answer = self.answer(patterns, transfers)
         asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
-        check(answer, present[PoolName.KV], asked, verdicts=self._dialect.pool_verdicts)
+        check(answer, present[PoolName.KV], asked, verdicts=self._profile.pool_verdicts)
 
     def answer(
         self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]

@@ -174,18 +174,18 @@ def _check_right(
     """
     found = reader.get(stored) if stored else []
     check_hits(reader, stored, found, plan)
-    story = f"was stored (True) while another set was held up ({plan})"
+    scenario = f"was stored (True) while another set was held up ({plan})"
     for key, content in zip(stored, found, strict=True):
         if keeps and content is None:
             raise Violation(
                 "SET-1",
-                f"page key {short(key)} {story}, and a get answers False when that has gone on",
+                f"page key {short(key)} {scenario}, and a get answers False when that has gone on",
             )
     damaged = reader.stats().pages_damaged
     if damaged:
         raise Violation(
             "SET-1",
-            f"a page of {len(stored)} {story}, and when that has gone on {damaged} of them are "
+            f"a page of {len(stored)} {scenario}, and when that has gone on {damaged} of them are "
             f"damaged",
         )
 

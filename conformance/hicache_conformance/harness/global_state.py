@@ -29,7 +29,7 @@ LEVEL: Final = 33
 
 @contextmanager
 def unchanged_globals() -> Generator[list[str]]:
-    """Give each bystander a state of the suite's own; the list names, at the end, those that were
+    """Give each process-wide setting a value of the suite's own; the list ends with those that were
     changed.
 
     For the main thread only, because signal handlers are.

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_storage.objects import (
         Call,
+        LookupBatch,
         Namespace,
         ObjectRead,
         ObjectWrite,
@@ -64,6 +65,15 @@ class ReusesNumbers(SteadyFiles):
                     numbered[path.name.rpartition("-")[0]] = path
         held = {path.name.rpartition("-")[2]: path for path in numbered.values()}
         return held.get(plain.name, plain.with_name(f"{self.writer}-{self.next:06}-{plain.name}"))
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        deleted = super().delete_objects(batches, call)
+        # Two processes that set a page at once have each numbered a file for it.
+        for batch in batches:
+            for key in batch.keys:
+                while self._remove(self.path(batch.namespace, key)):
+                    pass
+        return deleted
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         with self.turn:
@@ -294,8 +304,7 @@ class ClearsUnderWriters(FileSlots):
 
 
 LEASE_SECONDS = 0.25
-"""Shorter than the suite holds up a writer (0.3 s), longer than a clear in the middle of a set
-takes."""
+"""Shorter than the suite holds up a writer (0.3 s)."""
 
 
 class LeasesRunOut(FileSlots):
@@ -311,3 +320,11 @@ class LeasesRunOut(FileSlots):
             del self.medium.reserved[slot]
         self.medium.free += late
         return super().reserve(namespace, pages)
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        super().clear_namespaces(namespaces, call)
+        # The case with a clear in the middle of a set is about `ClearsUnderWriters`: here leases
+        # outlast it.
+        with self.medium.lock:
+            kept = time.monotonic() + 60
+            self.medium.reserved = dict.fromkeys(self.medium.reserved, kept)

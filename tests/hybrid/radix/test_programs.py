@@ -18,7 +18,7 @@ from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.waiting import until
 
 PAGE = 2
-STORIES = [
+CHAINS = [
     ((1, 2), (1, 3), (4, 4), (5, 1), (2, 2), (6, 1), (1, 1), (3, 3), (7, 7), (8, 1)),
     ((1, 2), (1, 3), (4, 4), (5, 1), (9, 9), (6, 2), (1, 4), (3, 5)),
     ((1, 2), (1, 3), (4, 5), (5, 5), (2, 3), (6, 6)),
@@ -29,8 +29,8 @@ STORIES = [
 def sequences(draw):
     """Sequences that share prefixes, at checkpoints and elsewhere, some with a partial last
     page."""
-    story = draw(st.sampled_from(STORIES))
-    pages = story[: draw(st.integers(1, len(story)))]
+    chain = draw(st.sampled_from(CHAINS))
+    pages = chain[: draw(st.integers(1, len(chain)))]
     return tuple(token for page in pages for token in page) + (9,) * draw(st.booleans())
 
 

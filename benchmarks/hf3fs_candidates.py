@@ -39,7 +39,7 @@ QUARANTINE_SECONDS = 0.05
 _ranks = itertools.count()
 
 
-class Contender:
+class Candidate:
     """One of the two, on some pages of a host pool."""
 
     name: str
@@ -83,7 +83,7 @@ class Contender:
         self.remove()
 
 
-class Peer(Contender):
+class Peer(Candidate):
     """SGLang's driver, called as `HiCacheController` calls it."""
 
     name = PEER
@@ -137,7 +137,7 @@ class Peer(Contender):
         self.storage.close()
 
 
-class Ours(Contender):
+class Ours(Candidate):
     """The 3FS driver through the whole stack: metrics, deadline, circuit breaker, v2 calls,
     checksums."""
 

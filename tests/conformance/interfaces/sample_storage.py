@@ -14,7 +14,7 @@ from typing import ClassVar
 from hicache_storage.spec import PoolHitPolicy, PoolTransferResult
 
 
-class Shelf:
+class SampleStorage:
     """Keeps pages in this process, under names that hold everything the driver is told."""
 
     pages: ClassVar[dict] = {}
@@ -111,7 +111,7 @@ class Shelf:
         return [True] * len(keys)
 
 
-class Copies(Shelf):
+class Copies(SampleStorage):
     """The same in the older interface, where KV is handed over in copies."""
 
     batch_get_v1 = batch_set_v1 = None
@@ -126,7 +126,7 @@ class Copies(Shelf):
         return True
 
 
-class Compacts(Shelf):
+class Compacts(SampleStorage):
     """Reads the pages that are there into the first places, and reports them in their own."""
 
     def read(self, pool, keys, host_indices):
@@ -135,7 +135,7 @@ class Compacts(Shelf):
         return [self.has(pool, key) for key in keys]
 
 
-class Fragile(Shelf):
+class Fragile(SampleStorage):
     """Takes the process down when it is asked to clear, and does not come back from a key that
     climbs directories."""
 
@@ -148,7 +148,7 @@ class Fragile(Shelf):
         return super().batch_set_v1(keys, host_indices, extra_info)
 
 
-class Ends(Shelf):
+class Ends(SampleStorage):
     """Ends the process while it is constructed."""
 
     def __init__(self, storage_config, kwargs):
