@@ -42,6 +42,27 @@ if TYPE_CHECKING:
         StorageIdentity,
     )
 
+
+def names_in(directory: Path) -> list[str]:
+    """The names of all pages, sorted. A directory without a change is not listed again: a listing
+    for each key would be a second fault, in the time of a lookup."""
+    try:
+        changed = directory.stat().st_mtime_ns
+    except FileNotFoundError:
+        return []
+    known, names = LISTINGS.get(directory, (0, []))
+    if changed != known:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(PAGE))
+        # Another change in the same tick of the file system's clock leaves the time as it is.
+        if time.time_ns() - changed > TICK_NS:
+            LISTINGS[directory] = changed, names
+    return names
+
+
+LISTINGS: dict[Path, tuple[int, list[str]]] = {}
+TICK_NS = 50_000_000
+
+
 # What a request that failed has done
 # --------------------------------------------------------------------------------
 
@@ -56,15 +77,15 @@ class ReusesNumbers(SteadyFiles):
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
-        numbered = dict[str, Path]()
-        for path in sorted(plain.parent.glob(f"*{PAGE}")):
+        numbered = dict[str, str]()
+        for name in names_in(plain.parent):
             # Empty files are strangers; which of two files of one number counts is the fault
             # planted here.
             with suppress(FileNotFoundError):
-                if path.stat().st_size:
-                    numbered[path.name.rpartition("-")[0]] = path
-        held = {path.name.rpartition("-")[2]: path for path in numbered.values()}
-        return held.get(plain.name, plain.with_name(f"{self.writer}-{self.next:06}-{plain.name}"))
+                if plain.with_name(name).stat().st_size:
+                    numbered[name.rpartition("-")[0]] = name
+        held = {name.rpartition("-")[2]: name for name in numbered.values()}
+        return plain.with_name(held.get(plain.name, f"{self.writer}-{self.next:06}-{plain.name}"))
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         deleted = super().delete_objects(batches, call)
@@ -200,12 +221,9 @@ class BelievesFileNames(SteadyFiles):
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
-        named = sorted(plain.parent.glob(f"{plain.stem}-*{PAGE}"))
-        return (
-            named[-1]
-            if named
-            else plain.with_name(f"{plain.stem}-{namespace.object_bytes:08x}{PAGE}")
-        )
+        named = [name for name in names_in(plain.parent) if name.startswith(f"{plain.stem}-")]
+        own = f"{plain.stem}-{namespace.object_bytes:08x}{PAGE}"
+        return plain.with_name(named[-1] if named else own)
 
 
 # Places that change hands
