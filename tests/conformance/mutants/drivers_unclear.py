@@ -24,7 +24,7 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.objects import (
         Call,
@@ -43,24 +43,41 @@ if TYPE_CHECKING:
     )
 
 
-def names_in(directory: Path) -> list[str]:
-    """The names of all pages, sorted. A directory without a change is not listed again: a listing
-    for each key would be a second fault, in the time of a lookup."""
+def listed(directory: Path, index: Callable[[list[Path]], dict[str, str]]) -> dict[str, str]:
+    """What `index` makes of the paths of all pages, in order. A directory without a change is not
+    listed again: a listing for each key would be a second fault, in the time of a lookup."""
     try:
         changed = directory.stat().st_mtime_ns
     except FileNotFoundError:
-        return []
-    known, names = LISTINGS.get(directory, (0, []))
+        return {}
+    known, found = LISTINGS.get((directory, index), (0, {}))
     if changed != known:
-        names = sorted(name for name in os.listdir(directory) if name.endswith(PAGE))
+        found = index(sorted(directory.glob(f"*{PAGE}")))
         # Another change in the same tick of the file system's clock leaves the time as it is.
         if time.time_ns() - changed > TICK_NS:
-            LISTINGS[directory] = changed, names
-    return names
+            LISTINGS[directory, index] = changed, found
+    return found
 
 
-LISTINGS: dict[Path, tuple[int, list[str]]] = {}
+LISTINGS: dict[tuple[Path, Callable[..., object]], tuple[int, dict[str, str]]] = {}
 TICK_NS = 50_000_000
+
+
+def by_number(paths: list[Path]) -> dict[str, str]:
+    """The file of each page, by the page's plain name; of two files of one number the last one
+    counts, which is the fault planted here."""
+    numbered = dict[str, str]()
+    for path in paths:
+        # Empty files are strangers.
+        with suppress(FileNotFoundError):
+            if path.stat().st_size:
+                numbered[path.name.rpartition("-")[0]] = path.name
+    return {name.rpartition("-")[2]: name for name in numbered.values()}
+
+
+def by_stem(paths: list[Path]) -> dict[str, str]:
+    """The file with the longest page, by the stem of the page's plain name."""
+    return {path.name.rpartition("-")[0]: path.name for path in paths}
 
 
 # What a request that failed has done
@@ -77,15 +94,8 @@ class ReusesNumbers(SteadyFiles):
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
-        numbered = dict[str, str]()
-        for name in names_in(plain.parent):
-            # Empty files are strangers; which of two files of one number counts is the fault
-            # planted here.
-            with suppress(FileNotFoundError):
-                if plain.with_name(name).stat().st_size:
-                    numbered[name.rpartition("-")[0]] = name
-        held = {name.rpartition("-")[2]: name for name in numbered.values()}
-        return plain.with_name(held.get(plain.name, f"{self.writer}-{self.next:06}-{plain.name}"))
+        own = f"{self.writer}-{self.next:06}-{plain.name}"
+        return plain.with_name(listed(plain.parent, by_number).get(plain.name, own))
 
     def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         deleted = super().delete_objects(batches, call)
@@ -221,9 +231,8 @@ class BelievesFileNames(SteadyFiles):
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
-        named = [name for name in names_in(plain.parent) if name.startswith(f"{plain.stem}-")]
         own = f"{plain.stem}-{namespace.object_bytes:08x}{PAGE}"
-        return plain.with_name(named[-1] if named else own)
+        return plain.with_name(listed(plain.parent, by_stem).get(plain.stem, own))
 
 
 # Places that change hands
