@@ -4,15 +4,26 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo test lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
+
+# Three tiers. `make push` is for every commit, `make merge` what `.ci/run` asks before anything
+# lands, `make long` what takes hours or a machine of its own.
+push: $(VENV)/.installed
+	$(MAKE) --no-print-directory --jobs 2 --output-sync lint conformance types
+	$(PYTEST_UNIT) -m "$(UNIT) and not slow"
 
 # Two at a time: a conformance run waits for half of its time. The tests have the machine to themselves.
 test: $(VENV)/.installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync lint conformance types
 	$(MAKE) --no-print-directory unit
+
+merge:
+	.ci/run
+
+long: soak races servers quickstarts fuzz hostile
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -23,16 +34,20 @@ types: $(VENV)/.installed
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
-# Three at a time on two cores, because they spend a third of it waiting. tests/conftest.py says which files are begun first.
+# Three at a time on two cores, because they spend a third of it waiting; files marked `slow` first.
+UNIT := not gpu and not interop and not fuzz and not docs and not hostile
+PYTEST_UNIT := $(PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 unit: $(VENV)/.installed
-	$(PYTHON) -m pytest -m "not gpu and not interop and not fuzz and not docs and not hostile" -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+	$(PYTEST_UNIT) -m "$(UNIT)"
 
 # On a machine with a CUDA device; `scripts/gpu_tests.sh PYTHON` does the same in a Python that has torch and pytest and little else.
 gpu: $(VENV)/.installed
 	scripts/gpu_tests.sh $(PYTHON)
 
+# The short profile; `make matrix` has the file driver's run of the whole suite.
+PROFILE := smoke
 conformance: $(VENV)/.installed
-	$(VENV)/bin/hicache conformance run file --report out/conformance
+	$(VENV)/bin/hicache conformance run file --profile $(PROFILE) --report out/conformance
 
 # The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
 # scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -52,50 +51,13 @@ class Kit:
         return storage, pools["kv"]
 
 
-SLOW = (
-    "interop/test_server.py",
-    "interop/test_server_layouts.py",
-    "interop/test_server_hybrid.py",
-    "interop/test_server_mla.py",
-    "conformance/test_mutants.py",
-    "metadata_server/test_page.py",
-    "conformance/test_cli.py",
-    "conformance/test_author_path.py",
-    "backends/mooncake/test_outages.py",
-    "conformance/metadata/test_faults.py",
-    "hybrid/test_ranks.py",
-    "cli/test_new_command.py",
-    "backends/hf3fs/test_races.py",
-    "conformance/test_interface_runs.py",
-    "conformance/test_plugin.py",
-    "backends/hf3fs/test_several_servers.py",
-    "metadata_server/test_shared_servers.py",
-    "metadata_server/test_real_server.py",
-    "examples/test_multiturn.py",
-    "examples/test_examples.py",
-    "examples/test_tiny_hybrid_lm.py",
-    "examples/test_two_nodes_mooncake.py",
-    "backends/hf3fs/test_several_servers_conform.py",
-    "backends/hf3fs/test_killed_server.py",
-    "backends/hf3fs/test_driver.py",
-    "backends/hf3fs/test_failover.py",
-    "hybrid/radix/test_programs.py",
-    "hybrid/test_stack.py",
-    "conformance/test_repro.py",
-    "tools/test_bench.py",
-    "tools/test_doctor_examination.py",
-    "packaging/test_distribution.py",
-    "backends/file/test_processes.py",
-    "metadata_server/test_fuzz.py",
-    "metadata_server/test_tls.py",
-)
-"""Files that take long, roughly the longest first: where files are shared out, one that is begun
-last is waited for by all."""
-
-
 def pytest_collection_modifyitems(items):
-    turns = {Path(__file__).parent / name: turn for turn, name in enumerate(SLOW)}
-    items.sort(key=lambda item: turns.get(item.path, len(turns)))
+    # Files are shared out among workers, and one that is begun last is waited for by all.
+    def seconds(item):
+        mark = item.get_closest_marker("slow")
+        return mark.kwargs["seconds"] if mark else 0
+
+    items.sort(key=seconds, reverse=True)
 
 
 @pytest.fixture(autouse=True)
