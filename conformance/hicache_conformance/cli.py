@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
 import sys
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -168,10 +169,10 @@ def list_rules(
 def explain(
     rule: Annotated[str, typer.Argument(metavar="RULE", help="A rule's id, such as GET-1.")],
 ) -> None:
-    """Say what a rule asks, why it exists, and which cases test it."""
+    """Print what a rule asks, why it exists, which cases test it, and where they are."""
     from hicache_conformance.protocol.rules import protocol_rules
-    from hicache_conformance.protocol.suite import protocol_cases
-    from hicache_conformance.suite.driver_conformance import catalogue
+    from hicache_conformance.protocol.suite import MetadataConformance, protocol_cases
+    from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 
     console = Console(highlight=False)
     is_protocol = rule.upper() in protocol_rules()
@@ -193,11 +194,15 @@ def explain(
         for case in (protocol_cases() if is_protocol else catalogue()).values()
         if known.id in case.rules
     ]
+    suite = MetadataConformance if is_protocol else DriverConformance
     for case in cases:
         needs = f"  (needs {', '.join(case.needs)})" if case.needs else ""
+        code = inspect.unwrap(getattr(suite, case.name)).__code__
         console.print(
-            f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}",
+            f"  {case.name} [dim]{', '.join(case.levels)}[/]{needs}\n    {case.summary}\n"
+            f"    [dim]{_in_package(code.co_filename)}:{code.co_firstlineno}[/]",
             markup=True,
+            soft_wrap=True,
         )
     if not cases:
         console.print("  none yet: the rule is reported as untested")
@@ -307,3 +312,7 @@ def _check_commands(commands: list[str]) -> None:
 
 
 __all__ = ["Level", "app"]
+
+
+def _in_package(path: str) -> str:
+    return str(Path(path).relative_to(Path(__file__).parents[1]))
