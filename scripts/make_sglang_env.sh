@@ -24,7 +24,7 @@ needed=(
   pillow==13.0.0 psutil==7.2.2 pybase64==1.5.1 python-multipart==0.0.34 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3
   setproctitle==1.3.8 soundfile==0.14.0 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 uvloop==0.23.0 xgrammar==0.2.7 triton
 )
-for_tests=(pytest pytest-timeout pytest-xdist mfusepy)
+for_tests=(pytest pytest-asyncio pytest-timeout pytest-xdist mfusepy)
 
 # Libraries and programs that wheels expect of the machine, and the Debian packages that have them.
 libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)

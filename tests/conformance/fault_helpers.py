@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from hicache_conformance.model.fault_plan import Fault, FaultPlan
 
 CONTENT = bytes(range(256)) * 64
 MAX_SECONDS = 30.0
-
-
-def eventually(holds):
-    until = time.monotonic() + MAX_SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def find_fault(injector, kind, **fields):

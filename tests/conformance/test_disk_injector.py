@@ -23,9 +23,9 @@ from tests.conformance.fault_helpers import (
     MAX_SECONDS,
     background,
     bits_that_differ,
-    eventually,
     find_fault,
 )
+from tests.support.waiting import eventually
 
 needs_fuse = pytest.mark.skipif(bool(missing_for_disk()), reason=f"needs {missing_for_disk()}")
 

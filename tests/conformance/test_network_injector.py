@@ -22,9 +22,9 @@ from tests.conformance.fault_helpers import (
     CONTENT,
     MAX_SECONDS,
     bits_that_differ,
-    eventually,
     find_fault,
 )
+from tests.support.waiting import eventually
 
 
 class Echo(socketserver.BaseRequestHandler):

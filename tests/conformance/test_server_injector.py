@@ -16,7 +16,8 @@ from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
-from tests.conformance.fault_helpers import MAX_SECONDS, background, eventually, find_fault
+from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault
+from tests.support.waiting import eventually
 
 SERVER = """
 import socketserver, sys

@@ -19,7 +19,7 @@ from hicache_storage.spec import PoolHitPolicy, PoolTransfer
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.rank import Rank
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 GRID = 2 * PAGE
 TURNS = 4
@@ -252,11 +252,11 @@ class CacheRank(Rank):
         """Tokens that a prefetch brought."""
         before = self.cache.match(tokens(pages, chain)).length
         if self.cache.prefetch_from_storage("fetch", tokens(pages, chain)):
-            until(lambda: self.cache.poll() or self.cache.check_prefetch("fetch"))
+            eventually(lambda: self.cache.poll() or self.cache.check_prefetch("fetch"))
         return self.cache.match(tokens(pages, chain)).length - before
 
     def _settle(self):
-        until(lambda: self.cache.poll() or self.cache.idle())
+        eventually(lambda: self.cache.poll() or self.cache.idle())
 
     def _forget(self):
         self._settle()
@@ -269,7 +269,7 @@ class CacheRank(Rank):
         self._forget()
         self.tell(*astuple(self.cache.usage()))
         assert self.cache.usage().device_tokens == self.cache.usage().host_tokens == 0
-        until(lambda: self.stack.free() == self.stack.total())
+        eventually(lambda: self.stack.free() == self.stack.total())
         for entry in self.stack.group.entries.values():
             assert (
                 entry.device_pool is None

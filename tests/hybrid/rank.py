@@ -30,7 +30,7 @@ from hicache_storage.hybrid import (
 from hicache_storage.spec import ConfigError, HiCacheError, PoolTransfer
 from hicache_storage.testing import FaultLayer, FaultOptions, MemoryStorage
 from tests.hybrid.stack import MAMBA, PAGE, Stack, identity, tokens
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 SECONDS = 200
 """After which a rank that has not ended says what it does, and ends."""
@@ -154,7 +154,7 @@ class Rank:
             if faulty:
                 storage.disable()
             self.controller.detach()
-            until(lambda: self.stack.free() == self.stack.total())
+            eventually(lambda: self.stack.free() == self.stack.total())
 
     def attaching(self):
         """A storage that cannot be attached on one rank is attached on none."""
@@ -212,7 +212,7 @@ class Rank:
         host = self.stack.take("host", PAGES, ends=(4, 8))
         self.stack.fill("host", host, labels)
         self.controller.write_storage(host, keys)
-        [stored] = until(self.controller.completed_backups)
+        [stored] = eventually(self.controller.completed_backups)
         self.stack.group.free_host(host)
         written = {name: stats.pages_written for name, stats in storage.get_stats().pools.items()}
         self.tell("stored", stored.stored_pages, stored.complete)
@@ -230,7 +230,7 @@ class Rank:
             os._exit(0)
         for _ in range(2):
             try:
-                until(operation.poll)
+                eventually(operation.poll)
             except RankGroupError:
                 self.tell("lost")
         self.controller.detach()
@@ -275,7 +275,7 @@ class Rank:
         labels, by default the keys."""
         operation = self.controller.prefetch("r", tokens(PAGES, seed))
         if polls is None:
-            until(lambda: operation.poll() and operation.done)
+            eventually(lambda: operation.poll() and operation.done)
         else:
             for _ in range(polls):
                 operation.poll()
@@ -293,7 +293,7 @@ class Rank:
             told.append(host is not None)
             self.controller.start_writing()
             if host is not None:
-                told += until(self.controller.completed_writes)
+                told += eventually(self.controller.completed_writes)
                 self.stack.group.free_host(host)
             self.stack.group.free_device(device)
         return told
@@ -302,7 +302,7 @@ class Rank:
         """What was fetched is backed up again; a rank whose storage fails decides for all."""
         number = self.controller.write_storage(result.host, result.hashes)
         self.stack.group.free_host(result.host)
-        [told] = until(self.controller.completed_backups)
+        [told] = eventually(self.controller.completed_backups)
         assert told.operation_id == number
         return told.stored_pages, told.complete
 

@@ -15,7 +15,7 @@ from hicache_storage.spec import (
 )
 from tests.hybrid.stack import PAGE, identity, tokens
 from tests.hybrid.test_prefetch import Raising, fetched
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 EARLIER = set[threading.Thread]()
 
@@ -67,7 +67,7 @@ def test_an_attach_that_hangs_is_left_behind(make_stack, store, gate):
     assert not stack.controller.attached
     assert stack.controller.prefetch("r", tokens(4)) is None
     hang.open()
-    until(lambda: "hicache-attach" not in threads())
+    eventually(lambda: "hicache-attach" not in threads())
 
 
 def test_a_second_storage_is_refused(stack, store):
@@ -111,7 +111,7 @@ def test_a_close_that_raises_or_hangs_stops_nobody(make_stack, store, gate):
     stack.controller.detach()
     assert stack.controller.stats().abandoned_calls == 1
     hang.open()
-    until(lambda: threads() == [])
+    eventually(lambda: threads() == [])
 
 
 def test_storages_come_and_go_while_pages_are_moved(make_stack, store):
@@ -128,7 +128,7 @@ def test_storages_come_and_go_while_pages_are_moved(make_stack, store):
         assert [result.operation_id for result in stack.controller.completed_backups()] == [number]
         assert stack.controller.terminate_prefetch(operation).tokens == 0
         stack.controller.free_host(host)
-        until(lambda: stack.free() == stack.total())
+        eventually(lambda: stack.free() == stack.total())
     assert threads() == []
 
 

@@ -12,7 +12,7 @@ from hicache_storage.hybrid import BackupResult, HybridIndices, ParallelConfig, 
 from hicache_storage.spec import InvalidTransferError, PoolTransfer, PoolTransferResult
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, identity, tokens
 from tests.hybrid.test_prefetch import Raising, fetched
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 KEYS = page_hashes(tokens(12), PAGE)
 
@@ -24,7 +24,7 @@ def quick(monkeypatch):
 
 def backed_up(stack, host, keys=KEYS, prefix=()):
     number = stack.controller.write_storage(host, keys[: host.anchor.numel() // PAGE], prefix)
-    [result] = until(stack.controller.completed_backups)
+    [result] = eventually(stack.controller.completed_backups)
     assert result.operation_id == number
     return result
 
@@ -206,7 +206,7 @@ def test_a_page_that_is_being_stored_is_not_handed_out(stack, store, gate):
     assert stack.free() == {KV: 4 * PAGE, MAMBA: 7}
     assert stack.controller.completed_backups() == []
     hang.open()
-    [result] = until(stack.controller.completed_backups)
+    [result] = eventually(stack.controller.completed_backups)
     assert result.complete
     assert stack.free() == stack.total()
 
@@ -221,7 +221,7 @@ def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     stack.controller.free_host(host)
     assert stack.free() == {KV: 13 * PAGE, MAMBA: 7}
     hang.open()
-    until(lambda: stack.free() == stack.total())
+    eventually(lambda: stack.free() == stack.total())
 
 
 @pytest.mark.parametrize("end", ["detach", "reset"])
@@ -244,7 +244,7 @@ def test_ending_tells_or_forgets_what_is_on_its_way(make_stack, store, gate, end
         stack.controller.free_host(host)
     assert stack.free()[KV] <= 14 * PAGE
     hang.open()
-    until(lambda: stack.free() == stack.total())
+    eventually(lambda: stack.free() == stack.total())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hicache_storage.hybrid import HybridIndices, page_hashes
 from hicache_storage.spec import InvalidTransferError, SlotError
 from hicache_storage.transfer import recorded
 from tests.hybrid.stack import INDEXER, KV, MAMBA, PAGE, tokens
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 KEYS = page_hashes(tokens(16), PAGE)
 
@@ -25,7 +25,7 @@ def written(stack, pages, ends=(), node=1):
     stack.fill("device", device, KEYS)
     host = stack.controller.write(device, node)
     stack.controller.start_writing()
-    assert until(stack.controller.completed_writes) == [node]
+    assert eventually(stack.controller.completed_writes) == [node]
     return device, host
 
 
@@ -38,7 +38,7 @@ def test_every_pool_comes_back_as_it_went(stack):
     consumer = stack.controller.start_loading()
     stack.controller.layer_counter(consumer).synchronize()
     assert stack.holds("device", loaded, KEYS)
-    assert until(stack.controller.completed_loads) == [1]
+    assert eventually(stack.controller.completed_loads) == [1]
     assert (
         stack.controller.stats().tokens_written_back
         == stack.controller.stats().tokens_loaded
@@ -52,12 +52,12 @@ def test_operations_of_a_step_are_one_and_told_once(stack):
     assert stack.controller.completed_writes() == []
     assert stack.controller.start_writing() == 6 * PAGE
     assert stack.controller.start_writing() == 0
-    assert until(stack.controller.completed_writes) == [2, 1, 0]
+    assert eventually(stack.controller.completed_writes) == [2, 1, 0]
     assert stack.controller.completed_writes() == []
     for node, host in enumerate(hosts):
         assert stack.controller.load(host, [node, node + 10]) is not None
     assert stack.controller.start_loading() > 0
-    assert until(stack.controller.completed_loads) == [0, 10, 1, 11, 2, 12]
+    assert eventually(stack.controller.completed_loads) == [0, 10, 1, 11, 2, 12]
     assert stack.controller.start_loading() == -1
     stack.controller.layer_counter(-1).wait(0, stack.compute)
 
@@ -107,7 +107,7 @@ def test_a_step_waits_for_earlier_loads_too(stack):
     counter.synchronize()
     assert counter.done()
     assert stack.holds("device", device, KEYS)
-    assert until(stack.controller.completed_loads) == [1, 2]
+    assert eventually(stack.controller.completed_loads) == [1, 2]
     assert stack.controller.start_loading() == -1
 
 
@@ -137,7 +137,7 @@ def test_what_is_freed_in_flight_is_not_handed_out(stack):
         "the indexer's copy uses KV's slots"
     )
     hold.release()
-    until(lambda: stack.free() == stack.total())
+    eventually(lambda: stack.free() == stack.total())
     assert stack.controller.stats().writes_without_room == 1
 
 
@@ -199,7 +199,7 @@ def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
     assert stack.controller.start_writing() == 0
     assert stack.controller.completed_writes() == []
     hold.release()
-    until(lambda: stack.free() == stack.total())
+    eventually(lambda: stack.free() == stack.total())
 
 
 def test_overwriting_waits_for_the_copies_of_every_pool(stack):
@@ -214,7 +214,7 @@ def test_overwriting_waits_for_the_copies_of_every_pool(stack):
             for tensor in tensors:
                 stack.compute.copy(tensor, torch.full_like(tensor, 99), "kernel")
     stack.compute.synchronize()
-    assert until(stack.controller.completed_writes) == [1]
+    assert eventually(stack.controller.completed_writes) == [1]
     assert stack.holds("host", host, KEYS)
 
 
@@ -228,7 +228,7 @@ def test_two_loads_of_a_step_into_one_slot_are_refused_before_anything_is_copied
         stack.controller.load(host, [2], into={MAMBA: own})
     assert stack.group.device.available([KV, MAMBA]) == free
     stack.controller.layer_counter(stack.controller.start_loading()).synchronize()
-    assert until(stack.controller.completed_loads) == [1]
+    assert eventually(stack.controller.completed_loads) == [1]
     assert stack.controller.load(host, [2], into={MAMBA: own}) is not None
 
 

@@ -10,9 +10,15 @@ from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES
 from hicache_storage.hybrid.storage_io.prefetch_jobs import plan_reads
 from hicache_storage.spec import PoolTransferResult
 from tests.hybrid.stack import KV, MAMBA, PAGE, tokens
-from tests.hybrid.waiting import finished, until
+from tests.support.waiting import eventually
 
 WAIT = {"threshold_tokens": PAGE, "policy": "wait_complete", "occupancy": 1.0}
+
+
+def finished(stack, operation):
+    """The result of a prefetch once it is done."""
+    eventually(lambda: operation.poll() and operation.done)
+    return stack.controller.terminate_prefetch(operation)
 
 
 def fetched(stack, pages, **options):
@@ -169,7 +175,7 @@ def test_policies_while_the_states_are_pending(make_stack, store, gate, policy, 
     stack.controller.attach(storage)
     operation = stack.controller.prefetch("r", tokens(8))
     storage.before = hang
-    until(lambda: operation.poll() is goes_on and hang.hanging)
+    eventually(lambda: operation.poll() is goes_on and hang.hanging)
     assert not operation.done
     if goes_on:
         result = stack.controller.terminate_prefetch(operation)
@@ -198,13 +204,13 @@ def test_a_terminated_prefetch_delivers_up_to_its_last_savepoint(
 
     storage.before = third_hangs
     operation = stack.controller.prefetch("r", tokens(12))
-    until(lambda: operation.poll() or hang.hanging)
+    eventually(lambda: operation.poll() or hang.hanging)
     result = stack.controller.terminate_prefetch(operation)
     assert (result.tokens, result.outcome) == (7 * PAGE, PrefetchOutcome.STOPPED)
     assert stack.free()[KV] == 4 * PAGE, "what the call may still write into rests"
     assert stack.holds("host", result.host, keys)
     hang.open()
-    until(lambda: stack.free()[KV] == 9 * PAGE)
+    eventually(lambda: stack.free()[KV] == 9 * PAGE)
     check(stack, result, keys, 7, (7,))
 
 
@@ -337,7 +343,7 @@ def test_a_storage_that_hangs_is_left_behind(stack, store, gate, impatient):
     others = stack.take("host", 8)
     stack.fill("host", others, page_hashes(tokens(8, seed=1), PAGE))
     hang.open()
-    until(lambda: stack.free() == {KV: 8 * PAGE, MAMBA: 8})
+    eventually(lambda: stack.free() == {KV: 8 * PAGE, MAMBA: 8})
     assert stack.holds("host", others, page_hashes(tokens(8, seed=1), PAGE))
     assert stack.controller.stats().stuck_calls == 0
     stack.group.free_host(others)
@@ -354,7 +360,7 @@ def test_a_storage_that_always_hangs_costs_two_threads(stack, store, gate, impat
         assert fetched(stack, 8).tokens == 0
     assert hang.hanging == 2
     hang.open()
-    until(lambda: stack.controller.stats().stuck_calls == 0)
+    eventually(lambda: stack.controller.stats().stuck_calls == 0)
     assert fetched(stack, 8).tokens == 8 * PAGE
 
 
@@ -367,7 +373,7 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     stack.controller.attach(storage)
     storage.before = hang
     prefetches = [stack.controller.prefetch("r", tokens(8)) for _ in range(2)]
-    until(lambda: prefetches[0].poll() or hang.hanging)
+    eventually(lambda: prefetches[0].poll() or hang.hanging)
     getattr(stack.controller, end)()
     assert all(prefetch.poll() for prefetch in prefetches)
     for prefetch in prefetches:
@@ -376,7 +382,7 @@ def test_a_hanging_storage_holds_up_nobody(make_stack, store, gate, operation, e
     assert stack.free()[KV] == (8 * PAGE if operation == "read" else 16 * PAGE)
     assert stack.controller.attached is (end == "reset")
     hang.open()
-    until(lambda: stack.free() == stack.total())
+    eventually(lambda: stack.free() == stack.total())
     if end == "detach":
         stack.controller.attach(store.open())
     assert fetched(stack, 8).tokens == 8 * PAGE

@@ -15,7 +15,7 @@ from hicache_storage.spec import StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.stack import KV, MAMBA, PAGE, Stack, identity, tokens
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 CHAINS = {seed: page_hashes(tokens(8, seed), PAGE) for seed in range(3)}
 SPANS = st.tuples(st.sampled_from(sorted(CHAINS)), st.integers(1, 8), st.sets(st.integers(1, 8)))
@@ -65,8 +65,8 @@ class Programs(RuleBasedStateMachine):
         self.controller.close()
         for host, _ in self.owned:
             self.controller.free_host(host)
-        until(lambda: self.stack.free() == self.stack.total())
-        until(lambda: self.controller.stats().stuck_calls == 0)
+        eventually(lambda: self.stack.free() == self.stack.total())
+        eventually(lambda: self.controller.stats().stuck_calls == 0)
         self.stack.close()
         for patch in self.patches:
             patch.stop()
@@ -120,7 +120,7 @@ class Programs(RuleBasedStateMachine):
         )
         if host is not None:
             self.controller.start_writing()
-            assert until(self.controller.completed_writes) == [self.nodes]
+            assert eventually(self.controller.completed_writes) == [self.nodes]
             self.owned.append((host, CHAINS[seed]))
         self.stack.group.free_device(device)
 
@@ -132,7 +132,7 @@ class Programs(RuleBasedStateMachine):
         device = self.controller.load(host, [0])
         assert device is not None
         self.controller.layer_counter(self.controller.start_loading()).synchronize()
-        assert until(self.controller.completed_loads) == [0]
+        assert eventually(self.controller.completed_loads) == [0]
         assert self.stack.holds("device", device, keys)
         self.stack.group.free_device(device)
 
@@ -174,7 +174,7 @@ class Programs(RuleBasedStateMachine):
             return
         operation, keys = self.prefetches.pop(pick % len(self.prefetches))
         if waits:
-            until(lambda: operation.poll() and operation.done)
+            eventually(lambda: operation.poll() and operation.done)
         result = self.controller.terminate_prefetch(operation)
         assert result.hashes == tuple(keys[: result.tokens // PAGE])
         assert result.host.anchor.numel() == result.tokens

@@ -30,7 +30,7 @@ from hicache_storage.spec import (
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import StreamSimulator
 from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
@@ -50,7 +50,7 @@ def nothing_is_left():
     before = set(threading.enumerate())
     yield
     # One that has been told to end may need a moment for it.
-    until(lambda: set(threading.enumerate()) <= before)
+    eventually(lambda: set(threading.enumerate()) <= before)
 
 
 def in_dict(config, objects=None):
@@ -189,7 +189,7 @@ def test_what_a_prefetch_has_brought_outlives_its_storage(config):
         session = Session(stack)
         assert stack.cache.prefetch_from_storage("session", session.tokens)
         operation = stack.cache._prefetches._running["session"].operation
-        until(lambda: stack.cache.poll() or operation.done)
+        eventually(lambda: stack.cache.poll() or operation.done)
         stack.detach()
         assert session.restore() == (Session.LENGTH, Session.LENGTH)
         assert stack.drain(60)

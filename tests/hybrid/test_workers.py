@@ -8,7 +8,7 @@ import pytest
 
 from hicache_storage.hybrid.stats import StatsCounter
 from hicache_storage.hybrid.storage_io.workers import Job, StorageWorker
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 
 class Noted(Job):
@@ -47,7 +47,7 @@ def test_without_a_thread_a_job_is_over_and_the_next_one_tries_again(worker, mon
         worker.submit(refused)
     assert refused.finished()
     worker.submit(accepted)
-    until(accepted.finished)
+    eventually(accepted.finished)
     assert (refused.performed, accepted.performed) == (0, 1)
 
 

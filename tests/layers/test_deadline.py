@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -18,17 +17,11 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     UnknownPoolError,
 )
+from tests.support.waiting import eventually
 
 PATIENCE_SECONDS = 60.0
 SHORT_SECONDS = 0.05
 """Only for calls that hang: under load a call that does not may take longer."""
-
-
-def eventually(holds):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def hurry(layer, seconds=SHORT_SECONDS):

@@ -18,16 +18,10 @@ from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
 from hicache_storage.spec import CancellationToken, HungReads
 from tests.backends.file.harness import chain
+from tests.support.waiting import eventually
 
 SECONDS = 0.1
 PATIENCE_SECONDS = 60.0
-
-
-def eventually(holds):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 @pytest.fixture

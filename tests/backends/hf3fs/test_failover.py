@@ -45,6 +45,7 @@ from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, Stora
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.listening import listening, reply
+from tests.support.waiting import eventually
 
 URLS = ("http://a", "http://b", "http://c")
 PATIENCE_SECONDS = 60.0
@@ -55,13 +56,6 @@ def servers(urls=URLS, *, seed=0, on_failover=lambda: None):
         return False
 
     return ServerPool(urls, rng=random.Random(seed), is_ready=never, on_failover=on_failover)
-
-
-def eventually(what):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not what():
-        assert time.monotonic() < until, "it does not come"
-        time.sleep(0.01)
 
 
 # Whose turn it is.

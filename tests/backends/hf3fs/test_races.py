@@ -22,6 +22,7 @@ from hicache_metadata_server.cli.remote_server import Remote
 from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import InvalidTransferError, PoolTransfer
 from tests.backends.hf3fs.harness import Rig, chain, content
+from tests.support.waiting import eventually
 
 SMALL = "64KiB"
 SLOTS = 14
@@ -50,13 +51,6 @@ def mine(request, rig):
     if request.param == "remote":
         return request.getfixturevalue("shared")
     return lambda **options: rig(**{"file_size": SMALL, "quarantine_seconds": 0.02, **options})
-
-
-def eventually(done):
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def recycle(writer, keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 PAGE, GRID = 2, 4
 LONG = tuple(range(10, 27))
@@ -24,4 +24,4 @@ def served(world, tokens, *checkpoints):
 
 def fetch(world, tokens):
     assert world.cache.prefetch_from_storage("r", tokens)
-    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))

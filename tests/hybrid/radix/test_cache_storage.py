@@ -6,7 +6,7 @@ from __future__ import annotations
 from hicache_storage.hybrid.policies import WritePolicy
 from tests.hybrid.radix.serving import LONG, PAGE, fetch, served
 from tests.hybrid.radix.world import KV
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 
 def forget(world):
@@ -119,10 +119,10 @@ def test_what_was_fetched_is_given_up_if_its_prefix_went(make_world):
     free = world.controller.host_slots[KV].available_size()
     assert world.cache.prefetch_from_storage("r", LONG)
     world.cache.evict(100, 100)
-    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     assert world.cache.match(LONG).length == 0
     assert world.cache.usage().dropped_tokens == 8
-    until(lambda: world.controller.host_slots[KV].available_size() == free)
+    eventually(lambda: world.controller.host_slots[KV].available_size() == free)
 
 
 def test_what_came_meanwhile_is_not_held_twice(world):
@@ -130,7 +130,7 @@ def test_what_came_meanwhile_is_not_held_twice(world):
     forget(world)
     assert world.cache.prefetch_from_storage("r", LONG)
     request = world.start(LONG[:9])
-    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     world.check()
     world.drop(request)
     world.running.clear()
@@ -143,7 +143,7 @@ def test_a_backup_that_failed_is_tried_again_with_the_next_use(world):
     world.controller.refuse_backups = False
     forget(world)
     assert world.cache.prefetch_from_storage("r", LONG)
-    until(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
+    eventually(lambda: world.cache.poll() or world.cache.check_prefetch("r"))
     assert world.cache.match(LONG).length == 0
     served(world, LONG)
     lock = world.cache.lock(world.cache.match(LONG))

@@ -15,7 +15,7 @@ from tests.hybrid.programs import PICKS, machine
 from tests.hybrid.radix.real import RealController
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 PAGE = 2
 CHAINS = [
@@ -106,7 +106,7 @@ class Fetches(RuleBasedStateMachine):
         self.world.visit(tokens[: kept * PAGE * 2 + 1])
         if cache.prefetch_from_storage("more", tokens):
             cache.evict(10**6, 10**6)
-            until(lambda: cache.poll() or cache.check_prefetch("more"))
+            eventually(lambda: cache.poll() or cache.check_prefetch("more"))
 
     def store(self, tokens):
         """Let two requests use this sequence and half of it, so that every policy writes both, with
@@ -123,7 +123,7 @@ class Fetches(RuleBasedStateMachine):
         before = cache.match(tokens).length
         best = self.world.best_fetch(tokens)
         if cache.prefetch_from_storage("fetch", tokens):
-            until(lambda: cache.poll() or cache.check_prefetch("fetch"))
+            eventually(lambda: cache.poll() or cache.check_prefetch("fetch"))
         assert cache.match(tokens).length >= before
         if not before and not self.waiting and not self.loses:
             assert cache.match(tokens).length == best
@@ -162,7 +162,7 @@ class Fetches(RuleBasedStateMachine):
         if world.grid is not None:
             assert world.state_slots.available_size() == world.state_slots.size
         # Copies that a reset has forgotten keep their host slots until they are over.
-        until(lambda: world.cache.poll() or world.host_is_free())
+        eventually(lambda: world.cache.poll() or world.host_is_free())
         world.controller.close()
 
 

@@ -15,7 +15,7 @@ from hicache_storage.hybrid.policies import WritePolicy
 from hicache_storage.hybrid.radix import HiMambaRadixCache, RadixCacheConfig
 from hicache_storage.hybrid.radix.nodes import SlotKind
 from hicache_storage.spec import PoolName
-from tests.hybrid.waiting import until
+from tests.support.waiting import eventually
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
 SIZES = {"device_kv": 40, "device_states": 6, "host_kv": 48, "host_states": 6}
@@ -177,7 +177,7 @@ class World:
     def settle(self) -> None:
         """Let everything that was begun end, prefetches excepted."""
         self.cache.start_loading()
-        until(
+        eventually(
             lambda: self.cache.poll() or not (len(self.cache._write_back) or len(self.cache._loads))
         )
 
