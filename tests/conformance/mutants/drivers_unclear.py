@@ -165,7 +165,7 @@ class WaitsAsItIsTold(SteadyFiles):
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
-        self.turn = threading.Lock()
+        self.turn, self.process = threading.Lock(), os.getpid()
 
     def batch_exists_v2(
         self,
@@ -173,6 +173,8 @@ class WaitsAsItIsTold(SteadyFiles):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
+        if self.process != os.getpid():
+            self.turn, self.process = threading.Lock(), os.getpid()
         seconds = None if extra_info is None else extra_info.deadline_seconds
         mine = self.turn.acquire(timeout=60.0 if seconds is None else seconds)
         try:
@@ -180,6 +182,9 @@ class WaitsAsItIsTold(SteadyFiles):
         finally:
             if mine:
                 self.turn.release()
+
+
+HELD_SECONDS = 0.001
 
 
 class KeepsItsLockOverForks(SteadyFiles):
@@ -196,7 +201,9 @@ class KeepsItsLockOverForks(SteadyFiles):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         with self.turn:
-            return super().batch_exists_v2(keys, pool_transfers, extra_info)
+            # Not longer: a call that hangs would hold up the others, which is another fault.
+            time.sleep(HELD_SECONDS)
+        return super().batch_exists_v2(keys, pool_transfers, extra_info)
 
 
 # The directory
