@@ -37,6 +37,7 @@ class DriverSpec:
     """One line for `hicache drivers`."""
     requires: tuple[str, ...] = ()
     """Distributions named in the error when the target cannot be imported."""
+    # Not hashed: a dict has no hash, and the frozen spec shall have one.
     trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     """Options for a throwaway store, where they have no default; `{tmp}` stands for an empty
     directory, and `{port:NAME}` for the TCP port that one of `trial_services` listens on."""

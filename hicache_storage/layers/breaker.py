@@ -108,6 +108,8 @@ class CircuitBreaker:
     def failed(self) -> None:
         """Record a call with a fault."""
         with self._lock:
+            # Counted in every state, as `admits` takes a count of 0 for a closed breaker without
+            # the lock.
             self._failures += 1
             if self._state is BreakerState.OPEN:
                 # A call that began before the breaker opened does not postpone the trial.

@@ -26,6 +26,7 @@ class MissAnswers:
     def register(self, identity: StorageIdentity, host_pool: object, name: str) -> None:
         """Remember a pool that the wrapped storage has accepted."""
         access, pool = page_access(host_pool), PoolName(name)
+        # A new dict: calls in other threads iterate over the old one.
         self._pools = {
             **self._pools,
             pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry)),

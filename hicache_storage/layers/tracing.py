@@ -42,6 +42,8 @@ class TracingLayer(MeasuringLayer):
     ) -> PoolTransferResult:
         check_list(keys, "keys")
         check_transfers(pool_transfers or (), "pool_transfers")
+        # The id is drawn here and passed down, so that the span, the log and the metadata server
+        # have the same one.
         info = _with_id(extra_info)
         pools = list(
             dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ())))

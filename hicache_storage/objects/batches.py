@@ -151,6 +151,7 @@ class ObjectRead:
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
             return False
+        # A get that missed its deadline has returned, and its pages may belong to another request.
         with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
             return active and self._copy(memoryview(payload))
 
@@ -169,6 +170,8 @@ class ObjectRead:
             computed: the checksum of the buffers, where the driver has computed it piece by piece
                 while reading.
         """
+        # A driver may have verified in its own thread, while the bytes were in the CPU's cache; the
+        # SDK then asks again and must not read the page a second time.
         if self._verdict is None:
             fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
             if fits and self._verifies_checksum:
@@ -207,6 +210,7 @@ class ObjectWrite:
         self.existed = False
         """True if the whole object existed and nothing was written; set by drivers that detect it
         themselves."""
+        # Not computed here: a driver that finds the object existing never reads the page.
         self._envelope: bytes | None = None
 
     @property

@@ -41,6 +41,8 @@ class Lifecycle:
         begin_in_children(self)
 
     def _begin(self) -> None:
+        # `_lock` guards `_closed` and `_calls`. `_connecting` is held while the driver connects or
+        # disconnects, which may take seconds: a call that begins or ends does not wait for it.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._connecting = threading.Lock()
@@ -85,9 +87,12 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
+        # Without a lock: it becomes false in `close` only, which first waits for calls such as this
+        # one.
         if self._connected:
             return
         with self._connecting:
+            # Another thread may have connected while this one waited for the lock.
             if self.connected:
                 return
             if not insist and time.monotonic() < self._retry_at:
@@ -107,6 +112,8 @@ class Lifecycle:
         with self._idle:
             first = not self._closed
             self._closed = True
+            # With a time limit: a call that hangs in the store must not make `close` hang (rule
+            # LC-2).
             self._idle.wait_for(lambda: not self._calls, timeout_seconds)
         with self._connecting:
             if first and self._connected:

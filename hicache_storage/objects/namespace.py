@@ -54,6 +54,7 @@ class Namespace:
     def object_name(self, key: str) -> str:
         """A name for stores with one flat set of names: 73 characters of `[0-9a-f-]`, distinct for
         distinct keys."""
+        # 160 bits of a cryptographic hash: two keys of one name would be one object in the store.
         return f"{self.name}-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def describe(self) -> dict[str, object]:
@@ -90,6 +91,8 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
     """
     check_list(keys, where)
     try:
+        # One test of the joined text in place of one for each key: a call may have 250,000 keys
+        # (rule EX-10), nearly always of hexadecimal digits.
         joined = "".join(keys)
     except TypeError:
         wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
@@ -114,6 +117,7 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
 
 
 def _fingerprint(identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> bytes:
+    # Without `geometry.size`: pools with different numbers of slots share their pages.
     shape = (geometry.layout, geometry.dtype, geometry.page_size, geometry.component_bytes)
     digest = hashlib.blake2b(digest_size=16, person=b"hicache-space-v2")
     digest.update(identity.fingerprint(pool))

@@ -117,6 +117,8 @@ class ObjectStorage(HiCacheStorage):
 
     def begin_in_child(self) -> None:
         """Replace the lock: a thread of the parent may have held it at the fork (`spec.forks`)."""
+        # Guards changes of `_damaged`. Lookups read it without the lock: a membership test is
+        # atomic.
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
@@ -297,6 +299,8 @@ class ObjectStorage(HiCacheStorage):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
             nothing = [list[bool]() for _ in pools]
+            # A pool that was never registered is not looked up; `_hit` takes all its pages as
+            # absent (rule EX-7).
             found = self._lookup([(pool, keys) for pool in pools], call) if keys else nothing
             return self._hit(keys, pool_transfers, pools, found, started)
 
@@ -349,6 +353,8 @@ class ObjectStorage(HiCacheStorage):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
             asked = [request for request in requests.values() if request.keys]
+            # Connecting is I/O, and a pool that stages may wait for a device in `deliver`: both
+            # need the thread that a deadline can abandon.
             if not self._lifecycle.connected or any(
                 request.pool.access.stages for request in asked
             ):
@@ -376,6 +382,8 @@ class ObjectStorage(HiCacheStorage):
         call = _call(extra_info)
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
+            # One host page may be stored under several keys; only a destination must not be named
+            # twice.
             requests = pool_requests(transfers, self._pools, distinct_slots=False)
             stored = self._write([request for request in requests.values() if request.keys], call)
             self.recorder.observe("set", requests, started)
@@ -402,6 +410,8 @@ class ObjectStorage(HiCacheStorage):
             namespaces = [pool.namespace for pool in self._pools.values()]
             call = _call(current_call_info())
             try:
+                # A clear is not answered with the failure of an earlier attempt: the caller relies
+                # on its result (rule LC-7).
                 self._lifecycle.ensure_connected(insist=True)
                 self.clear_namespaces(namespaces, call)
             except Exception as error:
@@ -598,6 +608,8 @@ class ObjectStorage(HiCacheStorage):
     def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
         """Remove or hide damaged objects, and log them once (rule GET-7)."""
         keys = [read.key for read in damaged.reads]
+        # Before `discard_objects`, which takes time: no other thread's lookup may report the page
+        # meanwhile.
         self._remember_damage(damaged.namespace, keys)
         logger.warning(
             "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
@@ -611,6 +623,7 @@ class ObjectStorage(HiCacheStorage):
             self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        # Each key once, and not as a set: drivers are given the pages in the order of their chain.
         lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
         existing = self._existing(lookups, call) if requests else []
         stored = [
@@ -642,6 +655,8 @@ class ObjectStorage(HiCacheStorage):
     ) -> list[list[bool]]:
         """Look up pages that need not be written; none if the driver does it itself, unless this
         rank is no writer."""
+        # A rank that is not the writer answers what exists (rule ID-3), so it has to look even
+        # where the driver would find existing objects while it writes.
         if self.writes_find_existing and all(
             self._identity.is_writer(pool.name) for pool, _ in lookups
         ):
@@ -743,6 +758,8 @@ class ObjectStorage(HiCacheStorage):
         """
 
         def connected() -> ItemT:
+            # Inside the guard: a store that cannot be reached is a miss, too, and not an error
+            # (rule FT-1).
             self._lifecycle.ensure_connected()
             return question()
 
@@ -792,6 +809,8 @@ class ObjectStorage(HiCacheStorage):
                 "%s: answering misses: %s",
                 self._driver_name,
                 error,
+                # Only an unexpected exception has a traceback in the log: it may be a bug of the
+                # driver. A store that is down says enough in its message.
                 exc_info=None if expected else error,
                 extra=fields(driver=self._driver_name, operation=operation),
             )

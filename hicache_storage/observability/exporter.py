@@ -59,6 +59,7 @@ class Exporter:
         """The TCP port it listens at; 0 if it does not listen."""
         try:
             self._server, self._thread = start_http_server(port, host, registry)
+        # `OverflowError`: a port above 65535.
         except (OSError, OverflowError) as error:
             logger.error("no metrics at %s:%d: %s; choose another metrics_port", host, port, error)
         else:
@@ -76,6 +77,7 @@ class Exporter:
         if self._pid != os.getpid():
             self._server.server_close()
             return
+        # In this order: the thread polls the socket until `shutdown` returns.
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

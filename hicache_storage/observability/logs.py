@@ -45,9 +45,12 @@ class JsonFormatter(logging.Formatter):
         request_id = current_request_id()
         if request_id:
             line["request_id"] = request_id
+        # After the context's id: a record of a background thread carries the id of the call it
+        # works for.
         line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
+        # `default=str`: a field that JSON cannot represent must not lose the record.
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -66,6 +69,7 @@ def configure_json_logs(
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
+        # Otherwise handlers of the root logger print each record again, in another format.
         logger.propagate = False
         logger.setLevel(level)
     return handler

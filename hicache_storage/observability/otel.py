@@ -46,6 +46,8 @@ class ServerSpan:
         self._span.set_attribute(STATUS, status)
         self._span.set_attribute("hicache.scopes", scopes)
         self._span.set_attribute("hicache.entries", entries)
+        # 4xx is the client's error: OpenTelemetry's conventions leave the status of a server's span
+        # unset.
         if status >= 500:
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
@@ -61,6 +63,7 @@ class Spans:
     def flush(self) -> None:
         """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its
         owner."""
+        # OpenTelemetry's API has no `force_flush`; providers of its SDK do.
         flush = getattr(self._provider, "force_flush", None)
         if flush is not None:
             flush(FLUSH_MILLISECONDS)
@@ -140,6 +143,7 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
         exporter: Any = found[0].load()
     except ImportError as error:
         raise ConfigError(f"OTEL_TRACES_EXPORTER={name} cannot be imported: {error}") from error
+    # An attribute that is passed here would win over the environment variable.
     resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: service})
     provider = TracerProvider(resource=resource)
     provider.add_span_processor(BatchSpanProcessor(exporter()))

@@ -44,6 +44,7 @@ class StorageCollector(Collector):
 
     def collect(self) -> Iterable[Family]:
         """Yield the families of `metric_defs.STORAGE`."""
+        # One snapshot for all families: the series of a scrape belong to one moment.
         stats = self._storage.get_stats()
         yield from self._pool_counters(stats)
         yield from self._scalars(stats)
@@ -60,6 +61,7 @@ class StorageCollector(Collector):
 
     def _scalars(self, stats: StorageStats) -> Iterable[Family]:
         values = [(metric, float(getattr(stats, metric.source))) for metric in STORAGE_SCALARS]
+        # Half-open counts as open: it lets a single call through and refuses the others.
         values.append((v.BREAKER_OPEN, float(stats.breaker_state != "closed")))
         values.append((v.CHECKSUMS_OFF, float(not stats.verifies_checksums)))
         for metric, value in values:
@@ -173,6 +175,7 @@ def add_latency(
     bounds = [*map(str, metric.buckets), "+Inf"]
     total, buckets = 0, list[tuple[str, float]]()
     for bound, calls in zip(bounds, latency.buckets, strict=True):
+        # Prometheus' buckets are cumulative, `Latency` counts each call in one bucket.
         total += calls
         buckets.append((bound, total))
     family.add_metric(labels, buckets, latency.seconds)
@@ -185,6 +188,8 @@ def of_fields(
     name share a family."""
     found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
     for metric in metrics:
+        # A second family of the same name would repeat its HELP and TYPE lines, which the text
+        # format forbids.
         family = found.get(metric.name)
         if family is None:
             family = found[metric.name] = scalars(metric, constant)

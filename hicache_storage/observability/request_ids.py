@@ -51,6 +51,7 @@ def cleaned(text: str) -> str:
     It is cut to 64 characters; each that is neither a letter, a digit nor one of `._:@/+=-` becomes
     `_`.
     """
+    # Ids get into headers and log lines: a line feed would forge another one.
     return text if _LEGAL.fullmatch(text) else _ILLEGAL.sub("_", text[:MAX_CHARACTERS])
 
 

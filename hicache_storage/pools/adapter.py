@@ -38,6 +38,8 @@ def page_access(host_pool: object) -> PageAccess:
     where = type(host_pool).__name__
     if isinstance(host_pool, HostPool):
         return LentPages(host_pool, where)
+    # SGLang's logical anchors (DeepSeek-V4) have the attribute, with None in it; many pools do not
+    # have it at all.
     if getattr(host_pool, "kv_buffer", False) is None:
         raise InvalidPoolError(
             f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for "
@@ -59,6 +61,8 @@ class LentPages(PageAccess):
             )
         check_sizes(self.geometry.page_size, self.geometry.size, where)
         check_components(self.geometry.component_bytes, where)
+        # The first and the last page: a pool that is shorter than it declares is refused here, and
+        # does not fail in a transfer.
         for page in pool.page_buffers(end_pages(self.geometry)):
             lengths = tuple(len(buffer) for buffer in page if _is_writable_run(buffer))
             if len(lengths) != len(page) or lengths != self.geometry.component_bytes:
@@ -98,6 +102,7 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
     if has_addresses:
         try:
             return AddressedPages(pool, geometry, where)
+        # Not an error yet: the pool's pages can still be copied, if it has the methods for that.
         except NoAddressesError as error:
             if missing:
                 raise InvalidPoolError(

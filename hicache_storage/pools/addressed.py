@@ -71,6 +71,8 @@ class AddressedPages(PageAccess):
             return []
         components = self.geometry.component_bytes
         expected = components * len(first_slots)
+        # Asked in every call: an engine's pool that compacts itself may move its pages between
+        # calls.
         addresses, lengths = self._pool.get_page_buffer_meta(self._indices(first_slots)) or ((), ())
         if len(addresses) != len(expected) or tuple(lengths) != expected:
             raise InvalidPoolError(
@@ -78,6 +80,8 @@ class AddressedPages(PageAccess):
                 f"it was registered, "
                 f"and now {len(addresses)} components for {len(first_slots)} pages"
             )
+        # A local reference: another thread may replace the attribute between the check and the
+        # slicing.
         span = self._span
         if not span.covers(addresses):
             self._span = span = _Span.over(addresses, max(components))

@@ -42,6 +42,7 @@ def host_tensor(
         InvalidPoolError: there is not that much memory, or CUDA refuses to lock it.
     """
     size = math.prod(shape) * dtype.itemsize
+    # `mmap` refuses a length of 0.
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     mapping = _map(size, populate=populate)
@@ -73,6 +74,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if not size:
         return memoryview(bytearray())
     array = _array_type(size).from_address(tensor.data_ptr())
+    # The array only has an address; this attribute keeps the tensor, and with it the memory.
     vars(array)["tensor"] = tensor
     return memoryview(array).cast("B")
 
@@ -105,6 +107,7 @@ def _array_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 
 
 def _map(size: int, *, populate: bool) -> mmap.mmap:
+    # Private, unlike the default of `mmap`: a forked child must not write into its parent's pool.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         mapping = mmap.mmap(-1, size, flags=flags)

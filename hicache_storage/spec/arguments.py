@@ -40,6 +40,7 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
         ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a
         thread can wait.
     """
+    # The smallest positive float, so that one comparison excludes 0, negative numbers and NaN.
     least = 0.0 if or_zero else math.ulp(0.0)
     if not (_is_number(seconds) and least <= seconds <= MAX_SECONDS):
         bound = "0 at least" if or_zero else "positive"
@@ -58,6 +59,7 @@ def check_list(value: object, where: str, what: str = "page keys") -> None:
         an iterator or an array.
     """
     kind = type(value)
+    # The common cases; the check against the abstract class below takes three times as long.
     if kind is list or kind is tuple:
         return
     if value is None:
@@ -71,4 +73,5 @@ def check_list(value: object, where: str, what: str = "page keys") -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    # A bool is an `int` and thus a `Real`, but `True` is not a number of seconds.
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))

@@ -37,6 +37,7 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
         ConfigError: an unknown option (with the nearest known one), a missing one, or a bad value.
     """
     known = list(model.__struct_fields__)
+    # Before `convert`, whose error for an unknown option does not say which known one is near.
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
@@ -50,6 +51,7 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
         config = msgspec.convert(dict(options), type=model, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad configuration: {_said(str(error))}") from error
+    # After `convert`: text such as "nan" becomes a float only there.
     for name in known:
         _check_number(name, getattr(config, name))
     return config
@@ -71,6 +73,7 @@ def _check_number(name: str, value: object) -> None:
 
 def _said(error: str) -> str:
     """The option before what is wrong with it."""
+    # msgspec puts the path behind the reason: "Expected `int`, got `str` - at `$.capacity`".
     what, _, name = error.rpartition(" - at `$.")
     hint = "; write true or false" if what.startswith("Expected `bool") else ""
     return f"option {name.rstrip('`')!r}: {what}{hint}" if what else error

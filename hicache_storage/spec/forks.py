@@ -19,6 +19,7 @@ class ForkAware(Protocol):
         ...
 
 
+# Weak references: a storage that is dropped without being closed is not kept for the next fork.
 _aware: Final[WeakSet[ForkAware]] = WeakSet()
 
 
@@ -33,4 +34,5 @@ def _begin() -> None:
         state.begin_in_child()
 
 
+# One hook for all objects, since Python has no way to unregister one.
 os.register_at_fork(after_in_child=_begin)

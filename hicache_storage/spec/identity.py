@@ -82,6 +82,7 @@ class StorageIdentity:
         for name in ("model", "kv_dtype", "layout"):
             if not getattr(self, name):
                 raise InvalidIdentityError(f"{name} must not be empty")
+        # The dataclass is frozen; and a configuration file has a list, which has no hash.
         object.__setattr__(self, "tp_sharded_pools", frozenset(map(str, self.tp_sharded_pools)))
 
     def is_replicated(self, pool: str) -> bool:
@@ -95,8 +96,12 @@ class StorageIdentity:
 
     def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:
         """The fields that decide about sharing in `pool`, in declaration order."""
+        # It decides through `is_replicated` alone: a pool that is added to it must not change the
+        # fingerprints of the others.
         ignored = {"tp_sharded_pools"}
         if self.is_replicated(pool):
+            # Otherwise engines of two TP sizes would store the same bytes twice and not find each
+            # other's (rule ID-3).
             ignored |= {"tp_rank", "tp_size", "head_start", "head_end"}
         if self.dp_replicated:
             ignored |= {"dp_rank", "dp_size"}
@@ -105,8 +110,12 @@ class StorageIdentity:
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:
         """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable
         across releases."""
+        # Imported here, so that pools and copies load without it.
         import msgspec
 
+        # Sorted: a field that moves inside the class must not change the fingerprint, which would
+        # empty every store. The number of the contract keeps the pages of another major version
+        # apart.
         text = msgspec.json.encode(
             {"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted"
         )

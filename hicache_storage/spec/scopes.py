@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from hicache_storage.spec.transfers import HiCacheStorageExtraInfo
 
+# The value is an object that is changed in place: a worker thread sets variables in its copy of the
+# context only, but counts into the caller's scope.
 _faults: Final[ContextVar[FaultScope | None]] = ContextVar("hicache_call_faults", default=None)
 _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
     "hicache_call_info", default=None
@@ -65,6 +67,8 @@ def note_fault() -> None:
     breaker."""
     scope = _faults.get()
     if scope is not None:
+        # Without a lock: the breaker only compares the count with 0, so a lost increment is
+        # harmless.
         scope.count += 1
 
 

@@ -44,6 +44,7 @@ class Latency:
         """Count one call that took `seconds`."""
         self.calls += 1
         self.seconds += seconds
+        # A duration that equals a bound belongs to its bucket: Prometheus' bounds are inclusive.
         self.buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
 
 

@@ -41,6 +41,8 @@ class PoolName(str):
     DRAFT: ClassVar[PoolName]
 
     def __new__(cls, name: str) -> Self:
+        # Every transfer of every call converts its names: one that is a `PoolName` has been
+        # checked.
         if isinstance(name, cls):
             return name
         given: object = name  # callers are untyped engines
@@ -54,6 +56,7 @@ class PoolName(str):
         return super().__new__(cls, text)
 
 
+# Not in the class body, where the class does not exist yet.
 PoolName.KV = PoolName("kv")
 PoolName.MAMBA = PoolName("mamba")
 PoolName.SWA = PoolName("swa")
@@ -107,6 +110,8 @@ class PoolTransfer:
     def __post_init__(self) -> None:
         self.name = PoolName(self.name)
         try:
+            # Plain strings are accepted; `policies.py` compares with `is`, so the field must be the
+            # member.
             self.hit_policy = PoolHitPolicy(self.hit_policy)
         except ValueError:
             known = ", ".join(PoolHitPolicy)

@@ -184,6 +184,8 @@ class FaultLayer(MissAnsweringLayer):
             # Always the same number of draws, so that one probability does not change the faults of
             # the others.
             late, hangs, fails, holes = (self._random.random() for _ in range(4))
+            # Each call has a generator of its own: with a shared one, the order of draws would
+            # depend on how threads interleave.
             seconds, lost, seed = (
                 self._random.random(),
                 self._random.random() < 0.5,
@@ -220,12 +222,15 @@ class FaultLayer(MissAnsweringLayer):
     ) -> AnswerT:
         began = time.monotonic()
         if faults.hangs:
+            # An event in place of `time.sleep`: `disable` and `close` end the hang.
             self._disabling.wait(self._options.hang_seconds)
             note_fault()
             return miss()
         if faults.delay_seconds:
             self._disabling.wait(faults.delay_seconds)
             if info is not None and info.deadline_seconds is not None:
+                # The storage below measures the deadline from its own start: without this, the
+                # injected delay would be added to the caller's time.
                 left = info.deadline_seconds - (time.monotonic() - began)
                 if left <= 0:
                     return miss()
@@ -259,6 +264,7 @@ def _with_missing_pages(
     if not faults.partial or not total:
         return answer
     missing = set(faults.random.sample(range(total), faults.random.randint(1, total)))
+    # One iterator for all pools: places are counted over the whole answer.
     places = iter(range(total))
     return {
         pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)]

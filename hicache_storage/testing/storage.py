@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 CAPABILITIES = Capabilities(
-    sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
+    # `may_hang=False`: a dictionary does not hang, so the deadline layer needs no thread.
+    sharing=Sharing.PROCESS,
+    durability=Durability.REOPEN,
+    deletes=True,
+    clears=True,
+    may_hang=False,
 )
 
 
@@ -108,4 +113,5 @@ class MemoryStorage(ObjectStorage):
 
     def _record(self, operation: str) -> None:
         self.operations.append(operation)
+        # Recorded before it runs: an operation that blocks or fails has been asked for, too.
         self.before(operation)

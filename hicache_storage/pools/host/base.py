@@ -78,10 +78,12 @@ class HostPoolBase:
         self.flat_dtype = flat_dtype
         self._page_axis = page_axis
         self._rows_per_page = rows_per_page
+        # SGLang drops a temporal state of 0 elements from a page as well, so that components agree.
         filled = [column for column in columns if column.numel()]
         if not filled:
             raise InvalidPoolError("a page has no bytes; pass at least one shape without a zero")
         slot_bytes = [column.numel() * column.element_size() // size for column in filled]
+        # Made once: a view takes longer than its slices, which every call takes of it.
         self._views = [
             (byte_view(column), length, length * page_size)
             for column, length in zip(filled, slot_bytes, strict=True)
@@ -168,6 +170,8 @@ class HostPoolBase:
             InvalidTransferError: no page begins at `first_slot`.
         """
         parts = self._parts(first_slot)
+        # Only a single buffer has a view with a page of its own; several element types cannot be
+        # concatenated but as bytes.
         if len(parts) == 1:
             return (
                 parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]

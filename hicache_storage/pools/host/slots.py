@@ -69,9 +69,12 @@ class SlotAllocator:
             without its page.
         """
         pages = self._whole_pages(indices)
+        # Vector arithmetic: a free of a long prefix may have 100,000 slots.
         ordered = pages.sort().values
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         with self._lock:
+            # Before any change: a double free would hand one page to two owners. SGLang's pool of
+            # states does not check it.
             idle = pages[~self._in_use[pages]]
             if idle.numel() or twice.numel():
                 wrong = self._slots_of(idle if idle.numel() else twice)
@@ -83,6 +86,7 @@ class SlotAllocator:
 
     def available_size(self) -> int:
         """Number of slots that are free."""
+        # Without the lock: the number may be out of date as soon as it is returned.
         return self._free * self.page_size
 
     def clear(self) -> None:
