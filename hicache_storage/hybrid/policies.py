@@ -61,12 +61,15 @@ class PrefetchTimeout:
         ConfigError: a time is negative.
     """
 
+    # 1 s, 0.25 s per 1024 tokens, and below a threshold of 256 tokens and half of the host are the
+    # defaults of SGLang.
     base_seconds: float = 1.0
     seconds_per_1024_tokens: float = 0.25
     maximum_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
+            # Not `< 0`, which is false for NaN.
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 

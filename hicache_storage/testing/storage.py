@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 CAPABILITIES = Capabilities(
-    # `may_hang=False`: a dictionary does not hang, so the deadline layer needs no thread.
     sharing=Sharing.PROCESS,
     durability=Durability.REOPEN,
     deletes=True,
     clears=True,
+    # A dictionary does not hang, so the deadline layer needs no thread.
     may_hang=False,
 )
 

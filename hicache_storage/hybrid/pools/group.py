@@ -88,6 +88,8 @@ class HostPoolGroup:
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
+        # The order of allocation, and of the numbers in collectives: it must be the same on every
+        # rank.
         ordered = sorted(entries, key=lambda entry: entry.name)
         self.entries = {entry.name: entry for entry in ordered}
         """By name, in the order of the names."""
@@ -216,6 +218,8 @@ class HostPoolGroup:
         """
         for entry in self.entries.values():
             if not _owns(entry):
+                # Called for its effect: it drops the reservations of copies that have ended.
+                # Nothing is allocated from a derived pool, so no other call does.
                 entry.copies.host_slots.available_size()
 
 

@@ -87,6 +87,7 @@ class HybridIndices:
     def _split_side(self, name: PoolName, pages: int) -> tuple[_Side, _Side]:
         ends, slots = self.endpoints[name], self.side[name]
         count = sum(end <= pages for end in ends)
+        # Slots of a page follow from the two lengths: the span does not know the pool's page size.
         at = count * (slots.numel() // len(ends)) if ends else 0
         return (slots[:at], ends[:count]), (slots[at:], ends[count:])
 

@@ -62,6 +62,7 @@ class Evictor:
             freed_tokens += self._ownership.drop(tier, SlotKind.KV, node)
             self._prune(node)
         while freed_states < states and (node := tier[SlotKind.STATE].least_recent()):
+            # The KV stays: a prefix that ends at the state of a descendant needs it.
             self._keep_copy(tier, node)
             freed_states += self._ownership.drop(tier, SlotKind.STATE, node)
             self._demote_if_useless(node)

@@ -43,6 +43,8 @@ def _held_slots() -> dict[SlotKind, HeldSlots]:
     return {kind: HeldSlots() for kind in SlotKind}
 
 
+# Compared by identity, as LRU lists have nodes as keys. Weak references, because the tree does not
+# keep roots alive.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """Some pages of tokens that follow those of its parent.
@@ -113,6 +115,7 @@ def hashes_of(node: Node, page_size: int, *, bigram: bool = False) -> tuple[str,
 
     Computes the hashes of ancestors that are missing.
     """
+    # A loop: the path of a long conversation may be deeper than Python's limit of recursion.
     missing: list[Node] = []
     known = node
     while known.hashes is None:

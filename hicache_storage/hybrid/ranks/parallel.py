@@ -106,6 +106,8 @@ class ParallelConfig:
         Raises:
             ConfigError: a field differs; the message names it.
         """
+        # A storage of another rank would deliver that rank's bytes: right by its checksums, wrong
+        # for this rank.
         for axis in AXES:
             for part in ("rank", "size"):
                 name = f"{axis}_{part}"

@@ -113,8 +113,10 @@ class StackConfig(ABC):
             self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy)
         )
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
+            # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        # In this order: sizes in bytes need a page size, and the model's checks need both.
         self._check_choices()
         _check_count("page_size", self.page_size)
         _check_pages("device_tokens", self.device_tokens, self.page_size)
@@ -293,6 +295,7 @@ class DSAStackConfig(StackConfig):
         return self.attention
 
     def _kv_page_bytes(self) -> int:
+        # The indexer lies in the slots of KV: `host_tokens` as memory pays for both.
         return self.attention.page_bytes(self.page_size) + self.indexer.page_bytes(self.page_size)
 
     def _kinds(self) -> dict[str, tuple[type, ...]]:
@@ -314,6 +317,7 @@ def _kind_names(kinds: tuple[type, ...]) -> str:
 
 def _check_count(name: str, count: int) -> None:
     """Check that a field is an integer of 1 at least."""
+    # A bool is an `int`: `device_states=True` is a mistake.
     if type(count) is not int or count < 1:
         raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
 

@@ -105,6 +105,7 @@ class HybridStack:
             self._rank_group, "storage", lambda: _make_storage(self.config, storage)
         )
         self.controller.attach(made)
+        # The new storage has none of the pages that were stored in the former one.
         self.cache.storage_changed()
 
     def detach(self) -> None:
@@ -112,6 +113,7 @@ class HybridStack:
 
         Idempotent.
         """
+        # Before `detach`, which drops the pages of running prefetches.
         self.cache.end_prefetches()
         self.controller.detach()
 
@@ -191,6 +193,7 @@ def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) 
 
 def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
     wanted = config.identity("any")
+    # The other fields are the operator's; these describe the bytes of the pools.
     for name in ("page_size", "layout", "kv_replicated"):
         found, ours = getattr(storage.identity, name), getattr(wanted, name)
         if found != ours:
