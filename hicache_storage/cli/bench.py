@@ -118,7 +118,7 @@ def bench(
     try:
         if compared is not None:
             if driver is not None:
-                raise ValueError("--compare measurements nothing; leave the DRIVER out")
+                raise ValueError("--compare measures nothing; leave the DRIVER out")
             _show_comparison(
                 console, *map(Report.read, compared), names=[path.name for path in compared]
             )

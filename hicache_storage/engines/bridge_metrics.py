@@ -43,6 +43,8 @@ class RefusedCalls:
         reason = (call, pool, f"{type(error).__name__}: {error}")
         with self._lock:
             self.count += 1
+            # An engine repeats a refused call for every batch: one line for each reason, and no
+            # more reasons than the set may hold.
             is_new = reason not in self._reasons and len(self._reasons) < MAX_REASONS
             if is_new:
                 self._reasons.add(reason)

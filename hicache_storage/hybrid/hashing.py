@@ -87,7 +87,8 @@ def _unit_bytes(tokens: Sequence[int], *, bigram: bool) -> bytes:
         raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
     if bigram:
         pairs = array(_WORD, bytes(max(0, len(words) - 1) * 2 * TOKEN_BYTES))
-        pairs[0::2], pairs[1::2] = words[:-1], words[1:]
+        pairs[0::2] = words[:-1]
+        pairs[1::2] = words[1:]
         words = pairs
     # SGLang hashes little-endian words; keys must be equal on every machine.
     if sys.byteorder == "big":

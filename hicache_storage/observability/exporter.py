@@ -58,12 +58,14 @@ class Exporter:
         self.port = 0
         """The TCP port it listens at; 0 if it does not listen."""
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            server, thread = start_http_server(port, host, registry)
         # `OverflowError`: a port above 65535.
         except (OSError, OverflowError) as error:
             logger.error("no metrics at %s:%d: %s; choose another metrics_port", host, port, error)
         else:
-            self.port = self._server.server_port
+            self._server = server
+            self._thread = thread
+            self.port = server.server_port
 
     def close(self) -> None:
         """Stop listening, and end the thread. Idempotent.

@@ -92,6 +92,7 @@ def end_pages(geometry: PageGeometry) -> list[int]:
 
 def is_on_device(pool: object) -> bool:
     """Return True if the pool declares device memory."""
+    # The buffer first: its bytes are there, whatever the pool's own attribute says.
     buffer = getattr(pool, "kv_buffer", None)
     device = getattr(buffer, "device", None) or getattr(pool, "device", None) or "cpu"
     return str(device).partition(":")[0] != "cpu"

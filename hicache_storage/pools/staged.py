@@ -38,6 +38,8 @@ class StagedPages(PageAccess):
         self._pool = pool
         self._where = where
         try:
+            # One page is copied as a trial: a pool that has the methods and cannot serve is refused
+            # here.
             model = pool.get_dummy_flat_data_page()
             self._dtype = model.dtype
             self._device = model.device

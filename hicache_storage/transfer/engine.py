@@ -125,7 +125,9 @@ class PageTransfers:
         self._compute = compute
         self._device_pages = device_pages
         self._host_pages = host_pages
-        self._out, self._in = streams = streams or (device.stream(OUT), device.stream(IN))
+        streams = streams or (device.stream(OUT), device.stream(IN))
+        self._out = streams[0]
+        self._in = streams[1]
         self._copies = page_copies(
             backend, device, device_pages, host_pages, staging_bytes, streams
         )
@@ -196,11 +198,13 @@ class PageTransfers:
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
+        # Outside of `try`: nothing is enqueued yet, so no page needs a fence.
         transfer = self.checked_write_back(device_indices, host_indices)
         try:
             self.begin_write_back(transfer)
             finished = recorded(self._device, self._out)
         except BaseException:
+            # Some copies may have been enqueued: their pages stay fenced until those have run.
             self.give_up(OUT, transfer, end_after_failure(self._device, self._out))
             raise
         self.end_write_back(transfer, finished)
@@ -233,14 +237,18 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no
             host page twice.
         """
+        # A device page may occur twice here, because it is only read.
         transfer = self._checked(device_indices, host_indices)
         _refuse_repeated("host_indices", transfer.moves.host)
         return transfer
 
     def begin_write_back(self, transfer: PageTransfer) -> None:
         """Enqueue the copies of all layers."""
+        # Behind all kernels launched so far: nothing tells which of them writes these pages (rule
+        # ST-1).
         self._behind_compute(self._out)
         self._device_fences.before_read(self._out, transfer.moves.device)
+        # A load on the other stream may still read the host pages (rule ST-3).
         self._host_fences.before_write(self._out, transfer.moves.host)
         self._copies.write_back(self._out, transfer.moves)
 
@@ -249,6 +257,8 @@ class PageTransfers:
         self._device_fences.reads(transfer.moves.device, finished)
         self._host_fences.writes(transfer.moves.host, finished)
         self._in_flight.note(OUT, finished)
+        # The caller may free the host pages at any time; they are handed out when the copy has
+        # ended.
         self._hold(transfer.host_indices, finished, OUT)
 
     def checked_load(
@@ -268,6 +278,7 @@ class PageTransfers:
         """Get ready; what is returned enqueues the copies of one of the pool's layers."""
         self._behind_compute(self._in)
         self._host_fences.before_read(self._in, transfer.moves.host)
+        # A write-back on the other stream may still read the device pages (rule ST-1).
         self._behind_copies(transfer.moves.device)
         return self._copies.load(self._in, transfer.moves)
 
@@ -322,6 +333,8 @@ class PageTransfers:
         return arrivals
 
     def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+        # Copies of one direction end in the order of their stream, so only the first needs to be
+        # asked.
         self.host_slots.hold(host_indices, until, behind=behind)
 
 

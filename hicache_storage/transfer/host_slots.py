@@ -92,6 +92,7 @@ class HostSlots:
         pages = self._pages(indices)
         slots = indices.reshape(-1, self._page_size).to("cpu")
         with self._lock:
+            # The pool cannot notice it: for the pool a parked page is still in use.
             twice = pages[self._parked[pages]]
             if twice.numel():
                 raise SlotError(
@@ -117,12 +118,15 @@ class HostSlots:
         """
         pages = self._pages(indices)
         with self._lock:
+            # Not `+= 1`, which counts a page once that occurs twice in `pages`.
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
             self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             if sum(map(len, self._uses.values())) >= self._ask_at:
                 # The next allocation reports a failed stream.
                 with contextlib.suppress(Exception):
                     self._release()
+                # Doubled while copies run: otherwise each further one would ask CUDA about all of
+                # them.
                 self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))
 
     def available_size(self) -> int:

@@ -77,7 +77,10 @@ class HybridTransfers:
                     f"{len(pair.layers.layers)}; make them equal"
                 )
         self._device = device
-        self._out, self._in = streams = device.stream(OUT), device.stream(IN)
+        # Shared by all pools: one event behind their copies stands for all of them.
+        self._out = device.stream(OUT)
+        self._in = device.stream(IN)
+        streams = (self._out, self._in)
         self._layers = {name: pair.layers for name, pair in pools.items()}
         self.layer_num = 1 + max(
             layer for layers in self._layers.values() for layer in layers.layers
@@ -105,6 +108,8 @@ class HybridTransfers:
             nothing was enqueued.
         """
         self._refuse_unknown(pages)
+        # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
+        # all.
         transfers = {
             name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()
         }
@@ -157,6 +162,7 @@ class HybridTransfers:
         try:
             self._out.synchronize()
         finally:
+            # Also after a failed write-back: the caller may release the memory next.
             self._in.synchronize()
 
     def close(self) -> None:
@@ -181,6 +187,7 @@ class HybridTransfers:
         self.close()
 
     def _give_up(self, direction: str, transfers: Mapping[str, PageTransfer]) -> None:
+        # One event for all pools: which of them failed is not known.
         end = end_after_failure(self._device, self._out if direction == OUT else self._in)
         for name, transfer in transfers.items():
             self.engines[name].give_up(direction, transfer, end)
@@ -193,6 +200,8 @@ class HybridTransfers:
             for name, transfer in transfers.items()
         ]
         arrivals: list[Event] = []
+        # Layers outside, pools inside: kernels of a layer wait for no later layer of any pool (rule
+        # ST-2).
         for layer in range(self.layer_num):
             for layers, copy_layer in copies:
                 own = layers(layer)

@@ -68,6 +68,7 @@ class LayerCounter:
 
     def done(self) -> bool:
         """Return True if all layers have arrived; does not block."""
+        # One query for all layers: they arrive in order.
         if self._arrived < len(self._events) and self._events[-1].query():
             self._arrived = len(self._events)
         return self._arrived == len(self._events)
@@ -87,6 +88,7 @@ class Acknowledgement:
 
     def done(self) -> bool:
         """Return True if the copy has ended; does not block."""
+        # A query is a call of CUDA; what has ended is not asked about again.
         self._is_done = self._is_done or self._finished.query()
         return self._is_done
 

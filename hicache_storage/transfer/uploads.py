@@ -45,8 +45,10 @@ class UploadBuffers:
     def _oldest(self, rows: int) -> tuple[torch.Tensor, Event]:
         if self._used and self._used[0][1].query():
             buffer, uploaded = self._used.popleft()
+            # A buffer that is too short is dropped, so that longer ones take its place.
             if len(buffer) >= rows:
                 return buffer, uploaded
+        # A power of two: later transfers of about that length find it long enough.
         return self._allocate(max(MIN_ROWS, 1 << (rows - 1).bit_length())), self._event()
 
 

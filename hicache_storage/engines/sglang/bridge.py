@@ -164,10 +164,12 @@ class SGLangBridge(EngineStorage):
         self._uncleared = ""
         self._export(storage)
         if previous is not None:
+            # Last: calls that begin meanwhile already use the new storage.
             previous.close()
 
     def _export(self, storage: HiCacheStorage) -> None:
         if self._exporter is not None:
+            # First: the new exporter listens at the same port.
             self._exporter.close()
         if self._config.metrics_port:
             replica = _replica()

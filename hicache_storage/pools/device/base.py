@@ -109,5 +109,6 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
             f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size"
         ) from error
     if device.type == "cuda":
+        # The zeros come on the current stream, which no stream of a model or a copy waits for.
         torch.cuda.current_stream(device).synchronize()
     return memory

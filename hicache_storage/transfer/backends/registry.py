@@ -66,6 +66,7 @@ def page_copies(
         raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "direct":
         return DirectCopies(device_pages, host_pages)
+    # Both other backends need the layout: one makes buffers like it, the other maps its memory.
     if not isinstance(host_pages, LaidOutPages):
         raise InvalidTransferError(
             f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass "

@@ -62,8 +62,10 @@ class Staging:
         fill(buffer)
         self._before_drain(drainer)
         drain(buffer)
+        # The same event again: waits that were enqueued before keep the position it had then.
         drained.record(drainer)
 
+    # Methods of their own, so that tests can leave out one wait at a time.
     def _before_fill(self, drained: Event) -> None:
         self.filler.wait_event(drained)
 

@@ -109,6 +109,8 @@ class CudaStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
+            # torch copies these without gaps in one asynchronous call. With gaps between host and
+            # device it would copy through pageable memory and wait.
             if destination.device == source.device or (
                 destination.is_contiguous() and source.is_contiguous()
             ):
@@ -131,6 +133,7 @@ class CudaStream:
             device = torch.empty(len(rows), dtype=torch.int64, device=self.native.device)
             device.copy_(pinned, non_blocking=True)
         uploaded.record(self)
+        # A copy: the caller may change `rows` before the stream has come here.
         return Rows(rows.clone(), device)
 
     def gather(
@@ -209,6 +212,8 @@ class CudaDevice:
                 torch.zeros(2, 8, device=self._device),
             )
             with torch.cuda.device(self._device):
+                # Only a launch tells: Triton compiles at the first call, with a compiler of this
+                # machine.
                 launch(memory, rows, memory, rows + 1, 1)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # noqa: BLE001 - a compiler can fail in any way, and there is another kernel
@@ -221,6 +226,7 @@ class CudaDevice:
         return True
 
     def stream(self, name: str) -> CudaStream:
+        # The lowest priority: kernels of a model on a stream of a higher one go first.
         native = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call] # torch does not annotate it
         return CudaStream(native, copy_blocks=self._copy_blocks, event=self.event)
 
@@ -239,6 +245,8 @@ class CudaDevice:
         for native in (_cuda(stream).native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
             native.wait_stream(torch.cuda.current_stream(self._device))
+            # torch's allocator would otherwise hand the memory out again while this stream still
+            # uses it.
             memory.record_stream(native)
         return memory
 

@@ -116,6 +116,7 @@ def _copy_batch(
         )
         if error not in _NO_BATCHES:
             return error
+        # The driver knows no batches: its refusal must not surface at the next kernel.
         forget_error()
     copy = _memcpy()
     arrays = (cast("list[int]", numbers.tolist()) for numbers in (destinations, sources, sizes))
@@ -168,6 +169,7 @@ def relabelled(
         memory: uint8, of one axis.
         address, device_type, device_id: as DLPack counts them.
     """
+    # `from_dlpack` takes the capsule over, and with it the reference that keeps the memory.
     capsule = cast("object", memory.__dlpack__())
     lent = _Lent.from_address(_capsule_pointer(capsule, b"dltensor"))
     lent.data = address
@@ -196,6 +198,7 @@ def _capsule_pointer(capsule: object, name: bytes) -> int:
 @functools.cache
 def _host_get_device_pointer() -> Callable[..., int]:
     function = cuda_runtime().cudaHostGetDevicePointer
+    # Without types ctypes passes integers as 32 bits, which cuts addresses.
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
@@ -291,6 +294,7 @@ def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
     function.restype = ctypes.c_int
 
     def copy(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
+        # One set of attributes, which holds from the first copy on.
         same = ctypes.byref(attributes), ctypes.byref(first), 1
         return int(function(destinations, sources, sizes, count, *same, *failed, stream))
 

@@ -53,6 +53,7 @@ def pieces_of(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns) ->
 
     Vector arithmetic, done once for all layers of a pool: they differ in their addresses only.
     """
+    # Without addresses: layers of a pool differ in nothing else, and share the result.
     key = (destination.shape[1:], destination.stride(), source.stride(), destination.element_size())
     if key not in rows.pieces:
         rows.pieces[key] = _pieces(row_shape(destination, source), rows)

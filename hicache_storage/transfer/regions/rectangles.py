@@ -44,6 +44,7 @@ def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rect
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
         width *= axes.pop().steps
+    # The longest axis becomes the rectangle's rows: that leaves the fewest calls.
     height = max(
         (axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None
     )
@@ -70,6 +71,7 @@ def common_axes(destination: torch.Tensor, source: torch.Tensor) -> list[Axis]:
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
     joined: list[Axis] = []
     for axis in sorted(
+        # Axes of one step are left out: their strides may be anything.
         (Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1),
         key=_reach,
     ):

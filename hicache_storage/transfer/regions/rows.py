@@ -30,6 +30,7 @@ def move_rows(
 ) -> None:
     """`destination[destination_rows[i]] = source[source_rows[i]]`, through memory in between."""
     to, origin = as_words(destination, source)
+    # torch has no operation that selects rows on both sides.
     to.index_copy_(0, destination_rows, origin.index_select(0, source_rows))
 
 

@@ -93,6 +93,8 @@ class ShadowMemory:
                     found.setdefault(
                         cell.write, Race(cell.write, access, True, False, self._describe(run))
                     )
+                # The last read of an actor stands for its earlier ones, which its own order puts
+                # before it.
                 cell.reads[access.actor] = access
         return list(found.values())
 
@@ -111,6 +113,8 @@ class ShadowMemory:
                     found.setdefault(
                         cell.write, Race(cell.write, access, True, True, self._describe(run))
                     )
+                # What follows this write follows the accesses before it as well, or their race has
+                # been found.
                 cell.write = access
                 cell.reads.clear()
         return list(found.values())

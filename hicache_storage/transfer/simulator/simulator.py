@@ -87,6 +87,8 @@ class StreamSimulator:
         """Races found so far, in the order of enqueueing."""
         self._seed = seed
         self._pause_seconds = pause_seconds
+        # Guards clocks, shadow memory and the lists: hosts enqueue from several threads, and the
+        # streams' own threads look for holds.
         self._lock = threading.Lock()
         self._host = Clock()
         self._shadow = ShadowMemory()
@@ -252,6 +254,8 @@ class StreamSimulator:
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""
         with self._lock:
+            # What the host has seen complete happened before everything that it enqueues from now
+            # on.
             stream.clock.join(self._host)
             event.clock = stream.clock.copy()
             event.place = stream.enqueue(None)
@@ -276,6 +280,7 @@ class StreamSimulator:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
+        # Made before the lock is taken, which it takes itself when it runs.
         admission = self._admission([run for tensor in writes for run in byte_runs(tensor)])
         with self._lock:
             stream.clock.join(self._host)
@@ -285,6 +290,7 @@ class StreamSimulator:
                 reads,
                 writes,
             )
+            # Under the same lock as the judgement: the queue has the order that was judged.
             stream.enqueue(operation(self._pause_seconds, admission))
 
     def _note(
@@ -301,6 +307,7 @@ class StreamSimulator:
         def wait() -> None:
             with self._lock:
                 holds = [hold for hold in self._holds if hold.concerns(runs)]
+            # Outside of the lock: other streams go on, and `release` must not have to wait.
             for hold in holds:
                 hold.wait()
 
@@ -319,6 +326,7 @@ class SimulatedStream:
         self._random = random
         self._queue = SimpleQueue[tuple["StreamOperation | None", Place]]()
         self._error: BaseException | None = None
+        # A daemon: a test that fails half-way must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._serve, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
@@ -419,6 +427,7 @@ class SimulatedEvent:
             return True
         if not self.place.reached():
             return False
+        # A query that has seen the event orders the host behind it, just as a wait does.
         self._passed(self.place)
         return True
 
