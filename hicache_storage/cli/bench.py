@@ -131,6 +131,8 @@ def bench(
             for count in _counts(clients)
         ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+            # A directory for each candidate: two throwaway stores of one driver must not be the
+            # same store.
             candidates = [_candidate(driver, config, tempfile.mkdtemp(dir=directory))]
             if against is not None:
                 candidates.append(
@@ -167,7 +169,12 @@ def _run(sweep: Sweep) -> Report:
         TimeElapsedColumn(),
     )
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        # On standard error, so that standard output has the tables alone; and nowhere if that is no
+        # terminal, such as the log of a CI.
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("opening", total=1.0)
         return run_sweep(
@@ -246,10 +253,12 @@ def _show(console: Console, report: Report) -> None:
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
     if those.machine != these.machine:
         console.print("[yellow]taken on different machines or versions[/]")
+    # Rates depend on both, and the tables do not show them.
     if (those.batch_pages, those.client_kind) != (these.batch_pages, these.client_kind):
         raise ValueError("the two results are about different batches or kinds of clients")
     peers = {candidate.label for candidate in those.candidates}
     shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
+    # Results of two drivers have no label in common: their first candidates are compared.
     pairs = [(label, label) for label in shared] or [
         (those.candidates[0].label, these.candidates[0].label)
     ]
@@ -295,6 +304,7 @@ def _size(count: int) -> str:
 
 
 def _sizes(text: str) -> list[int]:
+    # Without repetitions: equal workloads would overwrite each other's measurements.
     return sorted({parse_bytes(part) for part in text.split(",")})
 
 

@@ -59,9 +59,11 @@ def doctor(
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(USAGE_ERROR) from error
+    # Printed as they come: one check may take two deadlines.
     findings = list(examine(target)) if as_json else list(_printed(examine(target)))
     passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
+        # `print`, because rich would wrap the text and read brackets in it as markup.
         print(
             msgspec.json.format(
                 msgspec.json.encode(
@@ -79,6 +81,7 @@ def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:
         label = Text(f"{finding.status:<4}", STYLES[finding.status])
         console.print(
             Text.assemble(label, "  ", (finding.check, "bold"), "  ", finding.detail),
+            # Not wrapped by rich: commands are copied from these lines.
             soft_wrap=True,
         )
         if finding.fix:

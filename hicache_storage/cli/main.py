@@ -17,6 +17,7 @@ COMMAND_GROUP: Final = "hicache_storage.commands"
 def main() -> None:
     """Run the command line."""
     try:
+        # The packages of the extra `cli` are imported in there: the SDK installs without them.
         commands = app()
     except ImportError as error:
         sys.exit(
@@ -51,6 +52,7 @@ def app() -> typer.Typer:
     for command in (drivers, new, doctor, bench):
         commands.command()(command)
     commands.add_typer(metrics, name="metrics")
+    # Sorted: the order of installed packages would be that of the help otherwise.
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             commands.add_typer(point.load(), name=point.name)

@@ -45,6 +45,7 @@ def new(
                 f"{owner} registers a driver {name!r} already; two of a name exclude each other"
             )
         written = make_package(names, target)
+    # Before `OSError`, of which it is a kind.
     except FileExistsError as error:
         raise typer.Exit(
             _refuse(f"{target} exists; nothing has been written. Choose another --directory")

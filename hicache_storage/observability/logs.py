@@ -42,6 +42,7 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
+        # Also for records of other code, such as a driver's, which does not pass it as `extra`.
         request_id = current_request_id()
         if request_id:
             line["request_id"] = request_id

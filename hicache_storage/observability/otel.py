@@ -99,7 +99,10 @@ class Spans:
         """Start the server's span of a request, as a child of the span that its `traceparent`
         names."""
         carried = {
-            name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers
+            # Headers are bytes in any encoding; latin-1 decodes all of them.
+            name.decode(): headers[name].decode("latin-1")
+            for name in CARRIED
+            if name in headers
         }
         attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
         context = propagate.extract(carried)

@@ -38,8 +38,6 @@ class StagedPages(PageAccess):
         self._pool = pool
         self._where = where
         try:
-            # One page is copied as a trial: a pool that has the methods and cannot serve is refused
-            # here.
             model = pool.get_dummy_flat_data_page()
             self._dtype = model.dtype
             self._device = model.device
@@ -47,6 +45,8 @@ class StagedPages(PageAccess):
                 geometry, component_bytes=(model.numel() * model.element_size(),)
             )
             check_components(self.geometry.component_bytes, where)
+            # One page is copied as a trial: a pool that has the methods and cannot serve is refused
+            # here.
             self._read_first_page()
         except InvalidPoolError:
             raise

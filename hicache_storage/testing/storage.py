@@ -102,6 +102,7 @@ class MemoryStorage(ObjectStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         self._record("clear")
         names = tuple(namespace.name for namespace in namespaces)
+        # A list first: a dictionary must not shrink while it is iterated over.
         for name in [name for name in self.objects if name.startswith(names)]:
             del self.objects[name]
 

@@ -63,6 +63,7 @@ def directories(options: Mapping[str, object]) -> dict[str, Path]:
     that is no file."""
     found = dict[str, Path]()
     for name, value in options.items():
+        # A URL in an option such as `store_path` names no directory of this machine.
         if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
             path = Path(value)
             if (_PLACE.search(name) or path.is_absolute()) and not path.is_file():
@@ -108,4 +109,5 @@ def _address(text: str) -> tuple[str, int] | None:
     match = _HOST_PORT.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         return None
+    # Sockets take the address of IPv6 without the brackets.
     return match["host"].strip("[]"), int(match["port"])

@@ -88,6 +88,7 @@ class HostPoolBase:
             (byte_view(column), length, length * page_size)
             for column, length in zip(filled, slot_bytes, strict=True)
         ]
+        # Components and not buffers: K and V of one tensor are two of them.
         self._pointers = [
             (column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)
         ]

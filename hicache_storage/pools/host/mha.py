@@ -108,6 +108,7 @@ class MHAHostPool(HostPoolBase):
     def _layers(self) -> list[torch.Tensor]:
         return [
             half
+            # K and V of each layer in turn, as SGLang orders its pointers.
             for layer in zip(self.k_buffer.unbind(), self.v_buffer.unbind(), strict=True)
             for half in layer
         ]

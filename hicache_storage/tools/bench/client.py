@@ -133,12 +133,15 @@ class Client:
         sample = CallSample(time.perf_counter(), 0.0)
         for batch in batches:
             if operation is Operation.WRITE:
+                # Otherwise all batches have equal bytes, and a get that delivers another batch
+                # would pass.
                 self._stamp(batch)
             for _ in range(repeats):
                 sample.seconds.append(calls[operation](batch))
         sample.ended = time.perf_counter()
         sample.pages = len(sample.seconds) * self._pages
         if operation is Operation.READ and batches:
+            # After `ended`: comparing bytes is not part of the measurement.
             self._verify(batches[-1])
         return sample
 
@@ -150,6 +153,7 @@ class Client:
         self._keys.clear()
 
     def _write(self, batch: int) -> float:
+        # Outside of the measured time: an engine has its indices already.
         transfer = PoolTransfer(PoolName.KV, _indices(self._source), keys=self._keys[batch])
         started = time.perf_counter()
         answer = self._storage.batch_set_v2([transfer])
@@ -191,6 +195,7 @@ class Client:
         """Compare every byte of the batch that was read last."""
         import torch
 
+        # Whatever was written last: the source pages must have the stamp of this batch.
         self._stamp(batch)
         for buffer in (self._pool.k_buffer, self._pool.v_buffer):
             sent, came = (buffer[span.start : span.stop] for span in (self._source, self._target))

@@ -125,6 +125,7 @@ def _round_up(value: float) -> float:
 def _stroke(line: ET.Element, index: int) -> None:
     line.set("stroke", COLOURS[index % len(COLOURS)])
     line.set("stroke-width", "2")
+    # Colours begin again, so that lines have to differ otherwise.
     if index >= len(COLOURS):
         line.set("stroke-dasharray", "5 3")
 
@@ -143,4 +144,5 @@ def _draw(parent: ET.Element, tag: str, *, kind: str = "", **attributes: str | f
         else str(value)
         for name, value in attributes.items()
     }
+    # `class` is a keyword of Python, so that it cannot be an argument.
     return ET.SubElement(parent, tag, written | ({"class": kind} if kind else {}))

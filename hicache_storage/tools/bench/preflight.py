@@ -39,9 +39,11 @@ def check_space(sweep: Sweep) -> None:
         options = _check_candidate(candidate, sweep)
         found = [nearest_directory(path) for path in directories(options).values()]
         for place in found[:1]:
+            # By device: the directories of two candidates may be on one disk.
             device = place.stat().st_dev
             disks[device] += int(HEADROOM * sweep.max_stored_bytes)
             places[device] = place
+        # A driver whose options name no directory may keep its pages in memory.
         if not found:
             memory += sweep.max_stored_bytes
     for device, needed in disks.items():

@@ -106,6 +106,7 @@ class Report:
             report = msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is no result of `hicache bench`: {error}") from error
+        # Refused, not converted: figures of other fields must not be compared.
         if report.schema != SCHEMA:
             raise ValueError(f"{path} has schema {report.schema}; this version reads {SCHEMA}")
         return report

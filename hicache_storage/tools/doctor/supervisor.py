@@ -66,9 +66,13 @@ class _Child:
     """The process, and the pipe of its notes."""
 
     def __init__(self, task: CheckTask) -> None:
+        # A file, not a pipe: a child that writes much would block on a pipe that is only read
+        # afterwards.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._notes, inner = os.pipe()
         self._hung = False
+        # `-P`: a file in the current directory must not be imported in place of a module of the
+        # same name.
         command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.child", str(inner)]
         try:
             self._process = subprocess.Popen(
@@ -79,6 +83,7 @@ class _Child:
                 pass_fds=[inner],
             )
         finally:
+            # The child alone has this end then, so that its exit is the end of the notes.
             os.close(inner)
         assert self._process.stdin is not None
         # A child that has ended already closes the pipe of its notes, which `notes` detects.
@@ -89,6 +94,8 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Not `terminate`: a driver may handle that signal, or hang where Python does not get to
+        # handle it.
         self._process.kill()
         self._process.wait()
         os.close(self._notes)
@@ -109,6 +116,7 @@ class _Child:
                 return
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
+                # The limit is that of one check, and each note shows that a check goes on.
                 until = time.monotonic() + limit
                 yield msgspec.json.decode(line, type=Note)
 

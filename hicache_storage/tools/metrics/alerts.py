@@ -63,6 +63,7 @@ def _hits(window: str) -> str:
 _WHOLE: Final = '{{ printf "%.0f" $value }}'
 """Increase of a counter, rounded: Prometheus extrapolates it to the window, as to 1.07 pages."""
 _FAILED: Final = summed(
+    # `unless` by instance: each server drains by itself.
     f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""",
     "route",
 )
@@ -71,6 +72,7 @@ server."""
 _LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
 _SLOTS: Final = now(v.SLOTS, by=("scope",))
 _QUARANTINED: Final = (
+    # `scalar`, because the setting has no label `scope` to be joined by.
     f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
 )
 
@@ -370,6 +372,8 @@ def rules(page: str = "") -> str:
         }
         lines += [
             f"      - alert: {alert.name}",
+            # A JSON string is a YAML string as well, and expressions have quotes and braces in
+            # them.
             f"        expr: {json.dumps(alert.expr)}",
             f"        for: {alert.lasts}",
             f"        labels: {{severity: {alert.severity}}}",

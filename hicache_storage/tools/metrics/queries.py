@@ -35,6 +35,8 @@ def total(metric: Metric, expression: str, *by: str) -> str:
     once."""
     if not metric.of_store:
         return summed(expression, *by)
+    # The servers of one store export equal series; a sum would count the store once for each
+    # server.
     once = f"max by ({', '.join(metric.labels)}) ({expression})"
     return once if set(by) == set(metric.labels) else summed(once, *by)
 

@@ -53,5 +53,6 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
         package=distribution.replace("-", "_"),
         prefix="".join(word.capitalize() for word in words),
         repository=f"{owner}/{project}",
+        # GitHub Pages serves an owner's sites under the name in lower case.
         pages=f"https://{owner.lower() if repository else owner}.github.io/{project}",
     )

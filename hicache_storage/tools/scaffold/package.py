@@ -54,6 +54,7 @@ def make_package(names: PackageNames, directory: Path) -> list[Path]:
         OSError: it cannot be written.
     """
     texts = package_files(names)
+    # Refuses a directory that exists, so that the clean-up below removes nothing but its own files.
     directory.mkdir()
     try:
         for path, text in texts.items():
