@@ -194,8 +194,10 @@ def _candidate(driver: str, config: list[str] | None, directory: str) -> Candida
 
 
 def _labelled(candidates: list[Candidate]) -> list[Candidate]:
-    """Label the candidates. Two of one driver are numbered; their options are printed above the
-    tables."""
+    """Label the candidates; two of one driver are numbered.
+
+    Their options are printed above the tables.
+    """
     same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
     return [
         Candidate(

@@ -40,8 +40,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this environment, and with DRIVER its package, its options, and a round trip through
-    its store.
+    """Check this environment and, with DRIVER, its package, options and a round trip.
 
     With -c the store that those options name is opened; without, a throwaway one. Pages stored on
     the way are removed. Exits with 0 if nothing failed, 1 if something did, 2 for bad arguments.

@@ -22,8 +22,10 @@ def drivers(
         typer.Argument(metavar="NAME", help="Show this driver's capabilities and options."),
     ] = None,
 ) -> None:
-    """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the
-    name is unknown."""
+    """List the installed drivers, or show one of them.
+
+    Exits with 1 if a plugin is broken or the name is unknown.
+    """
     console, found = Console(), registry()
     if name is not None:
         try:

@@ -1,5 +1,4 @@
-"""Entry point of `hicache`: the SDK's own commands, and those of every installed package that
-brings some."""
+"""Entry point of `hicache`: the SDK's commands, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -27,8 +26,9 @@ def main() -> None:
 
 
 def app() -> typer.Typer:
-    """All commands; a package whose commands are broken is named on standard error, and the others
-    are there.
+    """Return all commands.
+
+    A package whose commands are broken is named on standard error; the others are there.
 
     Raises:
         ImportError: the packages of the extra `cli` are not installed.

@@ -31,8 +31,9 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Make a package with a driver that runs and conforms: entry point, options, tests, CI
-    workflow, badge.
+    """Make a package with a driver that runs and conforms.
+
+    It has an entry point, options, tests, a CI workflow and a badge.
 
     Exits with 2, and writes nothing, if the name is unusable or taken, or the directory exists.
     """

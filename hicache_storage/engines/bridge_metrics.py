@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 64
-"""Limit of different reasons that are logged as errors; further ones are counted, and logged at
-debug level."""
+"""Limit of the reasons that are logged as errors.
+
+Further ones are counted, and logged at debug level.
+"""
 
 
 class RefusedCalls:
@@ -68,8 +70,9 @@ class BatchSample:
 
 
 class BandwidthMeter:
-    """Bandwidth of KV batches, by the storage's own counters. Thread-safe for one reader beside one
-    writer.
+    """Bandwidth of KV batches, by the storage's own counters.
+
+    Thread-safe for one reader beside one writer.
 
     A page that a set has found stored counts neither as a page nor as bytes.
     """

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class StorageLayer(HiCacheStorage):
-    """A storage that forwards every call; a layer overrides those it changes. Closing a layer
-    closes the inner storage."""
+    """A storage that forwards every call; a layer overrides those it changes.
+
+    Closing a layer closes the inner storage.
+    """
 
     def __init__(self, inner: HiCacheStorage) -> None:
         self.inner = inner

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 class MissAnswers:
-    """Checks a call as a storage would, so that misuse raises also while the store is unreachable
-    (rule FT-2)."""
+    """Checks a call as a storage would.
+
+    So misuse raises also while the store is unreachable (rule FT-2).
+    """
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, RegisteredPool] = {}

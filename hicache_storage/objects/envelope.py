@@ -76,8 +76,10 @@ def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
 
 
 def running_checksum() -> xxhash.xxh3_64:
-    """For a page that comes piece by piece: `update()` it with each, then `intdigest()` is what
-    `checksum()` says."""
+    """Make a checksum of a page that comes piece by piece.
+
+    `update()` it with each piece; `intdigest()` then equals `checksum()`.
+    """
     return xxhash.xxh3_64()
 
 

@@ -1,5 +1,7 @@
-"""Lifecycle of a storage: opened lazily, used by many threads, closed once (rules LC-1, LC-2,
-LC-5)."""
+"""Lifecycle of a storage: opened lazily, used by many threads, closed once.
+
+Rules LC-1, LC-2 and LC-5.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ OPEN_RETRY_SECONDS = 1.0
 
 
 class Lifecycle:
-    """State of a storage: connects before the first call, counts calls in flight, and closes after
-    the last.
+    """State of a storage: connects before the first call, closes after the last.
+
+    Counts the calls in flight.
 
     One lock guards all state and is never held while the driver connects or closes; `_connecting`
     is taken outside it.
@@ -49,8 +52,10 @@ class Lifecycle:
         self._calls = 0
 
     def begin_in_child(self) -> None:
-        """Start with new locks and without calls; a connection, also a partial one, stays the
-        parent's."""
+        """Start with new locks and without calls.
+
+        A connection, also a partial one, stays the parent's.
+        """
         self._forked = self._forked or self._connected or self._connecting.locked()
         self._connected = False
         self._begin()
@@ -107,8 +112,10 @@ class Lifecycle:
             self._connected = True
 
     def close(self, timeout_seconds: float | None) -> None:
-        """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers
-        wait for the first."""
+        """Refuse new calls, wait for those in flight, then disconnect. Idempotent.
+
+        Later callers wait for the first.
+        """
         with self._idle:
             first = not self._closed
             self._closed = True

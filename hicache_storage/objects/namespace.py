@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """All pages that are interchangeable with each other: one identity, one pool, one page
-    geometry.
+    """All pages of one identity, one pool and one page geometry.
+
+    They are interchangeable with each other.
 
     Two namespaces are the same place exactly when their `name` is equal. Drivers keep namespaces
     apart by that name and keep the pages of one apart by their keys.
@@ -52,14 +53,18 @@ class Namespace:
         self.envelope_prefix = envelope_prefix(self.page_bytes, self.fingerprint)
 
     def object_name(self, key: str) -> str:
-        """A name for stores with one flat set of names: 73 characters of `[0-9a-f-]`, distinct for
-        distinct keys."""
+        """Return a name for stores with one flat set of names.
+
+        73 characters of `[0-9a-f-]`, distinct for distinct keys.
+        """
         # 160 bits of a cryptographic hash: two keys of one name would be one object in the store.
         return f"{self.name}-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def describe(self) -> dict[str, object]:
-        """Describe a namespace for operators, beside its data: pool, geometry and the fields that
-        decide about sharing."""
+        """Describe a namespace for operators, beside its data.
+
+        Pool, geometry, and the fields that decide about sharing.
+        """
         geometry = self.geometry
         return {
             "pool": str(self.pool),
@@ -76,8 +81,10 @@ class Namespace:
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes that go into the envelope, to notice another key's bytes. Not for names: xxh3 is not
-    collision-proof."""
+    """Return 16 bytes that go into the envelope, to notice another key's bytes.
+
+    Not for names: xxh3 is not collision-proof.
+    """
     return xxhash.xxh3_128_digest(key.encode())
 
 

@@ -45,8 +45,9 @@ class StatsRecorder:
                 setattr(stats, name, getattr(stats, name) + increment)
 
     def count_fault(self) -> None:
-        """Count a failed call of the driver, also without metrics, and report it to the storage's
-        call.
+        """Count a failed call of the driver, also without metrics.
+
+        Reports it to the storage's call as well.
 
         Faults are misses for the engine, so nothing else shows them.
         """

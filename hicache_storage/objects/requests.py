@@ -1,5 +1,7 @@
-"""From the transfers of a call to checked requests, one for each pool (rule FT-2: before any
-I/O)."""
+"""Requests of a call: its checked transfers, one for each pool.
+
+Checked before any I/O (rule FT-2).
+"""
 
 from __future__ import annotations
 

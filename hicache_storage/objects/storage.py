@@ -60,14 +60,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_DAMAGE = 65_536
-"""Damaged pages are remembered so that the next set repairs them; beyond this the oldest are
-forgotten and found again."""
+"""Limit of the damaged pages that are remembered.
+
+Remembered, so that the next set repairs them; beyond this the oldest are forgotten and found again.
+"""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
 
 MOVING = frozenset({"read", "write"})
-"""Operations that may answer without having touched what fails: a driver that knows that no page is
-there reads none."""
+"""Operations that may answer without having touched what fails.
+
+A driver that knows that no page is there reads none.
+"""
 
 ItemT = TypeVar("ItemT")
 
@@ -122,8 +126,10 @@ class ObjectStorage(HiCacheStorage):
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
-    """`write_objects` skips existing objects itself, and sets `ObjectWrite.existed`: the SDK does
-    not look them up before."""
+    """`write_objects` skips existing objects, and sets `ObjectWrite.existed`.
+
+    The SDK does not look them up before.
+    """
 
     caches_lookups: ClassVar[bool] = False
     """`objects_exist_cached` is implemented."""
@@ -133,14 +139,17 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """Look objects up: for each batch, for each key, `True` if the object exists. One round
-        trip for all of them."""
+        """Look objects up: for each batch, for each key, `True` if the object exists.
+
+        One round trip for all of them.
+        """
 
     def objects_exist_cached(
         self, batches: Sequence[LookupBatch], call: Call
     ) -> list[list[bool]] | None:
-        """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where
-        that is not possible.
+        """Answer `objects_exist` without I/O, and without a lock that is held during I/O.
+
+        None where that is not possible.
 
         Only with `caches_lookups`. A call answered so needs no thread for its deadline.
         """
@@ -151,8 +160,9 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        """Read objects: fill the parts of each read; `True` if all of them were filled from one
-        object.
+        """Read objects: fill the parts of each read.
+
+        Answers `True` if all of them were filled from one object.
 
         An object of another length than the parts is not delivered: set `read.damaged` and answer
         `False`.
@@ -171,8 +181,9 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        """Write objects: store the parts of each write as one object, visible whole or not at all;
-        `True` if it is visible.
+        """Write objects: store the parts of each write as one object; `True` if it is visible.
+
+        It is visible whole or not at all.
 
         The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once
         `call.expired()`.
@@ -185,8 +196,9 @@ class ObjectStorage(HiCacheStorage):
         )
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces, and return when none is left. Only with the
-        capability `clears`.
+        """Remove all objects of these namespaces, and return when none is left.
+
+        Only with the capability `clears`.
 
         Raise if the objects were not removed, or if that is unknown: callers rely on a clear that
         returns (rule LC-7). Check `call.expired()` between steps, and raise once it is true: the
@@ -431,8 +443,9 @@ class ObjectStorage(HiCacheStorage):
                 self._damaged.clear()
 
     def remove_pools(self, seconds: float) -> bool:
-        """Remove what the namespaces of all registered pools leave in the store, once they are
-        empty. For tools: no engine does it.
+        """Remove what the namespaces of all registered pools leave in the store.
+
+        Once they are empty. For tools: no engine does it.
 
         Returns:
             Whether nothing of them is left.
@@ -653,8 +666,10 @@ class ObjectStorage(HiCacheStorage):
     def _existing(
         self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
     ) -> list[list[bool]]:
-        """Look up pages that need not be written; none if the driver does it itself, unless this
-        rank is no writer."""
+        """Look up pages that need not be written.
+
+        None if the driver does it itself, unless this rank is no writer.
+        """
         # A rank that is not the writer answers what exists (rule ID-3), so it has to look even
         # where the driver would find existing objects while it writes.
         if self.writes_find_existing and all(
@@ -664,8 +679,10 @@ class ObjectStorage(HiCacheStorage):
         return self._lookup(lookups, call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
-        """Select the pages that this rank has to write: those not stored, each once, from the slot
-        of its first key."""
+        """Select the pages that this rank has to write.
+
+        Those not stored, each once, from the slot of its first key.
+        """
         namespace = request.pool.namespace
         slots = dict[str, int]()
         for key, slot in zip(request.keys, request.slots, strict=True):
@@ -726,8 +743,9 @@ class ObjectStorage(HiCacheStorage):
         items: Sequence[Sequence[ItemT]],
         call: Call,
     ) -> list[list[bool]]:
-        """Call the driver; a fault, or an answer of the wrong shape, is `False` for every item
-        (rule FT-1).
+        """Call the driver; a fault is `False` for every item (rule FT-1).
+
+        So is an answer of the wrong shape.
 
         After the deadline the driver is not called, which is no fault of the store.
         """

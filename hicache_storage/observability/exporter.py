@@ -1,5 +1,7 @@
-"""An HTTP endpoint for metrics, inside an engine whose own one cannot be extended. Needs
-`hicache-storage[metrics]`."""
+"""HTTP endpoint for metrics, inside an engine whose own one cannot be extended.
+
+Needs `hicache-storage[metrics]`.
+"""
 
 from __future__ import annotations
 

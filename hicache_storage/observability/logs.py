@@ -29,8 +29,11 @@ def fields(**values: str | float) -> dict[str, str | float]:
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON lines of `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`,
-    and `exception`."""
+    """Formatter of JSON lines.
+
+    Fields are `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`, and
+    `exception`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line, without a line feed."""

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 MAX_SCOPE_SERIES: Final = 512
 """Limit of scopes with series of their own, for each server process."""
 OTHER_SCOPES: Final = "other"
-"""Label of all further scopes; no scope has this name, because names of scopes begin with a
-rank."""
+"""Label of all further scopes.
+
+No scope has this name, because names of scopes begin with a rank.
+"""
 
 REQUEST_BOUNDS_SECONDS: Final = (
     0.0002,

@@ -61,8 +61,10 @@ class Spans:
         self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
 
     def flush(self) -> None:
-        """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its
-        owner."""
+        """Export pending spans, within `FLUSH_MILLISECONDS`.
+
+        A global provider is flushed by its owner.
+        """
         # OpenTelemetry's API has no `force_flush`; providers of its SDK do.
         flush = getattr(self._provider, "force_flush", None)
         if flush is not None:
@@ -85,8 +87,10 @@ class Spans:
 
     @contextmanager
     def request(self, route: str, request_id: str) -> Generator[None]:
-        """Trace one request to a metadata server, retries included; a failure becomes the span's
-        status."""
+        """Trace one request to a metadata server, retries included.
+
+        A failure becomes the span's status.
+        """
         attributes = {REQUEST_ID: request_id, ROUTE: route}
         with self._tracer.start_as_current_span(
             f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes
@@ -96,8 +100,10 @@ class Spans:
     def answer(
         self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
     ) -> ServerSpan:
-        """Start the server's span of a request, as a child of the span that its `traceparent`
-        names."""
+        """Start the server's span of a request.
+
+        It is a child of the span that the request's `traceparent` names.
+        """
         carried = {
             # Headers are bytes in any encoding; latin-1 decodes all of them.
             name.decode(): headers[name].decode("latin-1")

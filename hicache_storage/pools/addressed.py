@@ -24,8 +24,9 @@ class NoAddressesError(Exception):
 
 
 class AddressedPages(PageAccess):
-    """Lends an engine's memory by the addresses that its `get_page_buffer_meta` tells, asked once
-    for each batch.
+    """Lends an engine's memory by the addresses that `get_page_buffer_meta` tells.
+
+    It is asked once for each batch.
 
     The pool is kept alive; that its memory stays where it says is the engine's promise for the
     length of a call.
@@ -118,8 +119,10 @@ class AddressedPages(PageAccess):
 
 
 class _Span:
-    """One view from the lowest to the highest address in use: slicing it is twice as fast as a view
-    for each address."""
+    """One view from the lowest to the highest address in use.
+
+    Slicing it is twice as fast as a view for each address.
+    """
 
     __slots__ = ("_last", "start", "view")
 

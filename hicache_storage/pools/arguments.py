@@ -39,8 +39,10 @@ def check_layout(layout: str, layouts: Sequence[str]) -> None:
 
 
 def dtype_name(dtype: object, argument: str = "dtype") -> str:
-    """Name of an element type without the `torch.` prefix; `argument` is what a refusal calls
-    it."""
+    """Return the name of an element type without the `torch.` prefix.
+
+    `argument` is what a refusal calls it.
+    """
     if not isinstance(dtype, torch.dtype):
         raise InvalidPoolError(
             f"{argument} must be a torch.dtype such as torch.bfloat16, got {dtype!r}"
@@ -49,8 +51,7 @@ def dtype_name(dtype: object, argument: str = "dtype") -> str:
 
 
 def check_state_shapes(temporal_shape: Sequence[int], conv_shapes: Sequence[Sequence[int]]) -> None:
-    """Refuse the shapes of a recurrent state that would have no bytes, or that hold what is no
-    length."""
+    """Refuse the shapes of a recurrent state without bytes, or with an invalid length."""
     if not conv_shapes and 0 in temporal_shape:
         raise InvalidPoolError(
             "conv_shapes is empty and temporal_shape holds a 0: a page would have no bytes"

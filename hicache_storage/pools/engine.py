@@ -21,8 +21,10 @@ class EnginePool(Protocol):
     def get_page_buffer_meta(
         self, indices: torch.Tensor
     ) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
-        page."""
+        """Addresses and lengths of the components of pages, in bytes.
+
+        Page after page of those in `indices`.
+        """
         ...
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
@@ -99,8 +101,10 @@ def is_on_device(pool: object) -> bool:
 
 
 def _element_type(pool: object, where: str) -> str:
-    """The element types that the pool's bytes are made of; SGLang's Mamba and indexer pools have
-    more than `dtype`."""
+    """Return the element types that the pool's bytes are made of.
+
+    SGLang's Mamba and indexer pools have more than `dtype`.
+    """
     temporal, conv = getattr(pool, "temporal_dtype", None), getattr(pool, "conv_dtype", None)
     if temporal is not None and conv is not None:
         return f"{_dtype_name(temporal, where)}+{_dtype_name(conv, where)}"

@@ -1,5 +1,4 @@
-"""Host memory of pools: page-aligned, page-locked where CUDA is there, and seen as bytes without a
-copy."""
+"""Host memory of pools: page-aligned, page-locked with CUDA, and seen as bytes."""
 
 from __future__ import annotations
 
@@ -23,8 +22,9 @@ if TYPE_CHECKING:
 def host_tensor(
     shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
 ) -> torch.Tensor:
-    """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its
-    last view does.
+    """Allocate a contiguous CPU tensor in a memory mapping of its own.
+
+    The mapping goes when its last view does.
 
     The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it.
     Nothing is written:
@@ -59,8 +59,9 @@ def host_tensor(
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy. The view keeps
-    the tensor alive.
+    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy.
+
+    The view keeps the tensor alive.
 
     Raises:
         InvalidPoolError: the tensor is not contiguous or not in host memory.
@@ -80,8 +81,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def span_view(address: int, size: int) -> memoryview:
-    """Return `size` bytes from `address` on, writable, as one view to slice; the caller keeps that
-    memory alive.
+    """Return `size` bytes from `address` on, writable, as one view to slice.
+
+    The caller keeps that memory alive.
 
     Memory between the slices that are used need not exist.
     """

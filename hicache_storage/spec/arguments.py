@@ -15,8 +15,9 @@ MAX_SECONDS: Final = threading.TIMEOUT_MAX
 
 
 def as_deadline(seconds: object) -> float:
-    """A call's `deadline_seconds`. 0 and less have passed already; what is too long is cut down by
-    the storage.
+    """Check a call's `deadline_seconds`, and return it as a float.
+
+    0 and less have passed already; what is too long is cut down by the storage.
 
     Raises:
         InvalidTransferError: it is no number, or NaN.
@@ -51,8 +52,9 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
 
 
 def check_list(value: object, where: str, what: str = "page keys") -> None:
-    """Check that an argument can be counted and gone through more than once, as a list or a tuple
-    can, and is no text.
+    """Check that an argument can be counted and iterated over more than once.
+
+    A list or a tuple can; a text is refused.
 
     Raises:
         InvalidTransferError: it is None, one text, or something else that is no sequence, such as

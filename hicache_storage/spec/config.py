@@ -58,8 +58,10 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
 
 
 def _check_number(name: str, value: object) -> None:
-    """Bounds that a model cannot state: NaN passes every comparison, and no lock waits as long as
-    infinity."""
+    """Check bounds that a model cannot state.
+
+    NaN passes every comparison, and no lock waits as long as infinity.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(
             f"bad configuration: option {name!r}: must be a finite number, got {value!r}"
@@ -80,8 +82,9 @@ def _said(error: str) -> str:
 
 
 def parse_bytes(size: int | str) -> int:
-    """Number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096; `i` means powers of 1024, without
-    it powers of 1000.
+    """Return the number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096.
+
+    `i` means powers of 1024, without it powers of 1000.
 
     Raises:
         ValueError: the text is not a size.

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 
 
 class ForkAware(Protocol):
-    """State that threads share: a fork may happen while one of them holds its lock, and that thread
-    is not in the child."""
+    """State that threads share.
+
+    A fork may happen while a thread holds its lock, and that thread is not in the child.
+    """
 
     def begin_in_child(self) -> None:
         """Replace locks, and forget calls in flight. Runs first in a forked child."""
@@ -24,8 +26,10 @@ _aware: Final[WeakSet[ForkAware]] = WeakSet()
 
 
 def begin_in_children(state: ForkAware) -> None:
-    """Call `state.begin_in_child()` in each process that is forked from now on, as long as `state`
-    is referenced."""
+    """Call `state.begin_in_child()` in each process that is forked from now on.
+
+    As long as `state` is referenced.
+    """
     _aware.add(state)
 
 

@@ -55,8 +55,10 @@ class StorageIdentity:
     kv_replicated: bool = False
     """Every TP rank holds the same KV bytes (MLA, MQA)."""
     tp_sharded_pools: frozenset[str] = field(default_factory=lambda: frozenset({"mamba"}))
-    """Pools that stay sharded over TP even where `kv_replicated`; decides about sharing only
-    through the pool asked."""
+    """Pools that stay sharded over TP even where `kv_replicated`.
+
+    Decides about sharing only through the pool asked.
+    """
     dp_replicated: bool = True
     """DP ranks serve other requests with the same weights, so that equal keys mean equal bytes."""
     tenant: str = ""
@@ -90,8 +92,10 @@ class StorageIdentity:
         return self.kv_replicated and pool not in self.tp_sharded_pools
 
     def is_writer(self, pool: str) -> bool:
-        """Return True if this rank writes the pool: every rank of a sharded pool, one rank of a
-        replicated one."""
+        """Return True if this rank writes the pool.
+
+        Every rank writes a sharded pool, one rank a replicated one.
+        """
         return self.tp_rank == 0 or not self.is_replicated(pool)
 
     def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:
@@ -108,8 +112,10 @@ class StorageIdentity:
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:
-        """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable
-        across releases."""
+        """Return 16 bytes that are equal for two identities exactly when they share pages.
+
+        The pages are those of `pool`. Stable across releases.
+        """
         # Imported here, so that pools and copies load without it.
         import msgspec
 

@@ -85,8 +85,7 @@ def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
 
 
 def covered_pages(pool: PoolPresence) -> int:
-    """Pages of the chain covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule
-    EX-4).
+    """Pages covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule EX-4).
 
     Block i spans chain pages [i * b, (i + 1) * b); its group is the last g of them.
     """

@@ -90,5 +90,7 @@ class StorageStats:
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
     failovers: int = 0
-    """Failovers to other servers of the same store; a call that another server has answered is no
-    fault."""
+    """Failovers to other servers of the same store.
+
+    A call that another server has answered is no fault.
+    """

@@ -47,8 +47,9 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Probabilities of faults in each call of exists, get, set and clear; each independent of the
-    others.
+    """Probabilities of faults in each call of exists, get, set and clear.
+
+    Each is independent of the others.
 
     Raises:
         ConfigError: a value is out of range.
@@ -61,8 +62,10 @@ class FaultOptions:
     """Maximum of the delays, which are uniform from 0 on."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """Time after which a hang ends with a miss, unless `disable` or `close` ends it earlier; a
-    clear then raises."""
+    """Time after which a hang ends with a miss, in seconds; a clear then raises.
+
+    `disable` or `close` ends it earlier.
+    """
     failure: float = 0.0
     """The call is a miss, and counts as a fault; a clear raises.
 
@@ -81,7 +84,9 @@ class FaultOptions:
 
 class FaultLayer(MissAnsweringLayer):
     """A fault injector: calls are late, hang, fail, or move only some of their pages.
-    Thread-safe."""
+
+    Thread-safe.
+    """
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:
         super().__init__(inner)

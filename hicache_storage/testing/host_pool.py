@@ -53,8 +53,10 @@ class BytePool:
         return bytes(self.memory[index * size : (index + 1) * size])
 
     def fill(self, index: int, seed: int) -> bytes:
-        """Fill a page with a pattern of a seed, and return it; equal seeds modulo 256 have equal
-        patterns."""
+        """Fill a page with a pattern of a seed, and return it.
+
+        Equal seeds modulo 256 have equal patterns.
+        """
         size = self.geometry.page_bytes
         page = bytes((seed * 31 + offset) % 256 for offset in range(size))
         self.memory[index * size : (index + 1) * size] = page

@@ -58,11 +58,15 @@ class MemoryStorage(ObjectStorage):
         self.objects: dict[str, bytes] = {} if objects is None else objects
         """Stored objects by name, envelopes included; a test may damage or remove them."""
         self.operations: list[str] = []
-        """Operations so far: `connect`, `exist`, `read`, `write`, `delete`, `clear`,
-        `disconnect`."""
+        """Operations so far.
+
+        `connect`, `exist`, `read`, `write`, `delete`, `clear`, `disconnect`.
+        """
         self.before: Callable[[str], None] = lambda operation: None
-        """Called with the name of each operation before it runs; may block or raise, to simulate a
-        failing store."""
+        """Called with the name of each operation before it runs.
+
+        May block or raise, to simulate a failing store.
+        """
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._record("exist")

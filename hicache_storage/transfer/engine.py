@@ -1,5 +1,7 @@
-"""Copies of pages between device and host, ordered by events against the compute stream and each
-other."""
+"""Copies of pages between device and host, ordered by events.
+
+Against the compute stream, and against each other.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ OUT, IN = "write-back", "load"
 
 
 class TransferEngine(Protocol):
-    """Copies of pages between L1 and L2. Called by one thread at a time; no call waits for a
-    copy."""
+    """Copies of pages between L1 and L2.
+
+    Called by one thread at a time; no call waits for a copy.
+    """
 
     host_slots: HostSlots
     """Allocator of host pages."""
@@ -45,8 +49,9 @@ class TransferEngine(Protocol):
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
-        """Copy device pages to host pages, behind every kernel launched so far on the compute
-        stream.
+        """Copy device pages to host pages.
+
+        Behind every kernel launched so far on the compute stream.
 
         The host pages may be read once it is acknowledged. They may be freed at any time, and the
         device pages overwritten after `before_overwrite`.
@@ -57,16 +62,19 @@ class TransferEngine(Protocol):
         ...
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        """Copy host pages to device pages layer by layer, behind every kernel launched so far on
-        the compute stream.
+        """Copy host pages to device pages layer by layer.
+
+        Behind every kernel launched so far on the compute stream.
 
         The caller has written the host pages, and may free them at any time.
         """
         ...
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that
-        overwrites them."""
+        """Let the compute stream wait for the copies that use device pages.
+
+        Before a kernel that overwrites them.
+        """
         ...
 
 
@@ -78,8 +86,9 @@ class PageTransfer(NamedTuple):
 
 
 class PageTransfers:
-    """The transfer engine of the SDK, for one pool: one stream for each direction, and what its
-    backend adds.
+    """The transfer engine of the SDK, for one pool.
+
+    It has one stream for each direction, and what its backend adds.
 
     To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools
     until its copies are over, also when it is garbage collected without being closed, which then
@@ -290,8 +299,9 @@ class PageTransfers:
         self._hold(transfer.host_indices, arrived, IN)
 
     def give_up(self, direction: str, transfer: PageTransfer, end: Event | Unknown | None) -> None:
-        """Fence the pages of a transfer that failed after some of its copies may have been
-        enqueued.
+        """Fence the pages of a transfer that failed after it was begun.
+
+        Some of its copies may have been enqueued.
 
         Args:
             direction: `OUT` or `IN`.

@@ -15,8 +15,9 @@ SWEEP_EVENTS: Final = 256
 
 
 class PageFences:
-    """For each page of a pool the last copy that reads it and the last that writes it. Not
-    thread-safe.
+    """Fences of a pool: for each page the last copy that reads it, and that writes it.
+
+    Not thread-safe.
 
     All copies that read a page are on one stream, and all that write it on one, so that the last
     stands for all. Pages are given by their numbers, int64 on the CPU; what a call costs hardly

@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 ASK_AT: Final = 64
-"""Number of recorded uses from which on finished ones are dropped, also without a shortage of
-slots."""
+"""Number of recorded uses from which on finished ones are dropped.
+
+Also without a shortage of slots.
+"""
 
 
 class Completion(Protocol):
@@ -64,8 +66,10 @@ class HostSlots:
         self._page_size = pool.page_size
         self._lock = threading.Lock()
         self._uses: dict[str | None, deque[_Use]] = {None: deque()}
-        """In the order in which they began, by what they end in that order behind; None where they
-        end in any order."""
+        """Uses in the order in which they began, by the stream that orders their ends.
+
+        None where they end in any order.
+        """
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
@@ -106,8 +110,9 @@ class HostSlots:
         return indices.numel()
 
     def hold(self, indices: torch.Tensor, until: Completion, *, behind: str | None = None) -> None:
-        """Keep pages from being handed out until something has ended; several copies may hold a
-        page.
+        """Keep pages from being handed out until something has ended.
+
+        Several copies may hold a page.
 
         Args:
             indices: whole pages.

@@ -1,5 +1,7 @@
-"""Copies of several pools at once: a hybrid model's attention pages and states, or latent rows and
-their index."""
+"""Copies of several pools at once, as for a hybrid model.
+
+Attention pages and states, or latent rows and their index.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class Indices(NamedTuple):
 
 
 class HybridTransfers:
-    """Moves the pages of all pools of a model on the same two streams, one layer of the model after
-    the other.
+    """Moves the pages of all pools of a model on the same two streams.
+
+    One layer of the model after the other.
 
     Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are
     left out of it. To be closed, or used in a `with` statement, before the pools' memory goes, as
@@ -125,8 +128,9 @@ class HybridTransfers:
         return Acknowledgement(finished)
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
-        """Copy host pages of several pools to device pages; the counter counts the model's layers,
-        not a pool's.
+        """Copy host pages of several pools to device pages.
+
+        The counter counts the model's layers, not a pool's.
 
         Raises:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
@@ -147,8 +151,10 @@ class HybridTransfers:
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that
-        overwrites them."""
+        """Let the compute stream wait for the copies that use device pages.
+
+        Before a kernel that overwrites them.
+        """
         self._refuse_unknown(device_indices)
         for name, indices in device_indices.items():
             self.engines[name].before_overwrite(indices)
@@ -193,8 +199,10 @@ class HybridTransfers:
             self.engines[name].give_up(direction, transfer, end)
 
     def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
-        """Copy all layers of the model; for each an event that comes when it has arrived in every
-        pool."""
+        """Copy all layers of the model.
+
+        Returns for each an event that comes when it has arrived in every pool.
+        """
         copies = [
             (self._layers[name], self.engines[name].begin_load(transfer))
             for name, transfer in transfers.items()

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class CopiesInFlight:
-    """The last copy of each direction, and the memory that copies use, which must not go before
-    them.
+    """The last copy of each direction, and the memory that copies use.
+
+    The memory must not go before them.
 
     CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes memory
     of another owner.

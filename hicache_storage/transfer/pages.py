@@ -44,8 +44,10 @@ class LayeredPages(Protocol):
     def layer_num(self) -> int: ...
 
     def layer(self, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of all pages: one view (pages, rows per page, ...) for each part, K
-        before V."""
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part.
+
+        K before V.
+        """
         ...
 
     def page_layer(self, first_slot: int, layer: int) -> Sequence[torch.Tensor]:
@@ -65,8 +67,9 @@ _SPLIT = ("layer_first", "page_first")
 
 
 class LaidOutPages:
-    """Pages that lie in a few buffers, one for each part, in the layout of a host pool; on any
-    device.
+    """Pages that lie in a few buffers, one for each part, in the layout of a host pool.
+
+    On any device.
 
     Args:
         buffers: each part's memory, contiguous.

@@ -1,5 +1,7 @@
-"""Page-locked memory that row numbers are uploaded from, used again instead of being locked for
-each transfer."""
+"""Page-locked memory that row numbers are uploaded from.
+
+Used again instead of being locked for each transfer.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ if TYPE_CHECKING:
 MIN_ROWS: Final = 4096
 """Length of the shortest buffer."""
 PREPARED_UPLOADS: Final = 4
-"""Buffers that a stream has from the beginning on: for two transfers in flight with two uploads
-each."""
+"""Buffers that a stream has from the beginning on.
+
+For two transfers in flight with two uploads each.
+"""
 MAX_PREPARED_ROWS: Final = 1 << 16
 """Length of the longest of those."""
 
 
 class UploadBuffers:
-    """Buffers of one stream in the order of their use. Locking memory may wait for the device, so
-    there are no new ones as long as the oldest is free.
+    """Buffers of one stream in the order of their use.
+
+    Locking memory may wait for the device, so there are no new ones as long as the oldest is free.
 
     Args:
         allocate: makes page-locked int64 memory of so many rows.

@@ -108,8 +108,10 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Number of calls, or of pools in them, answered with `False` or 0 because they could not
-        be served."""
+        """Number of calls that could not be served.
+
+        Of a call with several pools, each pool counts. Answered with `False` or 0.
+        """
         return self._refusals.count
 
     # Attaching and detaching
@@ -179,8 +181,10 @@ class SGLangBridge(EngineStorage):
             )
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Register a side pool. Never raises: one that cannot be served is logged, and answered
-        with `False` and 0."""
+        """Register a side pool; never raises.
+
+        A pool that cannot be served is logged, and answered with `False` and 0.
+        """
         name = _text(host_pool_name)
         if name == PoolName.KV and host_pool is self._anchor:
             return
@@ -246,8 +250,10 @@ class SGLangBridge(EngineStorage):
             self._storage.close()
 
     def get_stats(self) -> StorageMetrics:
-        """Return pages and GB/s of each KV batch since the last call; empty without
-        `enable_storage_metrics`."""
+        """Return pages and GB/s of each KV batch since the last call.
+
+        Empty without `enable_storage_metrics`.
+        """
         metrics = StorageMetrics()
         reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
         metrics.prefetch_pgs = [batch.pages for batch in reads]
@@ -260,8 +266,10 @@ class SGLangBridge(EngineStorage):
     # ----------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
-        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side
-        pools would decide."""
+        """Count the pages of the stored prefix of `keys`.
+
+        0 for an anchor without bytes, whose side pools would decide.
+        """
         return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
     def batch_get_v1(
@@ -287,8 +295,10 @@ class SGLangBridge(EngineStorage):
         pool_transfers: list[EngineTransfer] | None = None,
         extra_info: EngineExtraInfo | None = None,
     ) -> EngineResult:
-        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the
-        call has a verdict, if only 0."""
+        """Count the pages of the prefix of `keys` that all pools can restore.
+
+        Every pool in the call has a verdict, if only 0.
+        """
         asked = pool_transfers or []
         result = self._exists("batch_exists_v2", keys, asked, extra_info)
         # SGLang takes a pool without a verdict for unknown.
@@ -379,8 +389,10 @@ class SGLangBridge(EngineStorage):
         otherwise: AnswerT,
         pool: str = "",
     ) -> AnswerT:
-        """Call the storage. No failure may end the engine's thread, not even a driver's
-        `sys.exit`."""
+        """Call the storage.
+
+        No failure may end the engine's thread, not even a driver's `sys.exit`.
+        """
         try:
             return ask(self._attached())
         except HiCacheError as error:
@@ -541,8 +553,7 @@ def _placeholders(anchor: object) -> PlaceholderPool:
 
 
 def _weight_version() -> str:
-    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if
-    unknown."""
+    """Return the engine's `--weight-version`, or that of the last update; empty if unknown."""
     try:
         return get_serving().weight_version
     except ValueError:
@@ -574,8 +585,10 @@ def _model_variant() -> dict[str, str]:
 
 
 def _replica() -> int:
-    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all
-    of them."""
+    """Return the number of this replica of plain DP.
+
+    SGLang's storage configuration has 0 for all of them.
+    """
     try:
         return int(get_parallel().dp_rank or 0)
     except RuntimeError:

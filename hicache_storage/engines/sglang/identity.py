@@ -1,5 +1,4 @@
-"""Configuration and identity, derived from SGLang's configuration of a storage backend. Needs no
-SGLang."""
+"""Configuration and identity, derived from SGLang's configuration; needs no SGLang."""
 
 from __future__ import annotations
 
@@ -35,12 +34,16 @@ ENGINE_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
-"""Keys of `extra_config` that SGLang 0.5.23 reads itself; it removes most of them before it passes
-the others on."""
+"""Keys of `extra_config` that SGLang 0.5.23 reads itself.
+
+It removes most of them before it passes the others on.
+"""
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
-"""Storage dtypes that do not tell the logical one: SGLang keeps every fp8 and packed KV as
-uint8."""
+"""Storage dtypes that do not tell the logical one.
+
+SGLang keeps every fp8 and packed KV as uint8.
+"""
 
 NO_OVERRIDES = ("", "{}", "null")
 """`--json-model-override-args` that override nothing."""
@@ -328,8 +331,10 @@ def is_logical(pool: object) -> bool:
 def unserved_reason(
     engine: EngineConfig, pool: object, name: str, identity: StorageIdentity
 ) -> str:
-    """Return the reason why serving a side pool could deliver another rank's bytes; empty if it is
-    safe."""
+    """Return why serving a side pool could deliver another rank's bytes.
+
+    Empty if it is safe.
+    """
     if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):
         return (
             "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang "

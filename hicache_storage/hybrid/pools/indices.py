@@ -28,17 +28,24 @@ class HybridIndices:
     """
 
     anchor: torch.Tensor
-    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens.
-    May be empty where only states are moved."""
+    """int64 (pages * page_size,): slots of the anchor pool.
+
+    Whole pages in the order of the tokens. May be empty where only states are moved.
+    """
     side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
-    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one
-    slot each for Mamba."""
+    """int64, for each pool with slots of its own: `len(endpoints[pool])` of its pages.
+
+    One slot each for Mamba.
+    """
     endpoints: Mapping[PoolName, tuple[int, ...]] = field(
         default_factory=dict[PoolName, tuple[int, ...]]
     )
-    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after
-    so many pages of this span. It is stored under the key of the last of them. A Mamba state at
-    endpoint p is the state after pages [0, p); 0 means the state at the start of the span."""
+    """For each pool in `side`, in order: the endpoints of its pages, in pages of this span.
+
+    Page i of the pool belongs to the prefix that ends there, and is stored under the key of its
+    last page. A Mamba state at endpoint p is the state after pages [0, p); 0 means the state at the
+    start of the span.
+    """
 
     def __post_init__(self) -> None:
         for name, slots in (("anchor", self.anchor), *self.side.items()):

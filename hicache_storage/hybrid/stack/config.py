@@ -78,8 +78,10 @@ class StackConfig(ABC):
     device_tokens: int
     """KV slots on the device, whole pages."""
     host_tokens: int | str
-    """KV slots on the host, whole pages; or the memory for KV and the pools in its slots, such as
-    "64GiB"."""
+    """KV slots on the host, whole pages; or memory such as "64GiB".
+
+    The memory is for KV and the pools in its slots.
+    """
     layout: str = "page_first"
     """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
     device: str = "cuda"
@@ -231,8 +233,10 @@ class MambaStackConfig(StackConfig):
     host_states: int | str
     """State slots on the host, or the memory for them, such as "16GiB"."""
     checkpoint_interval: int = 256
-    """Tokens between the states that are kept. The grid is the least common multiple with the page
-    and the state chunk."""
+    """Tokens between the states that are kept.
+
+    The grid is the least common multiple with the page and the state chunk.
+    """
 
     @property
     def pools(self) -> dict[PoolName, PoolGeometry]:

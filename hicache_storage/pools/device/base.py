@@ -1,5 +1,4 @@
-"""Base class of the SDK's device pools: slots, and the check against the host pool that backs them
-up."""
+"""Base class of the SDK's device pools: slots, and the check of their host pool."""
 
 from __future__ import annotations
 
@@ -17,8 +16,9 @@ if TYPE_CHECKING:
 
 
 class DevicePoolBase(DevicePages):
-    """A pool in device memory whose slots are handed out in pages, to be used through one of its
-    subclasses.
+    """A pool in device memory whose slots are handed out in pages.
+
+    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
@@ -47,8 +47,9 @@ class DevicePoolBase(DevicePages):
         self._slots = SlotAllocator(self.size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64 on the CPU. None if fewer
-        are free.
+        """Take `count` slots, a positive multiple of the page size: int64 on the CPU.
+
+        None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -92,8 +93,9 @@ class DevicePoolBase(DevicePages):
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed device memory: unwritten slots must not be NaN to a kernel that reads whole
-    pages.
+    """Allocate zeroed device memory.
+
+    Unwritten slots must not be NaN to a kernel that reads whole pages.
 
     The zeros are there when this returns. They come on the current stream, which no stream of a
     model or a copy waits for.

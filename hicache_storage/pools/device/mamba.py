@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class MambaDevicePool(DevicePoolBase):
-    """The states of running requests and of cached prefixes; a slot is a whole state, so a page is
-    one slot.
+    """The states of running requests and of cached prefixes.
+
+    A slot is a whole state, so a page is one slot.
 
     With S slots and L layers with such a state, `temporal_buffer` and each of `conv_buffers` have
     the shape (L, S, *state), and layer l of the pool is their l-th step along the first axis.

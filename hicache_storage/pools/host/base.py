@@ -1,5 +1,7 @@
-"""Base class of the SDK's host pools: geometry, slots, and pages as buffers, pointers or
-tensors."""
+"""Base class of the SDK's host pools.
+
+It has geometry, slots, and pages as buffers, pointers or tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class HostPoolBase:
-    """A pool in host memory whose pages can be lent as they lie, to be used through one of its
-    subclasses.
+    """A pool in host memory whose pages can be lent as they lie.
+
+    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
@@ -37,8 +40,10 @@ class HostPoolBase:
     size_per_token: int
     """Bytes per slot, all layers together."""
     buffers: tuple[torch.Tensor, ...]
-    """Every tensor of the pool, contiguous and on the CPU, in the order of a page's parts; for
-    registering memory."""
+    """Every tensor of the pool, contiguous and on the CPU.
+
+    In the order of a page's parts; for registering memory.
+    """
     flat_dtype: torch.dtype
     """Element type of flat pages."""
 
@@ -99,8 +104,9 @@ class HostPoolBase:
         self._slots = SlotAllocator(size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64, pages of consecutive
-        slots. None if short.
+        """Take `count` slots, a positive multiple of the page size.
+
+        int64, pages of consecutive slots. None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -125,8 +131,9 @@ class HostPoolBase:
         self._slots.clear()
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """For each page, given by its first slot, its components as writable views of the pool's
-        memory.
+        """Return the components of pages as writable views of the pool's memory.
+
+        Pages are given by their first slots.
 
         The slots are not checked. A view keeps the memory alive.
         """
@@ -137,8 +144,9 @@ class HostPoolBase:
         return list(map(list, zip(*columns, strict=True)))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
-        page.
+        """Addresses and lengths of the components of pages, in bytes.
+
+        Page after page of those in `indices`.
 
         Args:
             indices: int64, `page_size` slots for each page; the first of each says which page it
@@ -182,8 +190,10 @@ class HostPoolBase:
         )
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A new flat page of zeros, of the length and element type that `set_from_flat_data_page`
-        takes."""
+        """A new flat page of zeros.
+
+        It has the length and element type that `set_from_flat_data_page` takes.
+        """
         return torch.zeros(self.geometry.page_bytes, dtype=torch.uint8).view(self.flat_dtype)
 
     def set_from_flat_data_page(self, first_slot: int, data_page: torch.Tensor) -> None:

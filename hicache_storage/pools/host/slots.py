@@ -14,8 +14,9 @@ NAMED_SLOTS = 8
 
 
 class SlotAllocator:
-    """Hands out a host pool's slots in whole pages, the longest free ones first, and never one that
-    is in use.
+    """Hands out a host pool's slots in whole pages, the longest free ones first.
+
+    Never one that is in use.
 
     Thread-safe. A call that raises changes nothing.
 
@@ -41,8 +42,9 @@ class SlotAllocator:
         self._reset()
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots: int64 on the CPU, in pages of consecutive slots. None if fewer are
-        free.
+        """Take `count` slots: int64 on the CPU, in pages of consecutive slots.
+
+        None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -126,8 +128,10 @@ class SlotAllocator:
 
 
 def _without_page(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots whose page is not there as a whole or, where all are, those that do not stand in
-    order."""
+    """The slots whose page is not there as a whole.
+
+    Where all are, those that do not stand in order.
+    """
     pages = slots // page_size
     partial = slots[torch.bincount(pages)[pages] % page_size != 0]
     if partial.numel():

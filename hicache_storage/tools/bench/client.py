@@ -28,8 +28,10 @@ STAMP: Final = struct.Struct("<qq")
 
 
 class WrongAnswerError(Exception):
-    """A page was not stored, not found, not delivered, or has other bytes; the measurement is
-    void."""
+    """A page was not stored, not found, not delivered, or has other bytes.
+
+    The measurement is void.
+    """
 
 
 @dataclass(slots=True)
@@ -57,8 +59,9 @@ class CallSample:
 
 
 def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
-    """Make a host pool for some clients, filled, so that no call is charged for the page faults of
-    its memory.
+    """Make a host pool for some clients, and fill it.
+
+    No call is then charged for the page faults of its memory.
 
     Raises:
         InvalidPoolError: there is not enough memory.
@@ -82,8 +85,9 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
 
 
 class Client:
-    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next
-    ones.
+    """A caller that writes from its first `batch_pages` pages of the pool.
+
+    It reads into the next ones.
 
     Args:
         run: prefix of the keys of this run, different from those of all others.

@@ -114,8 +114,10 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, so that quarters of an axis are short
-    numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten.
+
+    Quarters of an axis are short numbers then.
+    """
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))

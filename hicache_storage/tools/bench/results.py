@@ -121,8 +121,9 @@ class Report:
 def compare(
     those: Iterable[Measurement], these: Iterable[Measurement], *, paired: bool
 ) -> list[tuple[Measurement, Measurement, Ratio]]:
-    """Pair the measurements that two results have in common, with the ratio of the second rate to
-    the first.
+    """Pair the measurements that two results have in common.
+
+    With the ratio of the second rate to the first.
 
     Args:
         those: the baseline.

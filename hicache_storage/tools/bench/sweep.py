@@ -118,8 +118,10 @@ class _CandidateRun:
         return self._batches <= self._free_batches
 
     def warm_up(self) -> None:
-        """Run a round that does not count; its duration decides the number of batches of the
-        others."""
+        """Run a round that does not count.
+
+        Its duration decides the number of batches of the others.
+        """
         started = time.monotonic()
         self.round()
         # A lower bound, as the next statement divides by it.

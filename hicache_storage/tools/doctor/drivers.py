@@ -71,8 +71,7 @@ def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_requirement(name: str, owner: str) -> Iterator[Finding]:
-    """Check that the distribution requires a version of the SDK, and that the installed one
-    fits."""
+    """Check that the distribution requires a version of the SDK that is installed."""
     check, installed = f"{name}: contract", version(SDK)
     if owner == SDK:
         yield ok(check, f"HiCacheStorage v2, part of {SDK} {installed}")
@@ -106,8 +105,10 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
 
 
 def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
-    """Check that the class can be imported, is complete, has the contract's signatures and declared
-    capabilities."""
+    """Check that the class can be imported, is complete, and fits the contract.
+
+    Its signatures and declared capabilities are compared.
+    """
     check = f"{spec.name}: class"
     try:
         driver = driver_class(spec)

@@ -113,8 +113,10 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that this process can create an io_uring, by the system call itself, because containers
-    filter it."""
+    """Check that this process can create an io_uring.
+
+    By the system call itself, because containers filter it.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 1, None)
     error = ctypes.get_errno()

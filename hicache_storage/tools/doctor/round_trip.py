@@ -37,8 +37,10 @@ CLEAN_UP: Final = (
     "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
 )
 LEFTOVER_SECONDS: Final = 1.0
-"""Time to remove the namespace of an earlier run: it is unused, or another run uses it
-meanwhile."""
+"""Time to remove the namespace of an earlier run, in seconds.
+
+It is unused, or another run uses it meanwhile.
+"""
 QUARANTINE_SECONDS: Final = 10.0
 """Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
 PAGES: Final = 4
@@ -106,8 +108,10 @@ def check_options(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
-    """Construct a storage, open it, query its health, set, find, get and remove pages, and close
-    it."""
+    """Open a storage, set, find, get and remove pages, and close it.
+
+    Its health is queried as well.
+    """
     check = f"{target.driver}: round trip"
     try:
         usable_options(target)

@@ -1,5 +1,7 @@
-"""Supervisor of the process that runs the checks: restarts it after a check that hangs or
-crashes."""
+"""Supervisor of the process that runs the checks.
+
+It restarts the process after a check that hangs or crashes.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
 GRACE_SECONDS: Final = 20.0
-"""Time that a check may take beyond two deadlines; importing torch from a cold disk is its slowest
-part."""
+"""Time that a check may take beyond two deadlines, in seconds.
+
+Importing torch from a cold disk is its slowest part.
+"""
 
 
 def examine(
     target: DoctorTarget, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS
 ) -> Iterator[Finding]:
-    """Run all checks, or those named, and yield their findings as they come. A driver's failure
-    raises nothing."""
+    """Run all checks, or those named, and yield their findings as they come.
+
+    A driver's failure raises nothing.
+    """
     remaining = _planned(target) if checks is None else list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
     with tempfile.TemporaryDirectory(

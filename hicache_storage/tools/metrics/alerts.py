@@ -23,12 +23,16 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
 """Time before the expiry of a certificate; automatic renewal starts a month before it."""
 SPARE_SHARE: Final = 32
-"""Slots of a full scope for each one that the server keeps free or quarantined
-(`hicache_metadata_server.core.scope`)."""
+"""Slots of a full scope for each one that the server keeps free or quarantined.
+
+As `hicache_metadata_server.core.scope` has it.
+"""
 
 MAX_FAILOVERS: Final = 3
-"""Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three
-to 3.2 at one scrape a minute; hence the half in the rule."""
+"""Failovers in 15 minutes that restarts of several servers explain.
+
+`increase` extrapolates three to 3.2 at one scrape a minute; hence the half in the rule.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,10 @@ _FAILED: Final = summed(
     f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""",
     "route",
 )
-"""Failed requests, except of a server that drains: it refuses leases, and its clients use another
-server."""
+"""Failed requests, except of a server that drains.
+
+It refuses leases, and its clients use another server.
+"""
 _LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
 _SLOTS: Final = now(v.SLOTS, by=("scope",))
 _QUARANTINED: Final = (

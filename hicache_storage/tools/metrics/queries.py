@@ -31,8 +31,10 @@ def summed(expression: str, *by: str) -> str:
 
 
 def total(metric: Metric, expression: str, *by: str) -> str:
-    """Sum an expression of a metric's series; equal series of several servers of one store count
-    once."""
+    """Sum an expression of a metric's series.
+
+    Equal series of several servers of one store count once.
+    """
     if not metric.of_store:
         return summed(expression, *by)
     # The servers of one store export equal series; a sum would count the store once for each

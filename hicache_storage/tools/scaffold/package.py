@@ -31,8 +31,10 @@ FILES: Final = {
 
 
 class _Template(string.Template):
-    """Placeholders are `%%{name}`: neither Python, TOML, Markdown nor GitHub's workflows mean
-    anything by that."""
+    """Template whose placeholders are `%%{name}`.
+
+    Neither Python, TOML, Markdown nor GitHub's workflows mean anything by that.
+    """
 
     delimiter = "%%"
 

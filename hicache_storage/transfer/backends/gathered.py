@@ -1,5 +1,7 @@
-"""The I/O backend `kernel`: pages are gathered and scattered on the device, and cross the bus in
-large pieces."""
+"""The I/O backend `kernel`: pages are gathered and scattered on the device.
+
+They cross the bus in large pieces.
+"""
 
 from __future__ import annotations
 
@@ -116,8 +118,10 @@ class GatheredCopies:
     def _pieces(
         self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool
     ) -> list[_Piece]:
-        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that
-        gathers or scatters."""
+        """Return the pages of a transfer in pieces that a buffer takes.
+
+        `kernels` is the stream that gathers or scatters.
+        """
         device, host = in_order(moves)
         # Once for all pieces: each upload costs a call of CUDA and a buffer.
         uploaded = kernels.upload(device)

@@ -1,5 +1,7 @@
-"""The I/O backend `mapped`: kernels read and write page-locked host memory themselves, wherever its
-pages lie."""
+"""The I/O backend `mapped`: kernels read and write page-locked host memory.
+
+Wherever its pages lie.
+"""
 
 from __future__ import annotations
 

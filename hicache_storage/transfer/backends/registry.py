@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 Backend = Literal["direct", "kernel", "mapped"]
 BACKENDS: Final = ("direct", "kernel", "mapped")
 STAGING_BYTES: Final = 32 << 20
-"""Length of each staging buffer: `kernel` has two for each direction, `mapped` one. None is longer
-than its pool needs."""
+"""Length of each staging buffer, in bytes.
+
+`kernel` has two for each direction, `mapped` one. None is longer than its pool needs.
+"""
 
 
 class PageCopies(Protocol):
-    """An I/O backend: enqueues the copies of one pool's pages. Called by one thread at a time;
-    nothing is waited for.
+    """An I/O backend: enqueues the copies of one pool's pages.
+
+    Called by one thread at a time; nothing is waited for.
 
     A backend may use streams of its own. They begin behind what `stream` holds when it is called,
     and `stream` waits for them, so that an event recorded on it afterwards stands for everything.
@@ -39,8 +42,10 @@ class PageCopies(Protocol):
         ...
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        """Prepare the copies from the host to the device; what is returned enqueues those of one
-        layer."""
+        """Prepare the copies from the host to the device.
+
+        What is returned enqueues those of one layer.
+        """
         ...
 
 

@@ -77,8 +77,9 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A `torch.cuda.Stream`; wrap `torch.cuda.current_stream()` to have copies wait for a model's
-    kernels.
+    """A `torch.cuda.Stream`.
+
+    Wrap `torch.cuda.current_stream()` to have copies wait for a model's kernels.
 
     After a kernel has failed, CUDA refuses every further call on the device: what waits raises
     `StreamFailedError`, what enqueues torch's own error.
@@ -195,8 +196,10 @@ class CudaDevice:
 
     @property
     def moves_rows(self) -> bool:
-        """Check that Triton is installed and compiles for this device; tried once, which takes a
-        second or two."""
+        """True if Triton is installed and compiles for this device.
+
+        Tried once, which takes a second or two.
+        """
         if self._moves_rows is None:
             self._moves_rows = self._compiles()
         return self._moves_rows
@@ -258,8 +261,9 @@ class CudaDevice:
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
-    """A CUDA device with its number; each thread has a current device of its own, and a new
-    thread's is the first.
+    """Return a CUDA device with its number.
+
+    Each thread has a current device of its own, and a new thread's is the first.
 
     Raises:
         ConfigError: it is no CUDA device, or not there.
@@ -281,8 +285,11 @@ def _pinned(rows: int) -> torch.Tensor:
 
 
 def _refuse_capture(native: torch.cuda.Stream) -> None:
-    """Refuse what would put copies into a graph, or end its capture: each replay needs events and
-    pages of its own."""
+    """Refuse a stream that is being captured into a graph.
+
+    A copy would become part of the graph, or end its capture: each replay needs events and pages of
+    its own.
+    """
     if is_capturing(native.cuda_stream):
         raise InvalidTransferError(
             "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait "

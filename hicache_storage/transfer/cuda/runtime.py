@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.regions.runs import RowRuns
 
 FEW_CALLS: Final = 8
-"""Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a
-batch as its rows."""
+"""Rectangles that are copied one by one, at most.
+
+A copy engine reads a rectangle as one, and a batch as its rows.
+"""
 _DEFAULT_KIND = 4
 """cudaMemcpyDefault: the direction follows from the addresses."""
 _STREAM_ORDER = 1
@@ -40,8 +42,9 @@ _DL_CUDA = 2
 def copy_with_gaps(
     destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
 ) -> None:
-    """Enqueue a copy between page-locked host memory and the device; the stream's device is the
-    current one.
+    """Enqueue a copy between page-locked host memory and the device.
+
+    The stream's device is the current one.
 
     torch itself would gather the host's side in memory that is not page-locked, and wait for the
     stream.
@@ -55,8 +58,9 @@ def copy_with_gaps(
 def copy_rows(
     destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, stream: torch.cuda.Stream
 ) -> None:
-    """Enqueue copies of rows between page-locked host memory and the device; the stream's device is
-    the current one.
+    """Enqueue copies of rows between page-locked host memory and the device.
+
+    The stream's device is the current one.
 
     That is one call of CUDA, or a few where the rows are a few rectangles. Before CUDA 12.8 it is
     one for each piece.
@@ -159,8 +163,9 @@ def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 def relabelled(
     memory: torch.Tensor, address: int, device_type: int, device_id: int
 ) -> torch.Tensor:
-    """The same memory as a tensor that is said to lie at another address, on another device; keeps
-    the memory alive.
+    """Return the same memory as a tensor at another address, on another device.
+
+    The tensor keeps the memory alive.
 
     `__cuda_array_interface__` would need NumPy, and put the tensor on the device that was current
     when the memory was locked.
@@ -268,8 +273,9 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
-    """`cudaMemcpyBatchAsync` of the loaded runtime: arrays of destinations, sources and sizes,
-    their length, a stream.
+    """Return `cudaMemcpyBatchAsync` of the loaded runtime.
+
+    It takes arrays of destinations, sources and sizes, their length, and a stream.
 
     None before CUDA 12.8. CUDA 13 has dropped the argument that tells which copy was refused.
     """

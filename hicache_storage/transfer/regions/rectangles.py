@@ -1,5 +1,7 @@
-"""Copies between tensors with gaps, as rectangles: rows of adjacent bytes at one distance from each
-other."""
+"""Copies between tensors with gaps, as rectangles.
+
+Rows of adjacent bytes at one distance from each other.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ MAX_PITCH = (1 << 31) - 1
 
 
 class Rectangle(NamedTuple):
-    """`height` rows of `width` bytes, from an address on either side, `pitch` bytes from one row to
-    the next."""
+    """`height` rows of `width` bytes, from an address on either side.
+
+    `pitch` bytes from one row to the next.
+    """
 
     destination: int
     destination_pitch: int
@@ -38,8 +42,10 @@ class Axis(NamedTuple):
 
 
 def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rectangle]:
-    """Split a copy between two tensors of one shape and element type into rectangles; one, if
-    possible."""
+    """Split a copy between two tensors of one shape and element type into rectangles.
+
+    One, if possible.
+    """
     axes = common_axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
@@ -65,8 +71,10 @@ def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rect
 
 
 def common_axes(destination: torch.Tensor, source: torch.Tensor) -> list[Axis]:
-    """The tensors' common axes from the outermost to the innermost, those joined that are one on
-    both sides."""
+    """Return the tensors' common axes from the outermost to the innermost.
+
+    Those are joined that are one on both sides.
+    """
     size = destination.element_size()
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
     joined: list[Axis] = []

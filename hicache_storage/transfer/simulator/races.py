@@ -28,8 +28,10 @@ class Access:
     """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
-        """Return True if `other` happened before this access, by the order of a stream, by events,
-        or by the host."""
+        """Return True if `other` happened before this access.
+
+        By the order of a stream, by events, or by the host.
+        """
         return self.clock.knows(other.actor, other.time)
 
     def __str__(self) -> str:
@@ -84,8 +86,10 @@ class ShadowMemory:
         self._names.append((start, end, name))
 
     def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` reads ranges of addresses; the races that this makes, one for each
-        other operation."""
+        """Note that `access` reads ranges of addresses.
+
+        Returns the races that this makes, one for each other operation.
+        """
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
@@ -99,8 +103,10 @@ class ShadowMemory:
         return list(found.values())
 
     def write(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` writes ranges of addresses; the races that this makes, one for each
-        other operation."""
+        """Note that `access` writes ranges of addresses.
+
+        Returns the races that this makes, one for each other operation.
+        """
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):

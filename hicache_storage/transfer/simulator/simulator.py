@@ -147,15 +147,19 @@ class StreamSimulator:
     def host(
         self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Say that the host touches memory now, itself or through a call that returns before the
-        host goes on."""
+        """Note that the host touches memory now.
+
+        Itself, or through a call that returns before the host goes on.
+        """
         with self._lock:
             access = Access(what, "host", HOST, self._host.tick(HOST), self._host.copy())
             self._note(access, reads, writes)
 
     def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
-        """Keep copies into these tensors that have not begun from beginning, for so long at
-        most."""
+        """Keep copies into these tensors that have not begun from beginning.
+
+        For `seconds` at most.
+        """
         hold = Hold([run for tensor in tensors for run in byte_runs(tensor)], seconds)
         with self._lock:
             self._holds.append(hold)
