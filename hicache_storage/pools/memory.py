@@ -27,8 +27,7 @@ def host_tensor(
     The mapping goes when its last view does.
 
     The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it.
-    Nothing is written:
-    the kernel hands out zeroed pages when they are first touched.
+    Nothing is written: the kernel hands out zeroed pages when they are first touched.
 
     Args:
         shape: may hold zeros; such a tensor has no mapping.

@@ -166,7 +166,8 @@ class HiCacheStorage(ABC):
         Raises:
             StorageUnavailableError: it did not happen, or only in part.
             StorageTimeoutError: it was not over at the deadline; it may have happened, and may
-            still happen. UnsupportedOperationError: `capabilities.clears` is not declared.
+            still happen.
+            UnsupportedOperationError: `capabilities.clears` is not declared.
         """
         raise UnsupportedOperationError(
             f"{type(self).__name__} does not declare the capability 'clears'"
@@ -201,7 +202,8 @@ class HiCacheStorage(ABC):
 
         Raises:
             StorageUnavailableError: the outside world did not answer within the deadline; may be
-            tried again. StorageClosedError: `close()` has been called.
+            tried again.
+            StorageClosedError: `close()` has been called.
         """
 
     @abstractmethod

@@ -102,17 +102,17 @@ class PageTransfers:
         backend: how copies are made. `direct`: the copy engine moves runs of pages that are
             adjacent on both sides. `kernel`: pages are gathered and scattered on the device and
             cross the bus through staging buffers; only the order of host pages counts. `mapped`:
-            kernels read and write page-locked host memory themselves; no order
-            counts. Which is fastest depends on machine, layout, page size and fragmentation:
+            kernels read and write page-locked host memory themselves; no order counts. Which is
+            fastest depends on machine, layout, page size and fragmentation:
             `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer: for each direction `kernel` has two, `mapped`
-            one. None is longer than its pool needs.
+        staging_bytes: length of each staging buffer, in bytes: for each direction `kernel` has
+            two, `mapped` one. None is longer than its pool needs.
         streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
         InvalidPoolError: the pools do not fit each other, and the message names the field; or the
-        device has no memory for
-            the staging buffers, or `backend` is `mapped` and the host memory is not page-locked.
+        device has no memory for the staging buffers, or `backend` is `mapped` and the host memory
+        is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 

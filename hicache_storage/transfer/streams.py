@@ -90,7 +90,8 @@ class Stream(Protocol):
 
         Args:
             destination, source: on any device; pinned where in host memory, or CUDA makes the
-            caller wait. what: what it is, for messages.
+                caller wait.
+            what: description of the copy, for messages.
         """
         ...
 
@@ -103,11 +104,10 @@ class Stream(Protocol):
 
         Args:
             destination, source: rows of one shape and element type along their first axes; the rows
-            that are copied belong
-                to the copy until it has run. Pinned where in host memory, or CUDA makes the caller
-                wait.
+                that are copied belong to the copy until it has run. Pinned where in host memory, or
+                CUDA makes the caller wait.
             rows: which go where.
-            what: what it is, for messages.
+            what: description of the copy, for messages.
         """
         ...
 

@@ -64,9 +64,8 @@ class SGLangBridge(EngineStorage):
     `refused_calls`.
 
     A side pool that cannot be served is no error either, because SGLang does not undo an attach
-    that fails at that point:
-    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it
-    is 0.
+    that fails at that point: the reason is logged, and the pool is answered with `False` and 0, so
+    that a hit that needs it is 0.
 
     A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for
     each page, written when SGLang backs the page up, after its side pools. Reading it is `True` at
@@ -224,7 +223,8 @@ class SGLangBridge(EngineStorage):
 
         Raises:
             UnsupportedOperationError: the driver does not implement it; stored pages are served as
-            before. StorageUnavailableError: the clear failed, or its outcome is unknown.
+            before.
+            StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """
         if self._storage is None:

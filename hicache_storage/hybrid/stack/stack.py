@@ -96,8 +96,7 @@ class HybridStack:
                 storage is unchanged.
             OtherRankError: another rank could not make its storage.
             HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the
-            stack
-                is as before.
+                stack is as before.
         """
         if self.controller.attached:
             raise StorageAttachedError("a storage is attached; detach it first")

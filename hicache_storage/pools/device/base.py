@@ -22,9 +22,9 @@ class DevicePoolBase(DevicePages):
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
-    thread-safe. They know nothing of copies:
-    a page that was freed may be handed out while a copy reads it, so that code which overwrites a
-    page first calls `before_overwrite` of the transfer engine.
+    thread-safe. They know nothing of copies: a page that was freed may be handed out while a copy
+    reads it, so that code which overwrites a page first calls `before_overwrite` of the transfer
+    engine.
     """
 
     HOST_POOL: ClassVar[str]
@@ -97,8 +97,7 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
     Unwritten slots must not be NaN to a kernel that reads whole pages.
 
-    The zeros are there when this returns. They come on the current stream, which no stream of a
-    model or a copy waits for.
+    The zeros are there when this returns.
 
     Raises:
         InvalidPoolError: there is not that much memory.
