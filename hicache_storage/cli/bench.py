@@ -218,8 +218,7 @@ def _show(console: Console, report: Report) -> None:
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
         f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, "
-        f"clients are {report.client_kind}; "
-        "median (minimum - maximum) of the rounds",
+        f"clients are {report.client_kind}; median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
     many = len(report.candidates) > 1

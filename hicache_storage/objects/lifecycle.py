@@ -143,5 +143,5 @@ class Lifecycle:
         if self._forked:
             raise StorageForkedError(
                 f"{self._name}: opened before a fork; create a storage of its own in the child "
-                f"process"
+                "process"
             )

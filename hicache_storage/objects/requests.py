@@ -72,7 +72,7 @@ def pool_requests(
             if len(set(request.slots)) != len(request.slots):
                 raise InvalidTransferError(
                     f"pool {name!r}: host_indices name a page twice; two keys cannot be read into "
-                    f"it"
+                    "it"
                 )
     return requests
 
@@ -140,8 +140,7 @@ def _first_slots(pool: RegisteredPool, pages: int, indices: torch.Tensor | None)
     if indices.dim() != 1 or indices.numel() != pages * page_size:
         raise InvalidTransferError(
             f"{where} must have {pages} keys x {page_size} slots = {pages * page_size} entries in "
-            f"one dimension, "
-            f"got shape {tuple(indices.shape)}"
+            f"one dimension, got shape {tuple(indices.shape)}"
         )
     if not pages:
         return []

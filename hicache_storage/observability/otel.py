@@ -146,7 +146,7 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
     if not found:
         raise ConfigError(
             f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; pip install "
-            f"'hicache-storage[otel]'"
+            "'hicache-storage[otel]'"
         )
     try:
         exporter: Any = found[0].load()

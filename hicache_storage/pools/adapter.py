@@ -43,8 +43,7 @@ def page_access(host_pool: object) -> PageAccess:
     if getattr(host_pool, "kv_buffer", False) is None:
         raise InvalidPoolError(
             f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for "
-            f"other pools. "
-            "Register those, not this one"
+            "other pools. Register those, not this one"
         )
     return _engine_pages(host_pool, where)
 
@@ -68,8 +67,7 @@ class LentPages(PageAccess):
             if len(lengths) != len(page) or lengths != self.geometry.component_bytes:
                 raise InvalidPoolError(
                     f"{where}.page_buffers must give writable, contiguous byte views as long as "
-                    f"geometry.component_bytes "
-                    f"{self.geometry.component_bytes}, got {page}"
+                    f"geometry.component_bytes {self.geometry.component_bytes}, got {page}"
                 )
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
@@ -89,8 +87,7 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
     if missing and not has_addresses:
         raise InvalidPoolError(
             f"{where} cannot be served: it needs geometry and page_buffers, or "
-            f"get_page_buffer_meta, or the flat pages "
-            f"of which it lacks {', '.join(missing)}"
+            f"get_page_buffer_meta, or the flat pages of which it lacks {', '.join(missing)}"
         )
     geometry = describe(host_pool, where)
     # These need torch, which an engine's pool has long loaded; a program without one stays free of

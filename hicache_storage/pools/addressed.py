@@ -48,9 +48,8 @@ class AddressedPages(PageAccess):
         if len(addresses) != len(lengths) or lengths != components * len(slots):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the "
-                f"same lengths for each page; "
-                f"for {len(slots)} pages it returned {len(addresses)} addresses and the lengths "
-                f"{lengths}"
+                f"same lengths for each page; for {len(slots)} pages it returned {len(addresses)} "
+                f"addresses and the lengths {lengths}"
             )
         ranges = sorted(zip(addresses, lengths, strict=True))
         if any(start + length > after for (start, length), (after, _) in pairwise(ranges)):
@@ -78,8 +77,8 @@ class AddressedPages(PageAccess):
         if len(addresses) != len(expected) or tuple(lengths) != expected:
             raise InvalidPoolError(
                 f"{self._where}.get_page_buffer_meta returned {components} bytes for a page when "
-                f"it was registered, "
-                f"and now {len(addresses)} components for {len(first_slots)} pages"
+                f"it was registered, and now {len(addresses)} components for {len(first_slots)} "
+                "pages"
             )
         # A local reference: another thread may replace the attribute between the check and the
         # slicing.
@@ -111,9 +110,8 @@ class AddressedPages(PageAccess):
             ) from error
         if not addresses and not lengths:
             raise InvalidPoolError(
-                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): its "
-                f"pages are bookkeeping "
-                "for other pools. Register those, not this one"
+                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): "
+                "its pages are bookkeeping for other pools. Register those, not this one"
             )
         return addresses, lengths
 

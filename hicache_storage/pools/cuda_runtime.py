@@ -28,7 +28,7 @@ def cuda_runtime() -> ctypes.CDLL:
     if not paths:
         raise ConfigError(
             f"torch {torch.__version__} has not loaded libcudart as a shared library; install a "
-            f"wheel of torch for CUDA"
+            "wheel of torch for CUDA"
         )
     return ctypes.CDLL(min(paths))
 

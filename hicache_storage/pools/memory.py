@@ -132,7 +132,7 @@ def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) ->
         forget_error()
         raise InvalidPoolError(
             f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or "
-            f"pin_memory=False"
+            "pin_memory=False"
         )
     # At exit the CUDA context may go first, and the kernel releases the memory anyway.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

@@ -93,8 +93,7 @@ class StagedPages(PageAccess):
         if len(view) != self.geometry.page_bytes:
             raise InvalidPoolError(
                 f"{self._where}.get_data_page gives {len(view)} bytes where "
-                f"get_dummy_flat_data_page gives "
-                f"{self.geometry.page_bytes}"
+                f"get_dummy_flat_data_page gives {self.geometry.page_bytes}"
             )
         return view
 

@@ -24,7 +24,7 @@ def as_deadline(seconds: object) -> float:
     """
     if not _is_number(seconds) or seconds != seconds:  # noqa: PLR0124 - NaN, of whichever type of number
         raise InvalidTransferError(
-            f"deadline_seconds must be a number of seconds from now, or None for the storage's own "
+            "deadline_seconds must be a number of seconds from now, or None for the storage's own "
             f"deadline, got {seconds!r:.80}"
         )
     try:

@@ -44,8 +44,8 @@ class PoolPresence:
         ):
             raise InvalidTransferError(
                 f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and "
-                f"block_pages > 0, "
-                f"got group_pages={transfer.group_pages}, block_pages={transfer.block_pages}"
+                f"block_pages > 0, got group_pages={transfer.group_pages}, "
+                f"block_pages={transfer.block_pages}"
             )
         return cls(
             transfer.name,

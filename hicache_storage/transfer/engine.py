@@ -149,8 +149,7 @@ class PageTransfers:
         if not all(map(device.is_locked, host_pages.layer(0))):
             logger.warning(
                 "the memory of %s is not page-locked: every copy makes the thread that calls "
-                "write_back or load wait for it; "
-                "make the pool with pin_memory=True",
+                "write_back or load wait for it; make the pool with pin_memory=True",
                 type(host_pool).__name__,
             )
 

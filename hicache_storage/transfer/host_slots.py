@@ -100,7 +100,7 @@ class HostSlots:
             twice = pages[self._parked[pages]]
             if twice.numel():
                 raise SlotError(
-                    f"slots given back twice: "
+                    "slots given back twice: "
                     f"{cast('list[int]', (twice * self._page_size).tolist())}"
                 )
             busy = self._users[pages] > 0

@@ -373,12 +373,12 @@ class SGLangBridge(EngineStorage):
         if (weights := _weight_version()) != self._weights:
             raise StorageUnavailableError(
                 f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by "
-                f"now; detach and attach the storage"
+                "now; detach and attach the storage"
             )
         if self._uncleared:
             raise StorageUnavailableError(
                 f"the last clear did not happen ({self._uncleared}); clear again, or detach and "
-                f"attach the storage"
+                "attach the storage"
             )
         return self._storage
 

@@ -56,7 +56,7 @@ class HybridIndices:
         if self.side.keys() != self.endpoints.keys():
             raise InvalidTransferError(
                 f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both "
-                f"for each"
+                "for each"
             )
         for name, ends in self.endpoints.items():
             count = self.side[name].numel()

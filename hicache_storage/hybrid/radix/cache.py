@@ -71,8 +71,8 @@ class HiMambaRadixCache:
         if controller.bigram != config.bigram:
             raise ConfigError(
                 f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the "
-                f"controller: "
-                "one would store under keys that the other does not look up; make them equal"
+                "controller: one would store under keys that the other does not look up; make "
+                "them equal"
             )
         self.config = config
         self._controller = controller

@@ -114,8 +114,7 @@ class ParallelConfig:
                 if getattr(identity, name) != getattr(self, name):
                     raise ConfigError(
                         f"the storage's identity has {name}={getattr(identity, name)}, this rank "
-                        f"{getattr(self, name)}; "
-                        "create the storage with ParallelConfig.identity()"
+                        f"{getattr(self, name)}; create the storage with ParallelConfig.identity()"
                     )
 
     def _at(self, axis: str) -> tuple[int, int]:

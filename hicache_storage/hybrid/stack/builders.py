@@ -191,9 +191,9 @@ def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
         return SingleRank()
     if not dist.is_initialized():
         raise ConfigError(
-            f"parallel has {config.parallel.replica_size} ranks that serve together, "
-            "and torch.distributed is not initialized; "
-            "call init_process_group before, or pass rank_group"
+            f"parallel has {config.parallel.replica_size} ranks that serve together, and "
+            "torch.distributed is not initialized; call init_process_group before, or pass "
+            "rank_group"
         )
     rank_group = TorchRankGroup.of(config.parallel)
     closing.callback(rank_group.close)

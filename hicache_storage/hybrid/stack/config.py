@@ -310,7 +310,7 @@ class DSAStackConfig(StackConfig):
         if others:
             raise ConfigError(
                 f"indexer.layers has {others}, which attention.layers has not; an indexer selects "
-                f"for attention"
+                "for attention"
             )
 
 

@@ -198,5 +198,5 @@ def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
         if found != ours:
             raise ConfigError(
                 f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
-                f"storage with config.identity()"
+                "storage with config.identity()"
             )

@@ -33,7 +33,7 @@ def check_python(target: DoctorTarget) -> Iterator[Finding]:
     yield ok(
         "python",
         f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract "
-        f"HiCacheStorage v2",
+        "HiCacheStorage v2",
     )
 
 
@@ -106,8 +106,8 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
         )
         yield warn(
             "open files",
-            f"limit {soft}; an engine and its connections can use them up, and stored pages become "
-            f"misses",
+            f"limit {soft}; an engine and its connections can use them up, and stored pages "
+            "become misses",
             fix,
         )
 

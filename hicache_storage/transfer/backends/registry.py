@@ -76,7 +76,7 @@ def page_copies(
     if not isinstance(host_pages, LaidOutPages):
         raise InvalidTransferError(
             f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass "
-            f"'direct'"
+            "'direct'"
         )
     copies = GatheredCopies if backend == "kernel" else MappedCopies
     return copies(StagedPair(device, device_pages, host_pages, staging_bytes, streams))

@@ -242,8 +242,7 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             raise InvalidPoolError(
                 f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
-                f"smaller staging_bytes, "
-                "or the backend 'direct', which needs none"
+                "smaller staging_bytes, or the backend 'direct', which needs none"
             ) from error
         for native in (_cuda(stream).native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
@@ -275,7 +274,7 @@ def cuda_device(device: torch.device | str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, "
-            f"counted from 0"
+            "counted from 0"
         )
     return torch.device("cuda", index)
 
@@ -293,8 +292,7 @@ def _refuse_capture(native: torch.cuda.Stream) -> None:
     if is_capturing(native.cuda_stream):
         raise InvalidTransferError(
             "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait "
-            "for the graph's last layer, "
-            "before the graph is replayed"
+            "for the graph's last layer, before the graph is replayed"
         )
 
 

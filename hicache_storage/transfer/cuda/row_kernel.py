@@ -90,7 +90,7 @@ def launch(
     if len(shape.axes) > 2:
         raise InvalidPoolError(
             f"rows with gaps along {len(shape.axes)} axes are not known to the kernel; pass "
-            f"another backend"
+            "another backend"
         )
     axes = [(axis.steps, axis.to // size, axis.origin // size) for axis in shape.axes]
     outer, inner = [NO_AXIS] * (2 - len(axes)) + axes

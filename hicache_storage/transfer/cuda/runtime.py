@@ -152,9 +152,8 @@ def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     if error or not address.value:
         forget_error()
         raise InvalidPoolError(
-            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool with "
-            f"pin_memory=True, "
-            "or pass another backend"
+            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool "
+            "with pin_memory=True, or pass another backend"
         )
     flat = relabelled(memory.view(-1).view(torch.uint8), address.value, _DL_CUDA, device.index)
     return flat.view(memory.dtype).view(memory.shape)

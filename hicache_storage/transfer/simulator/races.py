@@ -54,8 +54,7 @@ class Race:
         deeds = ("reads", "writes")
         return (
             f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it "
-            f"behind {self.first}, "
-            f"which {deeds[self.first_writes]} it"
+            f"behind {self.first}, which {deeds[self.first_writes]} it"
         )
 
 

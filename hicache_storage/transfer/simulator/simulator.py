@@ -421,7 +421,7 @@ class SimulatedEvent:
     def record(self, stream: Stream) -> None:
         if not isinstance(stream, SimulatedStream):
             raise TypeError(
-                f"a simulated event is recorded on a simulated stream, not on "
+                "a simulated event is recorded on a simulated stream, not on "
                 f"{type(stream).__name__}"
             )
         self._simulator.record(self, stream)
