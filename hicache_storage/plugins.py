@@ -116,6 +116,7 @@ def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
 @cache
 def registry() -> Registry:
     """The environment's registry, discovered once for each process."""
+    # Once: it imports the plugin modules of all installed packages.
     return discover()
 
 

@@ -314,6 +314,7 @@ def _counts(text: str) -> list[int]:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
         raise ValueError(f"--concurrency {text!r} is no list of numbers") from error
+    # Sorted: the first is the smallest.
     if counts[0] < 1:
         raise ValueError("--concurrency begins at 1")
     return counts

@@ -98,6 +98,7 @@ class BandwidthMeter:
         yield
         seconds = time.perf_counter() - started
         pages_after, size_after = _moved(storage, writes=writes)
+        # A call that moved nothing has no bandwidth.
         if pages_after > pages:
             with self._lock:
                 self._batches[writes].append(

@@ -50,6 +50,7 @@ class Exporter:
     def __init__(
         self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]
     ) -> None:
+        # An extra: engines without a metrics port run without the package.
         from prometheus_client import CollectorRegistry, start_http_server
 
         from hicache_storage.observability.prometheus import StorageCollector

@@ -142,6 +142,7 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
 
     # `otlp` is in a package that brings gRPC along, and stands for either of its two protocols.
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp_proto_http"
+    # As OpenTelemetry finds exporters itself, so that any installed one can be named.
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:
         raise ConfigError(
@@ -155,5 +156,6 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
     # An attribute that is passed here would win over the environment variable.
     resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: service})
     provider = TracerProvider(resource=resource)
+    # It exports in a thread of its own: a collector that is down delays no call.
     provider.add_span_processor(BatchSpanProcessor(exporter()))
     return provider

@@ -14,6 +14,7 @@ MAX_CHARACTERS: Final = 64
 
 _LEGAL: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,64}")
 _ILLEGAL: Final = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+# A context variable follows a call into worker threads, which run in a copy of its context.
 _current: Final = ContextVar("hicache_request_id", default="")
 
 

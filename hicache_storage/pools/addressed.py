@@ -56,6 +56,8 @@ class AddressedPages(PageAccess):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta tells overlapping components for different pages"
             )
+        # Both are asked: not every pool tells where it lies, and device addresses look like any
+        # others.
         if is_on_device(pool) or not in_host_memory(ranges):
             raise NoAddressesError("the addresses of its pages are not host memory")
         self._span = _Span.over(addresses, max(components))

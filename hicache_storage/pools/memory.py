@@ -147,6 +147,8 @@ def _writable_mappings() -> list[tuple[int, int]]:
             if not access.startswith("rw"):
                 continue
             start, end = (int(text, 16) for text in span.split("-"))
+            # The kernel may split one allocation into several mappings, as for `madvise` on a part
+            # of it.
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], end)
             else:

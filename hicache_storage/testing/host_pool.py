@@ -58,6 +58,7 @@ class BytePool:
         Equal seeds modulo 256 have equal patterns.
         """
         size = self.geometry.page_bytes
+        # Neighbouring bytes differ, so that a page which is shifted is noticed.
         page = bytes((seed * 31 + offset) % 256 for offset in range(size))
         self.memory[index * size : (index + 1) * size] = page
         return page

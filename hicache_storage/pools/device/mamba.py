@@ -78,5 +78,6 @@ class MambaDevicePool(DevicePoolBase):
         self.conv_buffers = tuple(
             device_tensor((layer_num, size, *shape), conv_dtype, place) for shape in conv_shapes
         )
+        # A part without elements has no rows that could be copied.
         parts = [part for part in (self.temporal_buffer, *self.conv_buffers) if part.numel()]
         super().__init__(list(zip(*parts, strict=True)), 1, place)

@@ -164,6 +164,7 @@ def this_machine() -> dict[str, str]:
 
 def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Ratio:
     if paired:
+        # Round by round: both candidates had the same load on the machine then.
         ratios = [ours / theirs for theirs, ours in zip(peer.rounds, mine.rounds, strict=False)]
         minimum, maximum = min(ratios), max(ratios)
     else:

@@ -70,6 +70,7 @@ def check_locked_memory(target: DoctorTarget) -> Iterator[Finding]:
     fix = "ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
+    # Before the comparison: the kernel does not apply the limit to such a process.
     elif _has_capability(CAP_IPC_LOCK):
         yield ok(
             "locked memory",

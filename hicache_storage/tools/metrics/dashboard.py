@@ -240,6 +240,7 @@ def _variables() -> list[dict[str, object]]:
             "refresh": 2,
             "includeAll": True,
             "multi": True,
+            # Also jobs that appear later; without it, Grafana lists those that it knows now.
             "allValue": ".*",
             "current": {"text": "All", "value": "$__all"},
         },
