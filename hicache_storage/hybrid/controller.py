@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage, PoolName
 
 STORAGE_CALL_SECONDS = 30.0
+"""Default time after which a call of the storage is abandoned."""
 ATTACH_SECONDS = 300.0
-"""Registering a large host pool for RDMA takes minutes."""
+"""Default time limit of an attach: registering a large host pool for RDMA takes minutes."""
 STOP_SECONDS = 2.0
+"""Default time that `detach` waits for each thread."""
 
 
 class HybridCacheController:

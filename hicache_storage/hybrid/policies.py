@@ -66,6 +66,7 @@ class PrefetchTimeout:
     base_seconds: float = 1.0
     seconds_per_1024_tokens: float = 0.25
     maximum_seconds: float = 30.0
+    """Limit of the sum of both, however long the prefetch is."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENVELOPE_BYTES = 64
+"""Length of an envelope."""
 _MAGIC = b"HCP2"
 _VERSION = 1
 _PREFIX = struct.Struct("<4sHHQ16s")

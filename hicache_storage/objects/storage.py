@@ -66,6 +66,7 @@ Remembered, so that the next set repairs them; beyond this the oldest are forgot
 """
 
 CLOSE_TIMEOUT_SECONDS = 30.0
+"""Time that `close` waits for calls in flight."""
 
 MOVING = frozenset({"read", "write"})
 """Operations that may answer without having touched what fails.
@@ -251,6 +252,9 @@ class ObjectStorage(HiCacheStorage):
 
         If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
         to count and log. A refusal (`StorageRefusedError`) is no fault.
+
+        Raises:
+            Exception: the first of the faults, where no page was served.
         """
         if not faults:
             return

@@ -23,6 +23,7 @@ REQUEST_ID: Final = "hicache.request_id"
 ROUTE: Final = "http.route"
 STATUS: Final = "http.response.status_code"
 FLUSH_MILLISECONDS: Final = 5000
+"""Time limit of a flush."""
 CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
 """Headers that a server takes a trace context from."""
 

@@ -72,7 +72,11 @@ def describe(pool: object, where: str) -> PageGeometry:
 
 
 def check_sizes(page_size: int, size: int, where: str) -> None:
-    """Refuse a pool that is not a whole number of pages."""
+    """Refuse a pool that is not a whole number of pages.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
     if page_size < 1 or size < page_size or size % page_size:
         raise InvalidPoolError(
             f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}"
@@ -80,7 +84,11 @@ def check_sizes(page_size: int, size: int, where: str) -> None:
 
 
 def check_components(component_bytes: Sequence[int], where: str) -> None:
-    """Refuse a page without bytes, or with a component without."""
+    """Refuse a page without bytes, or with a component without.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
     if not component_bytes or min(component_bytes) < 1:
         raise InvalidPoolError(
             f"{where}: a page's components must have at least 1 byte each, got {component_bytes}"

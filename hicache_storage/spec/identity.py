@@ -9,6 +9,7 @@ from hicache_storage.spec.errors import InvalidIdentityError
 from hicache_storage.spec.transfers import PoolName
 
 FINGERPRINT_BYTES = 16
+"""Length of a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,11 @@ class StorageIdentity:
     dp_replicated: bool = True
     """DP ranks serve other requests with the same weights, so that equal keys mean equal bytes."""
     tenant: str = ""
+    """Pages are shared only within a tenant."""
     adapter: str = ""
     """LoRA or other adapter that changes the KV."""
     salt: str = ""
+    """Any text; changing it makes all pages stored so far invisible."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp"):

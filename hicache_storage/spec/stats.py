@@ -38,7 +38,9 @@ class Latency:
 
     calls: int = 0
     seconds: float = 0.0
+    """Sum of the durations."""
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
+    """Calls by `LATENCY_BOUNDS_SECONDS`, not cumulative; the last bucket has no bound."""
 
     def observe(self, seconds: float) -> None:
         """Count one call that took `seconds`."""

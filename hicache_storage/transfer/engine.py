@@ -58,6 +58,10 @@ class TransferEngine(Protocol):
 
         Args:
             device_indices, host_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                host page occurs twice; nothing is copied.
         """
         ...
 
@@ -67,6 +71,13 @@ class TransferEngine(Protocol):
         Behind every kernel launched so far on the compute stream.
 
         The caller has written the host pages, and may free them at any time.
+
+        Args:
+            host_indices, device_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                device page occurs twice; nothing is copied.
         """
         ...
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks.parallel import ParallelConfig
 
 TIMEOUT_SECONDS = 300.0
+"""Default time that a rank waits for the others in a collective."""
 
 
 class TorchRankGroup:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hicache_storage.transfer import HybridTransfers, Stream
 
 POLL_SECONDS = 0.0005
+"""Time between two polls of `drain`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

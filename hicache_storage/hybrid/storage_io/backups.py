@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import PoolName, PoolTransfer
 
 MAX_ATTEMPTS = 3
+"""Attempts to store the pages of a backup, the first included."""
 RETRY_SECONDS = 0.25
 """Delay before the second attempt; doubled before each further one."""
 

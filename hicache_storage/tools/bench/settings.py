@@ -9,6 +9,7 @@ from typing import Final
 BATCH_PAGES: Final = 128
 """Pages in a call, as many as engines send."""
 MIN_PAGE_BYTES: Final = 4096
+"""Shortest page that can be measured; longer ones are multiples of it."""
 
 
 class ClientKind(StrEnum):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 LITTLE_SPACE_BYTES: Final = 1 << 30
+"""Free space below which the check warns."""
 MAX_CLOCK_SKEW_SECONDS: Final = 2.0
 
 

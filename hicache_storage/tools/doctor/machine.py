@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 ENOUGH_FILES: Final = 4096
+"""Open files that an engine and its connections do not use up."""
 IO_URING_SETUP: Final = 425
 """The system call's number, the same on every architecture."""
 CAP_IPC_LOCK: Final = 14

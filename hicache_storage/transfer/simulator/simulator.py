@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.streams import Event, Stream
 
 PAUSE_SECONDS = 0.001
+"""Default limit of the pauses between two pieces of a copy."""
 MAX_WAIT_SECONDS = 120.0
 """Limit of a wait: what a test enqueues takes a small part of it."""
 POISON = 0xA5
