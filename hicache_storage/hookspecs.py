@@ -41,7 +41,7 @@ class DriverSpec:
     """One line for `hicache drivers`."""
     requires: tuple[str, ...] = ()
     """Distributions named in the error when the target cannot be imported."""
-    # Not hashed: a dict has no hash, and the frozen spec shall have one.
+    # Left out of the hash, because a dict has none.
     trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     """Options for a throwaway store, where they have no default.
 
