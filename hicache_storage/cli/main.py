@@ -52,7 +52,7 @@ def app() -> typer.Typer:
     for command in (drivers, new, doctor, bench):
         commands.command()(command)
     commands.add_typer(metrics, name="metrics")
-    # Sorted: the order of installed packages would be that of the help otherwise.
+    # Sorted, so that the help does not depend on the order of the installed packages.
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             commands.add_typer(point.load(), name=point.name)

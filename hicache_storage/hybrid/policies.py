@@ -61,8 +61,8 @@ class PrefetchTimeout:
         ConfigError: a time is negative.
     """
 
-    # 1 s, 0.25 s per 1024 tokens, and below a threshold of 256 tokens and half of the host are the
-    # defaults of SGLang.
+    # SGLang's defaults; so are the threshold of 256 tokens and the half of the host in
+    # `PrefetchRules`.
     base_seconds: float = 1.0
     seconds_per_1024_tokens: float = 0.25
     maximum_seconds: float = 30.0

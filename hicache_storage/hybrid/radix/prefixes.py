@@ -129,8 +129,8 @@ class PrefixLocks:
         held = HeldLock(node)
         device, host = self._ownership.device, self._ownership.host
         kv, state = SlotKind.KV, SlotKind.STATE
-        # The state on the host is only locked if it has to be loaded.
         held.device_state = with_state and device[state].holds(node)
+        # The state on the host is only locked if it has to be loaded.
         held.host_state = with_state and not held.device_state and host[state].holds(node)
         held.device = next((each for each in node.upward() if device[kv].holds(each)), None)
         needs_host = held.device is not node or held.host_state

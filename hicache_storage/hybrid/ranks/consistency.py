@@ -92,7 +92,7 @@ def _number(value: object) -> int:
 
 
 def _difference(name: str, value: object, low: int, high: int) -> str:
+    # Digests are not shown: they mean nothing to a reader.
     if type(value) is int and high <= MAX_EXACT_NUMBER:
-        # Digests mean nothing to a reader.
         return f"{name} ({value} here, {low} to {high} in all)"
     return name

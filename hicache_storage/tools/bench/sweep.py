@@ -124,7 +124,7 @@ class _CandidateRun:
         """
         started = time.monotonic()
         self.round()
-        # A lower bound, as the next statement divides by it.
+        # A lower bound, because the number of batches is a quotient by it.
         seconds = max(1e-3, time.monotonic() - started)
         if not self.has_space:
             # There is space for this round only, so it counts.
