@@ -89,7 +89,7 @@ class TracingLayer(MeasuringLayer):
     def _bytes(self, answers: Mapping[PoolName, Sequence[bool]]) -> int:
         """Return the bytes of the pages answered with `True`.
 
-        Including those that a set has found stored.
+        Pages that a set has found stored count, too.
         """
         return sum(sum(pages) * self._page_bytes.get(name, 0) for name, pages in answers.items())
 

@@ -123,7 +123,7 @@ class ObjectRead:
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
         """Make a read into a buffer of its own.
 
-        To verify a stored page again without a caller's memory.
+        It verifies a stored page again without a caller's memory.
         """
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)

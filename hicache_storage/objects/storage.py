@@ -449,7 +449,7 @@ class ObjectStorage(HiCacheStorage):
     def remove_pools(self, seconds: float) -> bool:
         """Remove what the namespaces of all registered pools leave in the store.
 
-        Once they are empty. For tools: no engine does it.
+        The namespaces have to be empty. For tools: no engine does it.
 
         Returns:
             Whether nothing of them is left.

@@ -26,7 +26,7 @@ class NoAddressesError(Exception):
 class AddressedPages(PageAccess):
     """Lends an engine's memory by the addresses that `get_page_buffer_meta` tells.
 
-    It is asked once for each batch.
+    The method is called once for each batch.
 
     The pool is kept alive; that its memory stays where it says is the engine's promise for the
     length of a call.

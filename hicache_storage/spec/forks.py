@@ -28,7 +28,7 @@ _aware: Final[WeakSet[ForkAware]] = WeakSet()
 def begin_in_children(state: ForkAware) -> None:
     """Call `state.begin_in_child()` in each process that is forked from now on.
 
-    As long as `state` is referenced.
+    It is called as long as `state` is referenced.
     """
     _aware.add(state)
 

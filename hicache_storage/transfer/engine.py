@@ -1,6 +1,6 @@
 """Copies of pages between device and host, ordered by events.
 
-Against the compute stream, and against each other.
+The events order them against the compute stream, and against each other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TransferEngine(Protocol):
     ) -> Acknowledgement:
         """Copy device pages to host pages.
 
-        Behind every kernel launched so far on the compute stream.
+        The copies run behind every kernel launched so far on the compute stream.
 
         The host pages may be read once it is acknowledged. They may be freed at any time, and the
         device pages overwritten after `before_overwrite`.
@@ -68,7 +68,7 @@ class TransferEngine(Protocol):
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
         """Copy host pages to device pages layer by layer.
 
-        Behind every kernel launched so far on the compute stream.
+        The copies run behind every kernel launched so far on the compute stream.
 
         The caller has written the host pages, and may free them at any time.
 
@@ -84,7 +84,7 @@ class TransferEngine(Protocol):
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
         """Let the compute stream wait for the copies that use device pages.
 
-        Before a kernel that overwrites them.
+        To be called before a kernel overwrites them.
         """
         ...
 

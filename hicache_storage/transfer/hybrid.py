@@ -45,7 +45,7 @@ class Indices(NamedTuple):
 class HybridTransfers:
     """Moves the pages of all pools of a model on the same two streams.
 
-    One layer of the model after the other.
+    A load copies one layer of the model after the other.
 
     Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are
     left out of it. To be closed, or used in a `with` statement, before the pools' memory goes, as
@@ -153,7 +153,7 @@ class HybridTransfers:
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
         """Let the compute stream wait for the copies that use device pages.
 
-        Before a kernel that overwrites them.
+        To be called before a kernel overwrites them.
         """
         self._refuse_unknown(device_indices)
         for name, indices in device_indices.items():

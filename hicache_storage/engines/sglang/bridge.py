@@ -109,7 +109,7 @@ class SGLangBridge(EngineStorage):
     def refused_calls(self) -> int:
         """Number of calls that could not be served.
 
-        Of a call with several pools, each pool counts. Answered with `False` or 0.
+        In a call with several pools each pool counts. The answer is `False` or 0.
         """
         return self._refusals.count
 

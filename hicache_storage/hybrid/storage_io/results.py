@@ -49,7 +49,7 @@ class BackupResult:
     stored_pages: int
     """Leading pages of the span that every pool of every rank has stored.
 
-    With all side pages that end in them.
+    All side pages that end in them are stored as well.
     """
     complete: bool
     """Whether that is all of them."""

@@ -16,7 +16,7 @@ NAMED_SLOTS = 8
 class SlotAllocator:
     """Hands out a host pool's slots in whole pages, the longest free ones first.
 
-    Never one that is in use.
+    A slot in use is never handed out.
 
     Thread-safe. A call that raises changes nothing.
 

@@ -123,7 +123,7 @@ def compare(
 ) -> list[tuple[Measurement, Measurement, Ratio]]:
     """Pair the measurements that two results have in common.
 
-    With the ratio of the second rate to the first.
+    Each pair has the ratio of the second rate to the first.
 
     Args:
         those: the baseline.

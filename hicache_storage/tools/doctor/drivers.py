@@ -107,7 +107,7 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
 def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
     """Check that the class can be imported, is complete, and fits the contract.
 
-    Its signatures and declared capabilities are compared.
+    Signatures and declared capabilities are compared with it.
     """
     check = f"{spec.name}: class"
     try:

@@ -117,7 +117,7 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
 def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
     """Check that this process can create an io_uring.
 
-    By the system call itself, because containers filter it.
+    It makes the system call itself, because containers filter that.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 1, None)

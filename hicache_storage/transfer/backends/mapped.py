@@ -1,6 +1,6 @@
 """The I/O backend `mapped`: kernels read and write page-locked host memory.
 
-Wherever its pages lie.
+The pages may lie anywhere in it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Streams without a GPU: queues run by threads.
 
-With a detector of races that does not depend on timing.
+A detector finds races, whatever the timing.
 """
 
 from hicache_storage.transfer.simulator.races import Access, Race
