@@ -26,27 +26,39 @@ class DriverSpec:
     name: str
     """Name in `create_storage("file", ...)`."""
     target: str
-    """`"package.module:Class"`: a `HiCacheStorage` subclass, called as `Class(identity,
-    config)`."""
+    """`"package.module:Class"`: a `HiCacheStorage` subclass.
+
+    Called as `Class(identity, config)`.
+    """
     config: str
     """`"package.module:Model"`: a `DriverConfig` subclass with the driver's options."""
     capabilities: Capabilities
-    """Upper bound of the capabilities; those of an instance may be fewer, depending on its
-    options."""
+    """Upper bound of the capabilities.
+
+    Those of an instance may be fewer, depending on its options.
+    """
     summary: str = ""
     """One line for `hicache drivers`."""
     requires: tuple[str, ...] = ()
     """Distributions named in the error when the target cannot be imported."""
+    # Left out of the hash, because a dict has none.
     trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    """Options for a throwaway store, where they have no default; `{tmp}` stands for an empty
-    directory, and `{port:NAME}` for the TCP port that one of `trial_services` listens on."""
+    """Options for a throwaway store, where they have no default.
+
+    `{tmp}` stands for an empty directory, and `{port:NAME}` for the TCP port that one of
+    `trial_services` listens on.
+    """
     trial_services: tuple[tuple[str, ...], ...] = ()
     """Commands of the servers that a throwaway store needs, in the order of their start.
+
     `{port:NAME}` stands for a free port of 127.0.0.1, the same for the same name, and `{tmp}` for
-    an empty directory that a restarted server finds as it left it."""
+    an empty directory that a restarted server finds as it left it.
+    """
     capacity_option: str = ""
-    """The option that limits how many bytes are stored, as text such as `"64MiB"`; empty where
-    there is none."""
+    """The option that limits how many bytes are stored; empty where there is none.
+
+    Its value is text such as `"64MiB"`.
+    """
 
 
 @hookspec

@@ -1,5 +1,7 @@
-"""Finding drivers: entry points of the group `hicache_storage.drivers`, loaded one by one so that
-none can break another."""
+"""Discovery of drivers: entry points of the group `hicache_storage.drivers`.
+
+They are loaded one by one, so that none can break another.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,10 @@ class Registry:
 
 
 def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
-    """Load all plugins of the environment, or the given entry points, into a new registry. Raises
-    nothing."""
+    """Load all plugins of the environment, or the given entry points.
+
+    Returns a new registry; raises nothing.
+    """
     registry = Registry()
     disabled = {name.strip() for name in os.environ.get(DISABLED_PLUGINS_VARIABLE, "").split(",")}
     for point in entry_points(group=ENTRY_POINT_GROUP) if points is None else points:
@@ -112,6 +116,7 @@ def discover(points: Iterable[EntryPoint] | None = None) -> Registry:
 @cache
 def registry() -> Registry:
     """The environment's registry, discovered once for each process."""
+    # Once: it imports the plugin modules of all installed packages.
     return discover()
 
 
@@ -152,8 +157,9 @@ def create_storage(
     *,
     options: StorageOptions | None = None,
 ) -> HiCacheStorage:
-    """Create a storage by the name of its driver. Connects to nothing: `open()` or the first call
-    does.
+    """Create a storage by the name of its driver.
+
+    Connects to nothing: `open()` or the first call does.
 
     Args:
         name: a driver listed by `hicache drivers`.

@@ -118,7 +118,7 @@ def bench(
     try:
         if compared is not None:
             if driver is not None:
-                raise ValueError("--compare measurements nothing; leave the DRIVER out")
+                raise ValueError("--compare measures nothing; leave the DRIVER out")
             _show_comparison(
                 console, *map(Report.read, compared), names=[path.name for path in compared]
             )
@@ -131,6 +131,8 @@ def bench(
             for count in _counts(clients)
         ]
         with tempfile.TemporaryDirectory(prefix="hicache-bench-") as directory:
+            # A directory for each candidate: two throwaway stores of one driver must not be the
+            # same store.
             candidates = [_candidate(driver, config, tempfile.mkdtemp(dir=directory))]
             if against is not None:
                 candidates.append(
@@ -167,7 +169,12 @@ def _run(sweep: Sweep) -> Report:
         TimeElapsedColumn(),
     )
     with Progress(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        # On standard error, so that standard output has the tables alone; and nowhere if that is no
+        # terminal, such as the log of a CI.
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
     ) as bar:
         task = bar.add_task("opening", total=1.0)
         return run_sweep(
@@ -187,8 +194,10 @@ def _candidate(driver: str, config: list[str] | None, directory: str) -> Candida
 
 
 def _labelled(candidates: list[Candidate]) -> list[Candidate]:
-    """Label the candidates. Two of one driver are numbered; their options are printed above the
-    tables."""
+    """Label the candidates; two of one driver are numbered.
+
+    Their options are printed above the tables.
+    """
     same_driver = len({candidate.driver for candidate in candidates}) < len(candidates)
     return [
         Candidate(
@@ -209,8 +218,7 @@ def _show(console: Console, report: Report) -> None:
         console.print(f"[bold]{candidate.label}[/]  {options}  {checked}", soft_wrap=True)
     console.print(
         f"{report.machine['cpu']}, {report.machine['memory']}; {report.batch_pages} pages a call, "
-        f"clients are {report.client_kind}; "
-        "median (minimum - maximum) of the rounds",
+        f"clients are {report.client_kind}; median (minimum - maximum) of the rounds",
         soft_wrap=True,
     )
     many = len(report.candidates) > 1
@@ -246,10 +254,12 @@ def _show(console: Console, report: Report) -> None:
 def _show_comparison(console: Console, those: Report, these: Report, *, names: list[str]) -> None:
     if those.machine != these.machine:
         console.print("[yellow]taken on different machines or versions[/]")
+    # Rates depend on both, and the tables do not show them.
     if (those.batch_pages, those.client_kind) != (these.batch_pages, these.client_kind):
         raise ValueError("the two results are about different batches or kinds of clients")
     peers = {candidate.label for candidate in those.candidates}
     shared = [candidate.label for candidate in these.candidates if candidate.label in peers]
+    # Results of two drivers have no label in common: their first candidates are compared.
     pairs = [(label, label) for label in shared] or [
         (those.candidates[0].label, these.candidates[0].label)
     ]
@@ -295,6 +305,7 @@ def _size(count: int) -> str:
 
 
 def _sizes(text: str) -> list[int]:
+    # Without repetitions: equal workloads would overwrite each other's measurements.
     return sorted({parse_bytes(part) for part in text.split(",")})
 
 
@@ -303,6 +314,7 @@ def _counts(text: str) -> list[int]:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError as error:
         raise ValueError(f"--concurrency {text!r} is no list of numbers") from error
+    # Sorted: the first is the smallest.
     if counts[0] < 1:
         raise ValueError("--concurrency begins at 1")
     return counts

@@ -40,8 +40,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check this environment, and with DRIVER its package, its options, and a round trip through
-    its store.
+    """Check this environment and, with DRIVER, its package, options and a round trip.
 
     With -c the store that those options name is opened; without, a throwaway one. Pages stored on
     the way are removed. Exits with 0 if nothing failed, 1 if something did, 2 for bad arguments.
@@ -59,9 +58,11 @@ def doctor(
     except ValueError as error:
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(USAGE_ERROR) from error
+    # Printed as they come: one check may take two deadlines.
     findings = list(examine(target)) if as_json else list(_printed(examine(target)))
     passed = all(finding.status is not Status.FAIL for finding in findings)
     if as_json:
+        # `print`, because rich would wrap the text and read brackets in it as markup.
         print(
             msgspec.json.format(
                 msgspec.json.encode(
@@ -79,6 +80,7 @@ def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:
         label = Text(f"{finding.status:<4}", STYLES[finding.status])
         console.print(
             Text.assemble(label, "  ", (finding.check, "bold"), "  ", finding.detail),
+            # Not wrapped by rich: commands are copied from these lines.
             soft_wrap=True,
         )
         if finding.fix:

@@ -22,8 +22,10 @@ def drivers(
         typer.Argument(metavar="NAME", help="Show this driver's capabilities and options."),
     ] = None,
 ) -> None:
-    """List the installed drivers, or show one of them. Exits with 1 if a plugin is broken or the
-    name is unknown."""
+    """List the installed drivers, or show one of them.
+
+    Exits with 1 if a plugin is broken or the name is unknown.
+    """
     console, found = Console(), registry()
     if name is not None:
         try:
@@ -39,6 +41,7 @@ def drivers(
                 driver, found.owners[driver], ", ".join(_declared(spec.capabilities)), spec.summary
             )
     console.print(table)
+    # A name with two owners can be used by neither, so it is not in the table.
     for driver, owners in found.conflicts.items():
         console.print(f"[red]conflict[/] {driver}: registered by {' and '.join(owners)}")
     for plugin in found.broken:
@@ -87,6 +90,7 @@ def _declared(capabilities: Capabilities) -> list[str]:
     rows = list[str]()
     for field in fields(Capabilities):
         value = getattr(capabilities, field.name)
+        # `may_hang` is the default and no promise.
         if value is True and field.name != "may_hang":
             rows.append(field.name)
         elif field.name in {"sharing", "durability"}:

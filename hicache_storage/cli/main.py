@@ -1,5 +1,4 @@
-"""Entry point of `hicache`: the SDK's own commands, and those of every installed package that
-brings some."""
+"""Entry point of `hicache`: the SDK's commands, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ COMMAND_GROUP: Final = "hicache_storage.commands"
 def main() -> None:
     """Run the command line."""
     try:
+        # The packages of the extra `cli` are imported in there: the SDK installs without them.
         commands = app()
     except ImportError as error:
         sys.exit(
@@ -26,8 +26,9 @@ def main() -> None:
 
 
 def app() -> typer.Typer:
-    """All commands; a package whose commands are broken is named on standard error, and the others
-    are there.
+    """Return all commands.
+
+    A package whose commands are broken is named on standard error; the others are there.
 
     Raises:
         ImportError: the packages of the extra `cli` are not installed.
@@ -51,6 +52,7 @@ def app() -> typer.Typer:
     for command in (drivers, new, doctor, bench):
         commands.command()(command)
     commands.add_typer(metrics, name="metrics")
+    # Sorted, so that the help does not depend on the order of the installed packages.
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):
         try:
             commands.add_typer(point.load(), name=point.name)

@@ -63,6 +63,7 @@ def write(root: Annotated[Path, typer.Argument(help="The repository.")]) -> None
 
 def _tell(text: str, output: Path | None) -> None:
     if output is None:
+        # The text ends with a line feed, so that output and file are the same.
         typer.echo(text, nl=False)
     else:
         output.write_text(text, "utf-8")

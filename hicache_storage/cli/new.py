@@ -31,8 +31,9 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Make a package with a driver that runs and conforms: entry point, options, tests, CI
-    workflow, badge.
+    """Make a package with a driver that runs and conforms.
+
+    It has an entry point, options, tests, a CI workflow and a badge.
 
     Exits with 2, and writes nothing, if the name is unusable or taken, or the directory exists.
     """
@@ -45,6 +46,7 @@ def new(
                 f"{owner} registers a driver {name!r} already; two of a name exclude each other"
             )
         written = make_package(names, target)
+    # Before `OSError`, of which it is a kind.
     except FileExistsError as error:
         raise typer.Exit(
             _refuse(f"{target} exists; nothing has been written. Choose another --directory")

@@ -18,7 +18,11 @@ def root(
     _version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and end."
+            # Eager: it ends before typer complains that no command was given.
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Print the version and end.",
         ),
     ] = False,
 ) -> None:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 64
-"""Limit of different reasons that are logged as errors; further ones are counted, and logged at
-debug level."""
+"""Limit of the reasons that are logged as errors.
+
+Further ones are counted, and logged at debug level.
+"""
 
 
 class RefusedCalls:
@@ -43,6 +45,8 @@ class RefusedCalls:
         reason = (call, pool, f"{type(error).__name__}: {error}")
         with self._lock:
             self.count += 1
+            # An engine repeats a refused call for every batch: one line for each reason, and no
+            # more reasons than the set may hold.
             is_new = reason not in self._reasons and len(self._reasons) < MAX_REASONS
             if is_new:
                 self._reasons.add(reason)
@@ -66,8 +70,9 @@ class BatchSample:
 
 
 class BandwidthMeter:
-    """Bandwidth of KV batches, by the storage's own counters. Thread-safe for one reader beside one
-    writer.
+    """Bandwidth of KV batches, by the storage's own counters.
+
+    Thread-safe for one reader beside one writer.
 
     A page that a set has found stored counts neither as a page nor as bytes.
     """
@@ -93,6 +98,7 @@ class BandwidthMeter:
         yield
         seconds = time.perf_counter() - started
         pages_after, size_after = _moved(storage, writes=writes)
+        # A call that moved nothing has no bandwidth.
         if pages_after > pages:
             with self._lock:
                 self._batches[writes].append(

@@ -40,9 +40,11 @@ if TYPE_CHECKING:
     from hicache_storage.spec import HiCacheStorage, PoolName
 
 STORAGE_CALL_SECONDS = 30.0
+"""Default time after which a call of the storage is abandoned."""
 ATTACH_SECONDS = 300.0
-"""Registering a large host pool for RDMA takes minutes."""
+"""Default time limit of an attach: registering a large host pool for RDMA takes minutes."""
 STOP_SECONDS = 2.0
+"""Default time that `detach` waits for each thread."""
 
 
 class HybridCacheController:
@@ -97,6 +99,7 @@ class HybridCacheController:
         rank_group = rank_group or SingleRank()
         rules = rules or PrefetchRules()
         invariants = _rank_invariants(group, rules, bigram)
+        # A wrong size is passed on, not raised: the other ranks wait in this collective.
         check_consistent(rank_group, invariants, _size_error(rank_group, self.parallel))
         self._rank_group = rank_group
         self._bigram = bigram
@@ -222,6 +225,8 @@ class HybridCacheController:
         Rule ST-1.
         """
         for name, entry in self.group.entries.items():
+            # Derived pools as well: an indexer lies in the slots of KV, but an engine of its own
+            # copies it.
             slots = self.group.slots(device, name)
             if slots is not None and slots.numel():
                 entry.copies.before_overwrite(slots)
@@ -261,6 +266,8 @@ class HybridCacheController:
             HiCacheError: the error of the storage on this rank, such as `InvalidPoolError`.
         """
         if self._binding is not None:
+            # Without a collective: every rank attaches and detaches in the same order, so all
+            # raise.
             raise StorageAttachedError("a storage is attached; detach it first")
         # A storage that failed on one rank only would let the ranks see different hits: all ranks
         # attach, or none.
@@ -366,6 +373,7 @@ class HybridCacheController:
 
     def close(self) -> None:
         """Reset and detach; does not wait for running copies."""
+        # Threads and storage are released even if a pool refuses its slots.
         try:
             self.reset()
         finally:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 _NAMESPACE = b"sglang-cache-namespace-v1"
+# C does not fix the size of `unsigned int` and `unsigned long`.
 _WORD = next(code for code in "IL" if array(code).itemsize == TOKEN_BYTES)
 
 
@@ -73,6 +74,7 @@ def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) 
         if part is None:
             digest.update(b"\x00")
         else:
+            # With a marker and the length, so that no two pairs of texts have the same bytes.
             text = part.encode()
             digest.update(b"\x01" + len(text).to_bytes(8, "little") + text)
     return digest.hexdigest()
@@ -85,8 +87,10 @@ def _unit_bytes(tokens: Sequence[int], *, bigram: bool) -> bytes:
         raise InvalidTransferError(f"tokens must be ids in [0, 2**32): {error}") from error
     if bigram:
         pairs = array(_WORD, bytes(max(0, len(words) - 1) * 2 * TOKEN_BYTES))
-        pairs[0::2], pairs[1::2] = words[:-1], words[1:]
+        pairs[0::2] = words[:-1]
+        pairs[1::2] = words[1:]
         words = pairs
+    # SGLang hashes little-endian words; keys must be equal on every machine.
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()

@@ -61,12 +61,16 @@ class PrefetchTimeout:
         ConfigError: a time is negative.
     """
 
+    # SGLang's defaults; so are the threshold of 256 tokens and the half of the host in
+    # `PrefetchRules`.
     base_seconds: float = 1.0
     seconds_per_1024_tokens: float = 0.25
     maximum_seconds: float = 30.0
+    """Limit of the sum of both, however long the prefetch is."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
+            # Not `< 0`, which is false for NaN.
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
 

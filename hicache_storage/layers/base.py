@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class StorageLayer(HiCacheStorage):
-    """A storage that forwards every call; a layer overrides those it changes. Closing a layer
-    closes the inner storage."""
+    """A storage that forwards every call; a layer overrides those it changes.
+
+    Closing a layer closes the inner storage.
+    """
 
     def __init__(self, inner: HiCacheStorage) -> None:
         self.inner = inner
@@ -50,6 +52,8 @@ class StorageLayer(HiCacheStorage):
     ) -> PoolTransferResult:
         return self.inner.batch_exists_v2(keys, pool_transfers, extra_info)
 
+    # `batch_exists_cached` and `batch_get_cached` are not forwarded: the deadline layer would pass
+    # by a layer between it and the driver, such as one that counts.
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:

@@ -1,5 +1,7 @@
-"""Circuit breaker: after consecutive faults, calls are misses for a while, then one trial call
-passes (rule FT-4)."""
+"""Circuit breaker: after consecutive faults, calls are misses for a while (rule FT-4).
+
+Then one trial call passes.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ AnswerT = TypeVar("AnswerT")
 
 
 class BreakerState(StrEnum):
-    """`closed`: calls pass. `open`: calls are misses at once. `half_open`: one trial call at a time
-    passes."""
+    """State of a circuit breaker.
+
+    `closed`: calls pass. `open`: calls are misses at once. `half_open`: one trial call at a time
+    passes.
+    """
 
     CLOSED = "closed"
     OPEN = "open"
@@ -41,8 +46,10 @@ class BreakerState(StrEnum):
 
 
 class CircuitBreaker:
-    """State machine of a circuit breaker, without a storage. Thread-safe; the lock is never held
-    during a call."""
+    """State machine of a circuit breaker, without a storage.
+
+    Thread-safe; the lock is never held during a call.
+    """
 
     def __init__(
         self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic
@@ -96,8 +103,10 @@ class CircuitBreaker:
             self._state = BreakerState.CLOSED
 
     def undecided(self) -> None:
-        """Record a call that has not reached the store: in half-open, the next call is the
-        trial."""
+        """Record a call that has not reached the store.
+
+        In half-open, the next call is the trial.
+        """
         if not self._failures:
             return
         with self._lock:
@@ -108,6 +117,8 @@ class CircuitBreaker:
     def failed(self) -> None:
         """Record a call with a fault."""
         with self._lock:
+            # Counted in every state, as `admits` takes a count of 0 for a closed breaker without
+            # the lock.
             self._failures += 1
             if self._state is BreakerState.OPEN:
                 # A call that began before the breaker opened does not postpone the trial.
@@ -120,8 +131,10 @@ class CircuitBreaker:
 
 
 class CircuitBreakerLayer(MissAnsweringLayer):
-    """A layer that answers misses while the breaker is open, without calling the store; misuse
-    still raises."""
+    """A layer that answers misses while the breaker is open, without calling the store.
+
+    Misuse still raises.
+    """
 
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
         super().__init__(inner)

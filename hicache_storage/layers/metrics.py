@@ -35,6 +35,8 @@ class MetricsLayer(MeasuringLayer):
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        # Start the counters at 0, as `ObjectStorage` does: Prometheus does not see the first value
+        # of a new series as an increase.
         self._recorder.count(PoolName(host_pool_name))
 
     def batch_exists_v2(

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 class MissAnswers:
-    """Checks a call as a storage would, so that misuse raises also while the store is unreachable
-    (rule FT-2)."""
+    """Checks a call as a storage would.
+
+    So misuse raises also while the store is unreachable (rule FT-2).
+    """
 
     def __init__(self) -> None:
         self._pools: dict[PoolName, RegisteredPool] = {}
@@ -26,6 +28,7 @@ class MissAnswers:
     def register(self, identity: StorageIdentity, host_pool: object, name: str) -> None:
         """Remember a pool that the wrapped storage has accepted."""
         access, pool = page_access(host_pool), PoolName(name)
+        # A new dict: calls in other threads iterate over the old one.
         self._pools = {
             **self._pools,
             pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry)),

@@ -19,16 +19,22 @@ class StorageOptions:
     deadline_seconds: float | None = 30.0
     """Time after which a call is answered as a miss; None waits without limit."""
     breaker_threshold: int = 5
-    """Consecutive failed calls after which calls are misses without calling the driver; 0 disables
-    the breaker."""
+    """Consecutive failed calls that open the circuit breaker.
+
+    Calls are misses then, without calling the driver; 0 disables the breaker.
+    """
     breaker_cooldown_seconds: float = 5.0
     """Time until a trial call passes."""
     metrics: bool = True
-    """Count pages, bytes and latencies; SGLang calls this `enable_storage_metrics`. Faults are
-    always counted."""
+    """Count pages, bytes and latencies; SGLang's `enable_storage_metrics`.
+
+    Faults are always counted.
+    """
     traces: bool = False
-    """A span for each call, by OpenTelemetry and the process' own tracer provider
-    (`hicache-storage[otel]`)."""
+    """Trace each call with OpenTelemetry (`hicache-storage[otel]`).
+
+    Spans go to the process' own tracer provider.
+    """
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:

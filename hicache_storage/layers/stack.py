@@ -25,6 +25,8 @@ def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
     """
     storage = driver
     if isinstance(driver, ObjectStorage):
+        # Such a driver counts itself: a layer cannot tell a page that existed from one that was
+        # written.
         driver.recorder.enabled = options.metrics
     elif options.metrics:
         storage = MetricsLayer(storage)

@@ -23,8 +23,9 @@ BYTES = "hicache.bytes"
 
 
 class TracingLayer(MeasuringLayer):
-    """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set` with pools, pages,
-    bytes and hits.
+    """Spans `hicache.batch_exists`, `hicache.batch_get` and `hicache.batch_set`.
+
+    They have the pools, pages, bytes and hits of a call.
 
     The outermost layer, so that a span covers refusals of the breaker and missed deadlines. Spans
     of the driver, such as requests to a metadata server, are its children.
@@ -42,6 +43,8 @@ class TracingLayer(MeasuringLayer):
     ) -> PoolTransferResult:
         check_list(keys, "keys")
         check_transfers(pool_transfers or (), "pool_transfers")
+        # The id is drawn here and passed down, so that the span, the log and the metadata server
+        # have the same one.
         info = _with_id(extra_info)
         pools = list(
             dict.fromkeys((PoolName.KV, *(transfer.name for transfer in pool_transfers or ())))
@@ -84,8 +87,10 @@ class TracingLayer(MeasuringLayer):
         return answers
 
     def _bytes(self, answers: Mapping[PoolName, Sequence[bool]]) -> int:
-        """Return the bytes of the pages answered with `True`, including those that a set has found
-        stored."""
+        """Return the bytes of the pages answered with `True`.
+
+        Pages that a set has found stored count, too.
+        """
         return sum(sum(pages) * self._page_bytes.get(name, 0) for name, pages in answers.items())
 
 

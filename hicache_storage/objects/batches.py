@@ -111,16 +111,20 @@ class ObjectRead:
         self.envelope: bytes | bytearray = bytearray(ENVELOPE_BYTES)
         """To be filled or replaced with the 64 bytes that were stored with the page."""
         self.damaged = False
-        """True if the stored bytes are not the page; set by `verify()`, or by a driver that detects
-        it itself."""
+        """True if the stored bytes are not the page.
+
+        Set by `verify()`, or by a driver that detects it itself.
+        """
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
-        """Make a read into a buffer of its own, to verify a stored page again without a caller's
-        memory."""
+        """Make a read into a buffer of its own.
+
+        It verifies a stored page again without a caller's memory.
+        """
         buffers = [memoryview(bytearray(length)) for length in namespace.geometry.component_bytes]
         return cls(namespace, key, buffers, verifies_checksum=verifies_checksum)
 
@@ -151,6 +155,7 @@ class ObjectRead:
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
             return False
+        # A get that missed its deadline has returned, and its pages may belong to another request.
         with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
             return active and self._copy(memoryview(payload))
 
@@ -162,13 +167,16 @@ class ObjectRead:
         return True
 
     def verify(self, computed: int | None = None) -> bool:
-        """Check length, identity, key and checksum of the read page; return True if they fit (rule
-        GET-5).
+        """Check length, identity, key and checksum of the read page (rule GET-5).
+
+        Returns True if they fit.
 
         Args:
             computed: the checksum of the buffers, where the driver has computed it piece by piece
                 while reading.
         """
+        # A driver may have verified in its own thread, while the bytes were in the CPU's cache; the
+        # SDK then asks again and must not read the page a second time.
         if self._verdict is None:
             fits = belongs(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
             if fits and self._verifies_checksum:
@@ -205,14 +213,19 @@ class ObjectWrite:
         self.replaces = replaces
         """True if an object of this key may exist and is damaged: this one replaces it."""
         self.existed = False
-        """True if the whole object existed and nothing was written; set by drivers that detect it
-        themselves."""
+        """True if the whole object existed and nothing was written.
+
+        Set by drivers that detect it themselves.
+        """
+        # Not computed here: a driver that finds the object existing never reads the page.
         self._envelope: bytes | None = None
 
     @property
     def envelope(self) -> bytes:
-        """The 64 bytes to keep with the page. Computed when first asked for, which reads the whole
-        page once."""
+        """The 64 bytes to keep with the page.
+
+        Computed when first asked for, which reads the whole page once.
+        """
         if self._envelope is None:
             self._envelope = seal(
                 self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers)
@@ -220,8 +233,7 @@ class ObjectWrite:
         return self._envelope
 
     def seal(self, computed: int) -> None:
-        """Make the envelope of a checksum that the driver has computed piece by piece while
-        writing."""
+        """Make the envelope of a checksum that the driver has computed while writing."""
         self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), computed)
 
     @property

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENVELOPE_BYTES = 64
+"""Length of an envelope."""
 _MAGIC = b"HCP2"
 _VERSION = 1
 _PREFIX = struct.Struct("<4sHHQ16s")
@@ -76,8 +77,10 @@ def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
 
 
 def running_checksum() -> xxhash.xxh3_64:
-    """For a page that comes piece by piece: `update()` it with each, then `intdigest()` is what
-    `checksum()` says."""
+    """Make a checksum of a page that comes piece by piece.
+
+    `update()` it with each piece; `intdigest()` then equals `checksum()`.
+    """
     return xxhash.xxh3_64()
 
 

@@ -1,5 +1,7 @@
-"""Lifecycle of a storage: opened lazily, used by many threads, closed once (rules LC-1, LC-2,
-LC-5)."""
+"""Lifecycle of a storage: opened lazily, used by many threads, closed once.
+
+Rules LC-1, LC-2 and LC-5.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ OPEN_RETRY_SECONDS = 1.0
 
 
 class Lifecycle:
-    """State of a storage: connects before the first call, counts calls in flight, and closes after
-    the last.
+    """State of a storage: connects before the first call, closes after the last.
+
+    Counts the calls in flight.
 
     One lock guards all state and is never held while the driver connects or closes; `_connecting`
     is taken outside it.
@@ -41,14 +44,18 @@ class Lifecycle:
         begin_in_children(self)
 
     def _begin(self) -> None:
+        # `_lock` guards `_closed` and `_calls`. `_connecting` is held while the driver connects or
+        # disconnects, which may take seconds: a call that begins or ends does not wait for it.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._connecting = threading.Lock()
         self._calls = 0
 
     def begin_in_child(self) -> None:
-        """Start with new locks and without calls; a connection, also a partial one, stays the
-        parent's."""
+        """Start with new locks and without calls.
+
+        A connection, also a partial one, stays the parent's.
+        """
         self._forked = self._forked or self._connected or self._connecting.locked()
         self._connected = False
         self._begin()
@@ -85,9 +92,12 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
+        # Without a lock: it becomes false in `close` only, which first waits for calls such as this
+        # one.
         if self._connected:
             return
         with self._connecting:
+            # Another thread may have connected while this one waited for the lock.
             if self.connected:
                 return
             if not insist and time.monotonic() < self._retry_at:
@@ -102,11 +112,15 @@ class Lifecycle:
             self._connected = True
 
     def close(self, timeout_seconds: float | None) -> None:
-        """Refuse new calls, wait for those in flight, then disconnect. Idempotent; later callers
-        wait for the first."""
+        """Refuse new calls, wait for those in flight, then disconnect. Idempotent.
+
+        Later callers wait for the first.
+        """
         with self._idle:
             first = not self._closed
             self._closed = True
+            # With a time limit: a call that hangs in the store must not make `close` hang (rule
+            # LC-2).
             self._idle.wait_for(lambda: not self._calls, timeout_seconds)
         with self._connecting:
             if first and self._connected:
@@ -129,5 +143,5 @@ class Lifecycle:
         if self._forked:
             raise StorageForkedError(
                 f"{self._name}: opened before a fork; create a storage of its own in the child "
-                f"process"
+                "process"
             )

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """All pages that are interchangeable with each other: one identity, one pool, one page
-    geometry.
+    """All pages of one identity, one pool and one page geometry.
+
+    They are interchangeable with each other.
 
     Two namespaces are the same place exactly when their `name` is equal. Drivers keep namespaces
     apart by that name and keep the pages of one apart by their keys.
@@ -52,13 +53,18 @@ class Namespace:
         self.envelope_prefix = envelope_prefix(self.page_bytes, self.fingerprint)
 
     def object_name(self, key: str) -> str:
-        """A name for stores with one flat set of names: 73 characters of `[0-9a-f-]`, distinct for
-        distinct keys."""
+        """Return a name for stores with one flat set of names.
+
+        73 characters of `[0-9a-f-]`, distinct for distinct keys.
+        """
+        # 160 bits of a cryptographic hash: two keys of one name would be one object in the store.
         return f"{self.name}-{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def describe(self) -> dict[str, object]:
-        """Describe a namespace for operators, beside its data: pool, geometry and the fields that
-        decide about sharing."""
+        """Describe a namespace for operators, beside its data.
+
+        Pool, geometry, and the fields that decide about sharing.
+        """
         geometry = self.geometry
         return {
             "pool": str(self.pool),
@@ -75,8 +81,10 @@ class Namespace:
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes that go into the envelope, to notice another key's bytes. Not for names: xxh3 is not
-    collision-proof."""
+    """Return 16 bytes that go into the envelope, to notice another key's bytes.
+
+    Not for names: xxh3 is not collision-proof.
+    """
     return xxhash.xxh3_128_digest(key.encode())
 
 
@@ -85,11 +93,12 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
 
     Raises:
         InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or
-        contains NUL or a lone
-            surrogate.
+        contains NUL or a lone surrogate.
     """
     check_list(keys, where)
     try:
+        # One test of the joined text in place of one for each key: a call may have 250,000 keys
+        # (rule EX-10), nearly always of hexadecimal digits.
         joined = "".join(keys)
     except TypeError:
         wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
@@ -114,6 +123,7 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
 
 
 def _fingerprint(identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> bytes:
+    # Without `geometry.size`: pools with different numbers of slots share their pages.
     shape = (geometry.layout, geometry.dtype, geometry.page_size, geometry.component_bytes)
     digest = hashlib.blake2b(digest_size=16, person=b"hicache-space-v2")
     digest.update(identity.fingerprint(pool))

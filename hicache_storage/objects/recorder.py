@@ -45,8 +45,9 @@ class StatsRecorder:
                 setattr(stats, name, getattr(stats, name) + increment)
 
     def count_fault(self) -> None:
-        """Count a failed call of the driver, also without metrics, and report it to the storage's
-        call.
+        """Count a failed call of the driver, also without metrics.
+
+        Reports it to the storage's call as well.
 
         Faults are misses for the engine, so nothing else shows them.
         """
@@ -63,6 +64,7 @@ class StatsRecorder:
         """Record the latency of a call that began at `started` on `time.perf_counter()`."""
         if not self.enabled:
             return
+        # Before the lock: waiting for it is not part of the call.
         seconds = time.perf_counter() - started
         with self._lock:
             for pool in pools:
@@ -71,6 +73,8 @@ class StatsRecorder:
     def snapshot(self) -> StorageStats:
         """Return a copy of the counters."""
         with self._lock:
+            # Copied under the lock: otherwise a snapshot could have the pages of a call without its
+            # bytes.
             self._stats.faults = self.faults
             self._stats.failovers = self.failovers
             return copy.deepcopy(self._stats)

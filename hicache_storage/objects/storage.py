@@ -60,14 +60,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_REMEMBERED_DAMAGE = 65_536
-"""Damaged pages are remembered so that the next set repairs them; beyond this the oldest are
-forgotten and found again."""
+"""Limit of the damaged pages that are remembered.
+
+Remembered, so that the next set repairs them; beyond this the oldest are forgotten and found again.
+"""
 
 CLOSE_TIMEOUT_SECONDS = 30.0
+"""Time that `close` waits for calls in flight."""
 
 MOVING = frozenset({"read", "write"})
-"""Operations that may answer without having touched what fails: a driver that knows that no page is
-there reads none."""
+"""Operations that may answer without having touched what fails.
+
+A driver that knows that no page is there reads none.
+"""
 
 ItemT = TypeVar("ItemT")
 
@@ -117,11 +122,15 @@ class ObjectStorage(HiCacheStorage):
 
     def begin_in_child(self) -> None:
         """Replace the lock: a thread of the parent may have held it at the fork (`spec.forks`)."""
+        # Guards changes of `_damaged`. Lookups read it without the lock: a membership test is
+        # atomic.
         self._damaged_lock = threading.Lock()
 
     writes_find_existing: ClassVar[bool] = False
-    """`write_objects` skips existing objects itself, and sets `ObjectWrite.existed`: the SDK does
-    not look them up before."""
+    """`write_objects` skips existing objects, and sets `ObjectWrite.existed`.
+
+    The SDK does not look them up before.
+    """
 
     caches_lookups: ClassVar[bool] = False
     """`objects_exist_cached` is implemented."""
@@ -131,14 +140,17 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        """Look objects up: for each batch, for each key, `True` if the object exists. One round
-        trip for all of them."""
+        """Look objects up: for each batch, for each key, `True` if the object exists.
+
+        One round trip for all of them.
+        """
 
     def objects_exist_cached(
         self, batches: Sequence[LookupBatch], call: Call
     ) -> list[list[bool]] | None:
-        """Answer `objects_exist` without I/O and without a lock that is held during I/O; None where
-        that is not possible.
+        """Answer `objects_exist` without I/O, and without a lock that is held during I/O.
+
+        None where that is not possible.
 
         Only with `caches_lookups`. A call answered so needs no thread for its deadline.
         """
@@ -149,8 +161,9 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
-        """Read objects: fill the parts of each read; `True` if all of them were filled from one
-        object.
+        """Read objects: fill the parts of each read.
+
+        Answers `True` if all of them were filled from one object.
 
         An object of another length than the parts is not delivered: set `read.damaged` and answer
         `False`.
@@ -169,8 +182,9 @@ class ObjectStorage(HiCacheStorage):
 
     @abstractmethod
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
-        """Write objects: store the parts of each write as one object, visible whole or not at all;
-        `True` if it is visible.
+        """Write objects: store the parts of each write as one object; `True` if it is visible.
+
+        It is visible whole or not at all.
 
         The SDK has left out pages that exist, unless `writes_find_existing`. Publish nothing once
         `call.expired()`.
@@ -183,8 +197,9 @@ class ObjectStorage(HiCacheStorage):
         )
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        """Remove all objects of these namespaces, and return when none is left. Only with the
-        capability `clears`.
+        """Remove all objects of these namespaces, and return when none is left.
+
+        Only with the capability `clears`.
 
         Raise if the objects were not removed, or if that is unknown: callers rely on a clear that
         returns (rule LC-7). Check `call.expired()` between steps, and raise once it is true: the
@@ -237,6 +252,9 @@ class ObjectStorage(HiCacheStorage):
 
         If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
         to count and log. A refusal (`StorageRefusedError`) is no fault.
+
+        Raises:
+            Exception: the first of the faults, where no page was served.
         """
         if not faults:
             return
@@ -297,6 +315,8 @@ class ObjectStorage(HiCacheStorage):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
             nothing = [list[bool]() for _ in pools]
+            # A pool that was never registered is not looked up; `_hit` takes all its pages as
+            # absent (rule EX-7).
             found = self._lookup([(pool, keys) for pool in pools], call) if keys else nothing
             return self._hit(keys, pool_transfers, pools, found, started)
 
@@ -349,6 +369,8 @@ class ObjectStorage(HiCacheStorage):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
             asked = [request for request in requests.values() if request.keys]
+            # Connecting is I/O, and a pool that stages may wait for a device in `deliver`: both
+            # need the thread that a deadline can abandon.
             if not self._lifecycle.connected or any(
                 request.pool.access.stages for request in asked
             ):
@@ -376,6 +398,8 @@ class ObjectStorage(HiCacheStorage):
         call = _call(extra_info)
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
+            # One host page may be stored under several keys; only a destination must not be named
+            # twice.
             requests = pool_requests(transfers, self._pools, distinct_slots=False)
             stored = self._write([request for request in requests.values() if request.keys], call)
             self.recorder.observe("set", requests, started)
@@ -402,6 +426,8 @@ class ObjectStorage(HiCacheStorage):
             namespaces = [pool.namespace for pool in self._pools.values()]
             call = _call(current_call_info())
             try:
+                # A clear is not answered with the failure of an earlier attempt: the caller relies
+                # on its result (rule LC-7).
                 self._lifecycle.ensure_connected(insist=True)
                 self.clear_namespaces(namespaces, call)
             except Exception as error:
@@ -421,8 +447,9 @@ class ObjectStorage(HiCacheStorage):
                 self._damaged.clear()
 
     def remove_pools(self, seconds: float) -> bool:
-        """Remove what the namespaces of all registered pools leave in the store, once they are
-        empty. For tools: no engine does it.
+        """Remove what the namespaces of all registered pools leave in the store.
+
+        The namespaces have to be empty. For tools: no engine does it.
 
         Returns:
             Whether nothing of them is left.
@@ -598,6 +625,8 @@ class ObjectStorage(HiCacheStorage):
     def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
         """Remove or hide damaged objects, and log them once (rule GET-7)."""
         keys = [read.key for read in damaged.reads]
+        # Before `discard_objects`, which takes time: no other thread's lookup may report the page
+        # meanwhile.
         self._remember_damage(damaged.namespace, keys)
         logger.warning(
             "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
@@ -611,6 +640,7 @@ class ObjectStorage(HiCacheStorage):
             self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        # Each key once, and not as a set: drivers are given the pages in the order of their chain.
         lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
         existing = self._existing(lookups, call) if requests else []
         stored = [
@@ -640,8 +670,12 @@ class ObjectStorage(HiCacheStorage):
     def _existing(
         self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
     ) -> list[list[bool]]:
-        """Look up pages that need not be written; none if the driver does it itself, unless this
-        rank is no writer."""
+        """Look up pages that need not be written.
+
+        None if the driver does it itself, unless this rank is no writer.
+        """
+        # A rank that is not the writer answers what exists (rule ID-3), so it has to look even
+        # where the driver would find existing objects while it writes.
         if self.writes_find_existing and all(
             self._identity.is_writer(pool.name) for pool, _ in lookups
         ):
@@ -649,8 +683,10 @@ class ObjectStorage(HiCacheStorage):
         return self._lookup(lookups, call)
 
     def _missing_pages(self, request: PoolRequest, stored: dict[str, bool]) -> WriteBatch:
-        """Select the pages that this rank has to write: those not stored, each once, from the slot
-        of its first key."""
+        """Select the pages that this rank has to write.
+
+        Those not stored, each once, from the slot of its first key.
+        """
         namespace = request.pool.namespace
         slots = dict[str, int]()
         for key, slot in zip(request.keys, request.slots, strict=True):
@@ -711,8 +747,9 @@ class ObjectStorage(HiCacheStorage):
         items: Sequence[Sequence[ItemT]],
         call: Call,
     ) -> list[list[bool]]:
-        """Call the driver; a fault, or an answer of the wrong shape, is `False` for every item
-        (rule FT-1).
+        """Call the driver; a fault is `False` for every item (rule FT-1).
+
+        So is an answer of the wrong shape.
 
         After the deadline the driver is not called, which is no fault of the store.
         """
@@ -743,6 +780,8 @@ class ObjectStorage(HiCacheStorage):
         """
 
         def connected() -> ItemT:
+            # Inside the guard: a store that cannot be reached is a miss, too, and not an error
+            # (rule FT-1).
             self._lifecycle.ensure_connected()
             return question()
 
@@ -792,6 +831,8 @@ class ObjectStorage(HiCacheStorage):
                 "%s: answering misses: %s",
                 self._driver_name,
                 error,
+                # Only an unexpected exception has a traceback in the log: it may be a bug of the
+                # driver. A store that is down says enough in its message.
                 exc_info=None if expected else error,
                 extra=fields(driver=self._driver_name, operation=operation),
             )

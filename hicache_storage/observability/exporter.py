@@ -1,5 +1,7 @@
-"""An HTTP endpoint for metrics, inside an engine whose own one cannot be extended. Needs
-`hicache-storage[metrics]`."""
+"""HTTP endpoint for metrics, inside an engine whose own one cannot be extended.
+
+Needs `hicache-storage[metrics]`.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +50,7 @@ class Exporter:
     def __init__(
         self, storage: HiCacheStorage, host: str, port: int, labels: Mapping[str, str]
     ) -> None:
+        # An extra: engines without a metrics port run without the package.
         from prometheus_client import CollectorRegistry, start_http_server
 
         from hicache_storage.observability.prometheus import StorageCollector
@@ -58,11 +61,14 @@ class Exporter:
         self.port = 0
         """The TCP port it listens at; 0 if it does not listen."""
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            server, thread = start_http_server(port, host, registry)
+        # `OverflowError`: a port above 65535.
         except (OSError, OverflowError) as error:
             logger.error("no metrics at %s:%d: %s; choose another metrics_port", host, port, error)
         else:
-            self.port = self._server.server_port
+            self._server = server
+            self._thread = thread
+            self.port = server.server_port
 
     def close(self) -> None:
         """Stop listening, and end the thread. Idempotent.
@@ -76,6 +82,7 @@ class Exporter:
         if self._pid != os.getpid():
             self._server.server_close()
             return
+        # In this order: the thread polls the socket until `shutdown` returns.
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -29,8 +29,11 @@ def fields(**values: str | float) -> dict[str, str | float]:
 
 
 class JsonFormatter(logging.Formatter):
-    """JSON lines of `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`,
-    and `exception`."""
+    """Formatter of JSON lines.
+
+    Fields are `timestamp` (UTC, ISO 8601), `level`, `logger`, `event`, a record's `FIELDS`, and
+    `exception`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line, without a line feed."""
@@ -42,12 +45,16 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
+        # Also for records of other code, such as a driver's, which does not pass it as `extra`.
         request_id = current_request_id()
         if request_id:
             line["request_id"] = request_id
+        # After the context's id: a record of a background thread carries the id of the call it
+        # works for.
         line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
+        # `default=str`: a field that JSON cannot represent must not lose the record.
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -66,6 +73,7 @@ def configure_json_logs(
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
+        # Otherwise handlers of the root logger print each record again, in another format.
         logger.propagate = False
         logger.setLevel(level)
     return handler

@@ -40,6 +40,8 @@ class Metric:
     """Kept in the shared store: its servers export equal series, of which a query counts one."""
 
     def __post_init__(self) -> None:
+        # Checked at import, as `prometheus_client` would append the suffix to a counter by itself,
+        # and queries would name a series that does not exist.
         if self.name.endswith("_total") != (self.kind is MetricKind.COUNTER):
             raise ValueError(
                 f"{self.name} is a {self.kind}: counters end with _total, and nothing else does"

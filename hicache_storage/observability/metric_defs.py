@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 MAX_SCOPE_SERIES: Final = 512
 """Limit of scopes with series of their own, for each server process."""
 OTHER_SCOPES: Final = "other"
-"""Label of all further scopes; no scope has this name, because names of scopes begin with a
-rank."""
+"""Label of all further scopes.
+
+No scope has this name, because names of scopes begin with a rank.
+"""
 
 REQUEST_BOUNDS_SECONDS: Final = (
     0.0002,
@@ -117,6 +119,7 @@ CALL_SECONDS: Final = Metric(
     "Duration of calls of the driver, by operation: exists, get or set.",
     ("driver", "pool", "operation"),
     "seconds",
+    # The bounds of `spec.stats.Latency`, whose counts are exported as they are.
     LATENCY_BOUNDS_SECONDS,
 )
 FAULTS: Final = _counter(
@@ -184,6 +187,7 @@ WITHOUT_ROOM: Final = (
         tag=("direction", "load"),
     ),
 )
+# One metric with a label: the outcomes add up to all prefetches that were asked for.
 PREFETCHES: Final = tuple(
     _counter(
         "hicache_controller_prefetches_total",
@@ -548,6 +552,7 @@ COMPONENTS: Final[Mapping[str, tuple[Metric, ...]]] = {
 
 def metrics_of(component: str) -> dict[str, Metric]:
     """Return the metrics of a component by name, each once."""
+    # Metrics that share a name differ in a label's value only.
     found = dict[str, Metric]()
     for metric in COMPONENTS[component]:
         found.setdefault(metric.name, metric)

@@ -23,6 +23,7 @@ REQUEST_ID: Final = "hicache.request_id"
 ROUTE: Final = "http.route"
 STATUS: Final = "http.response.status_code"
 FLUSH_MILLISECONDS: Final = 5000
+"""Time limit of a flush."""
 CARRIED: Final = (b"traceparent", b"tracestate", b"baggage")
 """Headers that a server takes a trace context from."""
 
@@ -46,6 +47,8 @@ class ServerSpan:
         self._span.set_attribute(STATUS, status)
         self._span.set_attribute("hicache.scopes", scopes)
         self._span.set_attribute("hicache.entries", entries)
+        # 4xx is the client's error: OpenTelemetry's conventions leave the status of a server's span
+        # unset.
         if status >= 500:
             self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
@@ -59,8 +62,11 @@ class Spans:
         self._tracer = trace.get_tracer("hicache_storage", tracer_provider=provider)
 
     def flush(self) -> None:
-        """Export pending spans, within `FLUSH_MILLISECONDS`. A global provider is flushed by its
-        owner."""
+        """Export pending spans, within `FLUSH_MILLISECONDS`.
+
+        A global provider is flushed by its owner.
+        """
+        # OpenTelemetry's API has no `force_flush`; providers of its SDK do.
         flush = getattr(self._provider, "force_flush", None)
         if flush is not None:
             flush(FLUSH_MILLISECONDS)
@@ -82,8 +88,10 @@ class Spans:
 
     @contextmanager
     def request(self, route: str, request_id: str) -> Generator[None]:
-        """Trace one request to a metadata server, retries included; a failure becomes the span's
-        status."""
+        """Trace one request to a metadata server, retries included.
+
+        A failure becomes the span's status.
+        """
         attributes = {REQUEST_ID: request_id, ROUTE: route}
         with self._tracer.start_as_current_span(
             f"hicache.metadata {route}", kind=SpanKind.CLIENT, attributes=attributes
@@ -93,10 +101,15 @@ class Spans:
     def answer(
         self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
     ) -> ServerSpan:
-        """Start the server's span of a request, as a child of the span that its `traceparent`
-        names."""
+        """Start the server's span of a request.
+
+        It is a child of the span that the request's `traceparent` names.
+        """
         carried = {
-            name.decode(): headers[name].decode("latin-1") for name in CARRIED if name in headers
+            # Headers are bytes in any encoding; latin-1 decodes all of them.
+            name.decode(): headers[name].decode("latin-1")
+            for name in CARRIED
+            if name in headers
         }
         attributes = {REQUEST_ID: request_id, ROUTE: route, "http.request.method": method}
         context = propagate.extract(carried)
@@ -130,17 +143,20 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
 
     # `otlp` is in a package that brings gRPC along, and stands for either of its two protocols.
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp_proto_http"
+    # As OpenTelemetry finds exporters itself, so that any installed one can be named.
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:
         raise ConfigError(
             f"OTEL_TRACES_EXPORTER={name}: no such exporter is installed; pip install "
-            f"'hicache-storage[otel]'"
+            "'hicache-storage[otel]'"
         )
     try:
         exporter: Any = found[0].load()
     except ImportError as error:
         raise ConfigError(f"OTEL_TRACES_EXPORTER={name} cannot be imported: {error}") from error
+    # An attribute that is passed here would win over the environment variable.
     resource = Resource.create({} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: service})
     provider = TracerProvider(resource=resource)
+    # It exports in a thread of its own: a collector that is down delays no call.
     provider.add_span_processor(BatchSpanProcessor(exporter()))
     return provider

@@ -1,5 +1,7 @@
-"""Metrics of storages, controllers and caches for `prometheus_client` (rule OB-1). Needs
-`hicache-storage[metrics]`."""
+"""Metrics of storages, controllers and caches for `prometheus_client` (rule OB-1).
+
+Needs `hicache-storage[metrics]`.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ STORAGE_SCALARS = tuple(
 
 
 class StorageCollector(Collector):
-    """Collector of a storage's counters, under the same names for every driver; register it with a
-    `CollectorRegistry`.
+    """Collector of a storage's counters, under the same names for every driver.
+
+    Register it with a `CollectorRegistry`.
 
     Args:
         storage: the result of `create_storage`.
@@ -44,6 +47,7 @@ class StorageCollector(Collector):
 
     def collect(self) -> Iterable[Family]:
         """Yield the families of `metric_defs.STORAGE`."""
+        # One snapshot for all families: the series of a scrape belong to one moment.
         stats = self._storage.get_stats()
         yield from self._pool_counters(stats)
         yield from self._scalars(stats)
@@ -60,6 +64,7 @@ class StorageCollector(Collector):
 
     def _scalars(self, stats: StorageStats) -> Iterable[Family]:
         values = [(metric, float(getattr(stats, metric.source))) for metric in STORAGE_SCALARS]
+        # Half-open counts as open: it lets a single call through and refuses the others.
         values.append((v.BREAKER_OPEN, float(stats.breaker_state != "closed")))
         values.append((v.CHECKSUMS_OFF, float(not stats.verifies_checksums)))
         for metric, value in values:
@@ -130,8 +135,10 @@ class CacheCollector(Collector):
         self._usage = cache.usage()
 
     def refresh(self) -> None:
-        """Take a snapshot of the usage; to be called in the scheduler's thread, such as once in
-        each of its reports."""
+        """Take a snapshot of the usage.
+
+        To be called in the scheduler's thread, such as once in each of its reports.
+        """
         self._usage = self._cache.usage()
 
     def describe(self) -> list[Family]:
@@ -146,8 +153,10 @@ class CacheCollector(Collector):
 def scalars(
     metric: Metric, constant: Mapping[str, str] | None = None
 ) -> CounterMetricFamily | GaugeMetricFamily:
-    """Make an empty family of a counter or a gauge; `constant` are labels of all its samples, after
-    its own."""
+    """Make an empty family of a counter or a gauge.
+
+    `constant` are labels of all its samples, after its own.
+    """
     make = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(metric.family, metric.help, labels=[*metric.labels, *(constant or {})])
 
@@ -173,6 +182,7 @@ def add_latency(
     bounds = [*map(str, metric.buckets), "+Inf"]
     total, buckets = 0, list[tuple[str, float]]()
     for bound, calls in zip(bounds, latency.buckets, strict=True):
+        # Prometheus' buckets are cumulative, `Latency` counts each call in one bucket.
         total += calls
         buckets.append((bound, total))
     family.add_metric(labels, buckets, latency.seconds)
@@ -181,10 +191,14 @@ def add_latency(
 def of_fields(
     metrics: Iterable[Metric], statistics: object, constant: Mapping[str, str] | None = None
 ) -> Iterable[Family]:
-    """Make the families of metrics from the fields of `statistics` that they name; metrics of one
-    name share a family."""
+    """Make the families of metrics from the fields of `statistics` that they name.
+
+    Metrics of one name share a family.
+    """
     found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
     for metric in metrics:
+        # A second family of the same name would repeat its HELP and TYPE lines, which the text
+        # format forbids.
         family = found.get(metric.name)
         if family is None:
             family = found[metric.name] = scalars(metric, constant)

@@ -1,5 +1,4 @@
-"""Request ids: one for each call of a storage, passed on to the metadata server and logged by
-both."""
+"""Request ids: one for each call, logged by storage and metadata server."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ MAX_CHARACTERS: Final = 64
 
 _LEGAL: Final = re.compile(r"[A-Za-z0-9._:@/+=-]{1,64}")
 _ILLEGAL: Final = re.compile(r"[^A-Za-z0-9._:@/+=-]")
+# A context variable follows a call into worker threads, which run in a copy of its context.
 _current: Final = ContextVar("hicache_request_id", default="")
 
 
@@ -25,8 +25,10 @@ class _IdGenerator:
         self.restart()
 
     def restart(self) -> None:
-        """Draw a new prefix and count from 1: a forked child would otherwise repeat its parent's
-        ids."""
+        """Draw a new prefix and count from 1.
+
+        A forked child would otherwise repeat its parent's ids.
+        """
         self.prefix = secrets.token_hex(4)
         self.numbers = count(1)
 
@@ -51,6 +53,7 @@ def cleaned(text: str) -> str:
     It is cut to 64 characters; each that is neither a letter, a digit nor one of `._:@/+=-` becomes
     `_`.
     """
+    # Ids get into headers and log lines: a line feed would forge another one.
     return text if _LEGAL.fullmatch(text) else _ILLEGAL.sub("_", text[:MAX_CHARACTERS])
 
 
@@ -60,8 +63,10 @@ def call_request_id(given: str | None) -> str:
 
 
 def adopt(given: bytes | None) -> str:
-    """Set the context's id to that of a received request, its header's or a new one, and return
-    it."""
+    """Set the context's id to that of a received request, and return it.
+
+    That is its header's id, or a new one.
+    """
     request_id = (cleaned(given.decode("latin-1")) if given else "") or new_request_id()
     _current.set(request_id)
     return request_id

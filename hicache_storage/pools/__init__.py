@@ -1,5 +1,6 @@
-"""Host and device pools: their memory, slots and layouts, and how a storage reaches the pages of
-any host pool.
+"""Host and device pools: their memory, slots and layouts.
+
+`page_access` gives a storage the pages of any host pool.
 
 Only the parts that touch tensors import torch, and only when they are first used.
 """

@@ -22,8 +22,10 @@ class PageAccess(ABC):
     geometry: PageGeometry
 
     stages: ClassVar[bool] = False
-    """`targets` makes a buffer for each page, to be asked for page by page, once a page is known to
-    be there (rule GET-6)."""
+    """True if `targets` makes a buffer for each page.
+
+    It is then asked page by page, once a page is known to be there (rule GET-6).
+    """
 
     @abstractmethod
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
@@ -31,8 +33,10 @@ class PageAccess(ABC):
 
     @abstractmethod
     def targets(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """Writable buffers to read the pages into: the pool's own memory, or staging for
-        `deliver`."""
+        """Writable buffers to read the pages into.
+
+        The pool's own memory, or staging for `deliver`.
+        """
 
     def deliver(  # noqa: B027 - pools that lend their own memory have nothing left to do
         self,

@@ -38,11 +38,12 @@ def page_access(host_pool: object) -> PageAccess:
     where = type(host_pool).__name__
     if isinstance(host_pool, HostPool):
         return LentPages(host_pool, where)
+    # SGLang's logical anchors (DeepSeek-V4) have the attribute, with None in it; many pools do not
+    # have it at all.
     if getattr(host_pool, "kv_buffer", False) is None:
         raise InvalidPoolError(
             f"{where} has no memory of its own (kv_buffer is None): its pages are bookkeeping for "
-            f"other pools. "
-            "Register those, not this one"
+            "other pools. Register those, not this one"
         )
     return _engine_pages(host_pool, where)
 
@@ -59,13 +60,14 @@ class LentPages(PageAccess):
             )
         check_sizes(self.geometry.page_size, self.geometry.size, where)
         check_components(self.geometry.component_bytes, where)
+        # The first and the last page: a pool that is shorter than it declares is refused here, and
+        # does not fail in a transfer.
         for page in pool.page_buffers(end_pages(self.geometry)):
             lengths = tuple(len(buffer) for buffer in page if _is_writable_run(buffer))
             if len(lengths) != len(page) or lengths != self.geometry.component_bytes:
                 raise InvalidPoolError(
                     f"{where}.page_buffers must give writable, contiguous byte views as long as "
-                    f"geometry.component_bytes "
-                    f"{self.geometry.component_bytes}, got {page}"
+                    f"geometry.component_bytes {self.geometry.component_bytes}, got {page}"
                 )
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
@@ -85,8 +87,7 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
     if missing and not has_addresses:
         raise InvalidPoolError(
             f"{where} cannot be served: it needs geometry and page_buffers, or "
-            f"get_page_buffer_meta, or the flat pages "
-            f"of which it lacks {', '.join(missing)}"
+            f"get_page_buffer_meta, or the flat pages of which it lacks {', '.join(missing)}"
         )
     geometry = describe(host_pool, where)
     # These need torch, which an engine's pool has long loaded; a program without one stays free of
@@ -98,6 +99,7 @@ def _engine_pages(host_pool: object, where: str) -> PageAccess:
     if has_addresses:
         try:
             return AddressedPages(pool, geometry, where)
+        # Not an error yet: the pool's pages can still be copied, if it has the methods for that.
         except NoAddressesError as error:
             if missing:
                 raise InvalidPoolError(

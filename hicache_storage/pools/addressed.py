@@ -24,8 +24,9 @@ class NoAddressesError(Exception):
 
 
 class AddressedPages(PageAccess):
-    """Lends an engine's memory by the addresses that its `get_page_buffer_meta` tells, asked once
-    for each batch.
+    """Lends an engine's memory by the addresses that `get_page_buffer_meta` tells.
+
+    The method is called once for each batch.
 
     The pool is kept alive; that its memory stays where it says is the engine's promise for the
     length of a call.
@@ -47,15 +48,16 @@ class AddressedPages(PageAccess):
         if len(addresses) != len(lengths) or lengths != components * len(slots):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta must tell as many addresses as lengths, and the "
-                f"same lengths for each page; "
-                f"for {len(slots)} pages it returned {len(addresses)} addresses and the lengths "
-                f"{lengths}"
+                f"same lengths for each page; for {len(slots)} pages it returned {len(addresses)} "
+                f"addresses and the lengths {lengths}"
             )
         ranges = sorted(zip(addresses, lengths, strict=True))
         if any(start + length > after for (start, length), (after, _) in pairwise(ranges)):
             raise InvalidPoolError(
                 f"{where}.get_page_buffer_meta tells overlapping components for different pages"
             )
+        # Both are asked: not every pool tells where it lies, and device addresses look like any
+        # others.
         if is_on_device(pool) or not in_host_memory(ranges):
             raise NoAddressesError("the addresses of its pages are not host memory")
         self._span = _Span.over(addresses, max(components))
@@ -71,13 +73,17 @@ class AddressedPages(PageAccess):
             return []
         components = self.geometry.component_bytes
         expected = components * len(first_slots)
+        # Asked in every call: an engine's pool that compacts itself may move its pages between
+        # calls.
         addresses, lengths = self._pool.get_page_buffer_meta(self._indices(first_slots)) or ((), ())
         if len(addresses) != len(expected) or tuple(lengths) != expected:
             raise InvalidPoolError(
                 f"{self._where}.get_page_buffer_meta returned {components} bytes for a page when "
-                f"it was registered, "
-                f"and now {len(addresses)} components for {len(first_slots)} pages"
+                f"it was registered, and now {len(addresses)} components for {len(first_slots)} "
+                "pages"
             )
+        # A local reference: another thread may replace the attribute between the check and the
+        # slicing.
         span = self._span
         if not span.covers(addresses):
             self._span = span = _Span.over(addresses, max(components))
@@ -106,16 +112,17 @@ class AddressedPages(PageAccess):
             ) from error
         if not addresses and not lengths:
             raise InvalidPoolError(
-                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): its "
-                f"pages are bookkeeping "
-                "for other pools. Register those, not this one"
+                f"{self._where} has no memory of its own (get_page_buffer_meta tells nothing): "
+                "its pages are bookkeeping for other pools. Register those, not this one"
             )
         return addresses, lengths
 
 
 class _Span:
-    """One view from the lowest to the highest address in use: slicing it is twice as fast as a view
-    for each address."""
+    """One view from the lowest to the highest address in use.
+
+    Slicing it is twice as fast as a view for each address.
+    """
 
     __slots__ = ("_last", "start", "view")
 

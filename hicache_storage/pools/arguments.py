@@ -16,14 +16,22 @@ SCALE_BYTES = 4
 
 
 def check_counts(**counts: int) -> None:
-    """Refuse a count below 1; the keyword is the argument's name."""
+    """Refuse a count below 1; the keyword is the argument's name.
+
+    Raises:
+        InvalidPoolError: a count is below 1; the message names the argument.
+    """
     for name, count in counts.items():
         if count < 1:
             raise InvalidPoolError(f"{name} must be at least 1, got {count}")
 
 
 def check_size(size: int, page_size: int) -> None:
-    """Refuse a number of slots that is not a whole number of pages."""
+    """Refuse a number of slots that is not a whole number of pages.
+
+    Raises:
+        InvalidPoolError: the message names a size that would do.
+    """
     check_counts(page_size=page_size, size=size)
     if size % page_size:
         fitting = -(-size // page_size) * page_size
@@ -33,14 +41,23 @@ def check_size(size: int, page_size: int) -> None:
 
 
 def check_layout(layout: str, layouts: Sequence[str]) -> None:
-    """Refuse a layout that the pool does not have."""
+    """Refuse a layout that the pool does not have.
+
+    Raises:
+        InvalidPoolError: the message lists the layouts of the pool.
+    """
     if layout not in layouts:
         raise InvalidPoolError(f"layout must be one of {', '.join(layouts)}; got {layout!r}")
 
 
 def dtype_name(dtype: object, argument: str = "dtype") -> str:
-    """Name of an element type without the `torch.` prefix; `argument` is what a refusal calls
-    it."""
+    """Return the name of an element type without the `torch.` prefix.
+
+    `argument` is what a refusal calls it.
+
+    Raises:
+        InvalidPoolError: it is no `torch.dtype`.
+    """
     if not isinstance(dtype, torch.dtype):
         raise InvalidPoolError(
             f"{argument} must be a torch.dtype such as torch.bfloat16, got {dtype!r}"
@@ -49,8 +66,11 @@ def dtype_name(dtype: object, argument: str = "dtype") -> str:
 
 
 def check_state_shapes(temporal_shape: Sequence[int], conv_shapes: Sequence[Sequence[int]]) -> None:
-    """Refuse the shapes of a recurrent state that would have no bytes, or that hold what is no
-    length."""
+    """Refuse the shapes of a recurrent state without bytes, or with an invalid length.
+
+    Raises:
+        InvalidPoolError: the message names the argument.
+    """
     if not conv_shapes and 0 in temporal_shape:
         raise InvalidPoolError(
             "conv_shapes is empty and temporal_shape holds a 0: a page would have no bytes"
@@ -67,7 +87,11 @@ def check_state_shapes(temporal_shape: Sequence[int], conv_shapes: Sequence[Sequ
 
 
 def check_quantization(index_head_dim: int, quant_block_size: int) -> None:
-    """Refuse an index key that is not a whole number of quantized blocks."""
+    """Refuse an index key that is not a whole number of quantized blocks.
+
+    Raises:
+        InvalidPoolError: the message names both arguments.
+    """
     check_counts(index_head_dim=index_head_dim, quant_block_size=quant_block_size)
     if index_head_dim % quant_block_size:
         raise InvalidPoolError(

@@ -18,6 +18,8 @@ def cuda_runtime() -> ctypes.CDLL:
         ConfigError: torch has not loaded it as a shared library.
     """
     torch.cuda.init()  # type: ignore[no-untyped-call] # torch does not annotate it
+    # First the symbols of the process: torch may have linked the runtime statically or loaded it
+    # globally. A second copy of the library would have a state of its own.
     everything = ctypes.CDLL(None)
     if hasattr(everything, "cudaMemcpy2DAsync"):
         return everything
@@ -26,7 +28,7 @@ def cuda_runtime() -> ctypes.CDLL:
     if not paths:
         raise ConfigError(
             f"torch {torch.__version__} has not loaded libcudart as a shared library; install a "
-            f"wheel of torch for CUDA"
+            "wheel of torch for CUDA"
         )
     return ctypes.CDLL(min(paths))
 

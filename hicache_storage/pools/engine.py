@@ -21,8 +21,10 @@ class EnginePool(Protocol):
     def get_page_buffer_meta(
         self, indices: torch.Tensor
     ) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
-        page."""
+        """Addresses and lengths of the components of pages, in bytes.
+
+        Page after page of those in `indices`.
+        """
         ...
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
@@ -70,7 +72,11 @@ def describe(pool: object, where: str) -> PageGeometry:
 
 
 def check_sizes(page_size: int, size: int, where: str) -> None:
-    """Refuse a pool that is not a whole number of pages."""
+    """Refuse a pool that is not a whole number of pages.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
     if page_size < 1 or size < page_size or size % page_size:
         raise InvalidPoolError(
             f"{where}.size must be a positive multiple of its page_size, got {size} and {page_size}"
@@ -78,7 +84,11 @@ def check_sizes(page_size: int, size: int, where: str) -> None:
 
 
 def check_components(component_bytes: Sequence[int], where: str) -> None:
-    """Refuse a page without bytes, or with a component without."""
+    """Refuse a page without bytes, or with a component without.
+
+    Raises:
+        InvalidPoolError: the message begins with `where`.
+    """
     if not component_bytes or min(component_bytes) < 1:
         raise InvalidPoolError(
             f"{where}: a page's components must have at least 1 byte each, got {component_bytes}"
@@ -92,14 +102,17 @@ def end_pages(geometry: PageGeometry) -> list[int]:
 
 def is_on_device(pool: object) -> bool:
     """Return True if the pool declares device memory."""
+    # The buffer first: its bytes are there, whatever the pool's own attribute says.
     buffer = getattr(pool, "kv_buffer", None)
     device = getattr(buffer, "device", None) or getattr(pool, "device", None) or "cpu"
     return str(device).partition(":")[0] != "cpu"
 
 
 def _element_type(pool: object, where: str) -> str:
-    """The element types that the pool's bytes are made of; SGLang's Mamba and indexer pools have
-    more than `dtype`."""
+    """Return the element types that the pool's bytes are made of.
+
+    SGLang's Mamba and indexer pools have more than `dtype`.
+    """
     temporal, conv = getattr(pool, "temporal_dtype", None), getattr(pool, "conv_dtype", None)
     if temporal is not None and conv is not None:
         return f"{_dtype_name(temporal, where)}+{_dtype_name(conv, where)}"

@@ -1,5 +1,4 @@
-"""Host memory of pools: page-aligned, page-locked where CUDA is there, and seen as bytes without a
-copy."""
+"""Host memory of pools: page-aligned, page-locked with CUDA, and seen as bytes."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 def host_tensor(
     shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
 ) -> torch.Tensor:
-    """Allocate a contiguous CPU tensor in a memory mapping of its own; the mapping goes when its
-    last view does.
+    """Allocate a contiguous CPU tensor in a memory mapping of its own.
+
+    The mapping goes when its last view does.
 
     The first byte is aligned to the machine's page (4096 bytes at least), as O_DIRECT wants it.
-    Nothing is written:
-    the kernel hands out zeroed pages when they are first touched.
+    Nothing is written: the kernel hands out zeroed pages when they are first touched.
 
     Args:
         shape: may hold zeros; such a tensor has no mapping.
@@ -42,6 +41,7 @@ def host_tensor(
         InvalidPoolError: there is not that much memory, or CUDA refuses to lock it.
     """
     size = math.prod(shape) * dtype.itemsize
+    # `mmap` refuses a length of 0.
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)
     mapping = _map(size, populate=populate)
@@ -58,8 +58,9 @@ def host_tensor(
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy. The view keeps
-    the tensor alive.
+    """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy.
+
+    The view keeps the tensor alive.
 
     Raises:
         InvalidPoolError: the tensor is not contiguous or not in host memory.
@@ -73,13 +74,15 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if not size:
         return memoryview(bytearray())
     array = _array_type(size).from_address(tensor.data_ptr())
+    # The array only has an address; this attribute keeps the tensor, and with it the memory.
     vars(array)["tensor"] = tensor
     return memoryview(array).cast("B")
 
 
 def span_view(address: int, size: int) -> memoryview:
-    """Return `size` bytes from `address` on, writable, as one view to slice; the caller keeps that
-    memory alive.
+    """Return `size` bytes from `address` on, writable, as one view to slice.
+
+    The caller keeps that memory alive.
 
     Memory between the slices that are used need not exist.
     """
@@ -105,6 +108,7 @@ def _array_type(size: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
 
 
 def _map(size: int, *, populate: bool) -> mmap.mmap:
+    # Private, unlike the default of `mmap`: a forked child must not write into its parent's pool.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         mapping = mmap.mmap(-1, size, flags=flags)
@@ -128,7 +132,7 @@ def _lock_pages(owner: ctypes.Array[ctypes.c_ubyte], address: int, size: int) ->
         forget_error()
         raise InvalidPoolError(
             f"CUDA cannot lock {size} bytes of host memory ({error}); pass a smaller size, or "
-            f"pin_memory=False"
+            "pin_memory=False"
         )
     # At exit the CUDA context may go first, and the kernel releases the memory anyway.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
@@ -143,6 +147,8 @@ def _writable_mappings() -> list[tuple[int, int]]:
             if not access.startswith("rw"):
                 continue
             start, end = (int(text, 16) for text in span.split("-"))
+            # The kernel may split one allocation into several mappings, as for `madvise` on a part
+            # of it.
             if ranges and ranges[-1][1] == start:
                 ranges[-1] = (ranges[-1][0], end)
             else:

@@ -45,6 +45,8 @@ class StagedPages(PageAccess):
                 geometry, component_bytes=(model.numel() * model.element_size(),)
             )
             check_components(self.geometry.component_bytes, where)
+            # One page is copied as a trial: a pool that has the methods and cannot serve is refused
+            # here.
             self._read_first_page()
         except InvalidPoolError:
             raise
@@ -91,8 +93,7 @@ class StagedPages(PageAccess):
         if len(view) != self.geometry.page_bytes:
             raise InvalidPoolError(
                 f"{self._where}.get_data_page gives {len(view)} bytes where "
-                f"get_dummy_flat_data_page gives "
-                f"{self.geometry.page_bytes}"
+                f"get_dummy_flat_data_page gives {self.geometry.page_bytes}"
             )
         return view
 

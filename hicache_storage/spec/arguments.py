@@ -15,15 +15,16 @@ MAX_SECONDS: Final = threading.TIMEOUT_MAX
 
 
 def as_deadline(seconds: object) -> float:
-    """A call's `deadline_seconds`. 0 and less have passed already; what is too long is cut down by
-    the storage.
+    """Check a call's `deadline_seconds`, and return it as a float.
+
+    0 and less have passed already; what is too long is cut down by the storage.
 
     Raises:
         InvalidTransferError: it is no number, or NaN.
     """
     if not _is_number(seconds) or seconds != seconds:  # noqa: PLR0124 - NaN, of whichever type of number
         raise InvalidTransferError(
-            f"deadline_seconds must be a number of seconds from now, or None for the storage's own "
+            "deadline_seconds must be a number of seconds from now, or None for the storage's own "
             f"deadline, got {seconds!r:.80}"
         )
     try:
@@ -40,6 +41,7 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
         ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a
         thread can wait.
     """
+    # The smallest positive float, so that one comparison excludes 0, negative numbers and NaN.
     least = 0.0 if or_zero else math.ulp(0.0)
     if not (_is_number(seconds) and least <= seconds <= MAX_SECONDS):
         bound = "0 at least" if or_zero else "positive"
@@ -50,14 +52,16 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
 
 
 def check_list(value: object, where: str, what: str = "page keys") -> None:
-    """Check that an argument can be counted and gone through more than once, as a list or a tuple
-    can, and is no text.
+    """Check that an argument can be counted and iterated over more than once.
+
+    A list or a tuple can; a text is refused.
 
     Raises:
         InvalidTransferError: it is None, one text, or something else that is no sequence, such as
         an iterator or an array.
     """
     kind = type(value)
+    # The common cases; the check against the abstract class below takes three times as long.
     if kind is list or kind is tuple:
         return
     if value is None:
@@ -71,4 +75,5 @@ def check_list(value: object, where: str, what: str = "page keys") -> None:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
+    # A bool is an `int` and thus a `Real`, but `True` is not a number of seconds.
     return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))

@@ -32,6 +32,8 @@ class CancellationToken:
     def cancel(self) -> None:
         """Cancel the call, and wait until every shielded block that runs has ended."""
         with self._changed:
+            # Before the wait: a block that enters from now on finds itself inactive and ends at
+            # once, so that the wait is for writes alone.
             self._cancelled = True
             self._changed.wait_for(lambda: not self._shields)
 
@@ -47,6 +49,8 @@ class CancellationToken:
 
     def __enter__(self) -> bool:
         with self._changed:
+            # Counted also if the call is cancelled: `__exit__` cannot tell such a block from an
+            # active one.
             self._shields += 1
             return not self._cancelled
 

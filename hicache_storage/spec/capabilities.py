@@ -59,14 +59,16 @@ class Capabilities:
     """Calls leave the machine, so that round trips count (rule EX-10)."""
     hung_reads: HungReads = HungReads.WAIT
     may_hang: bool = True
-    """A call may hang while the store does not respond, so that a deadline needs a thread (about 60
-    us a call).
+    """True if a call may hang while the store does not respond.
+
+    A deadline then needs a thread (about 60 us a call).
 
     False for storage in memory alone. A local disk may stall as well as a network.
     """
     lookup_seconds: float | None = None
-    """Limit of the time of an exists of an open storage, kept by the driver itself, whatever the
-    store does.
+    """Limit of the time of an exists of an open storage, in seconds.
+
+    Kept by the driver itself, whatever the store does.
 
     Such an exists needs no thread, unless the deadline is shorter. None if it may hang.
     """

@@ -37,6 +37,7 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
         ConfigError: an unknown option (with the nearest known one), a missing one, or a bad value.
     """
     known = list(model.__struct_fields__)
+    # Before `convert`, whose error for an unknown option does not say which known one is near.
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
@@ -50,14 +51,17 @@ def parse_config(model: type[ConfigT], options: Mapping[str, object]) -> ConfigT
         config = msgspec.convert(dict(options), type=model, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad configuration: {_said(str(error))}") from error
+    # After `convert`: text such as "nan" becomes a float only there.
     for name in known:
         _check_number(name, getattr(config, name))
     return config
 
 
 def _check_number(name: str, value: object) -> None:
-    """Bounds that a model cannot state: NaN passes every comparison, and no lock waits as long as
-    infinity."""
+    """Check bounds that a model cannot state.
+
+    NaN passes every comparison, and no lock waits as long as infinity.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(
             f"bad configuration: option {name!r}: must be a finite number, got {value!r}"
@@ -71,14 +75,16 @@ def _check_number(name: str, value: object) -> None:
 
 def _said(error: str) -> str:
     """The option before what is wrong with it."""
+    # msgspec puts the path behind the reason: "Expected `int`, got `str` - at `$.capacity`".
     what, _, name = error.rpartition(" - at `$.")
     hint = "; write true or false" if what.startswith("Expected `bool") else ""
     return f"option {name.rstrip('`')!r}: {what}{hint}" if what else error
 
 
 def parse_bytes(size: int | str) -> int:
-    """Number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096; `i` means powers of 1024, without
-    it powers of 1000.
+    """Return the number of bytes in `"1TiB"`, `"500MB"`, `"4096"` or 4096.
+
+    `i` means powers of 1024, without it powers of 1000.
 
     Raises:
         ValueError: the text is not a size.

@@ -31,8 +31,10 @@ from typing import ClassVar
 
 
 class HiCacheError(Exception):
-    """Base of what storages raise, and what finds and makes them; `code` is stable and
-    append-only."""
+    """Base of what storages raise, and what finds and makes them.
+
+    `code` is stable and append-only.
+    """
 
     code: ClassVar[str] = "hicache"
 
@@ -56,8 +58,10 @@ class DriverConflictError(DriverError):
 
 
 class DriverUnavailableError(DriverError, ImportError):
-    """A driver's module or one of its dependencies cannot be imported; `__cause__` has the
-    reason."""
+    """A driver's module or one of its dependencies cannot be imported.
+
+    `__cause__` has the reason.
+    """
 
     code = "driver-unavailable"
 
@@ -105,8 +109,10 @@ class UnknownPoolError(InvalidTransferError):
 
 
 class SlotError(HiCacheError, ValueError):
-    """Slots of a host pool were asked for or given back wrongly, for instance twice; the message
-    names them."""
+    """Slots of a host pool were asked for or given back wrongly, for instance twice.
+
+    The message names them.
+    """
 
     code = "slot"
 

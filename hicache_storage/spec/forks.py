@@ -11,20 +11,25 @@ if TYPE_CHECKING:
 
 
 class ForkAware(Protocol):
-    """State that threads share: a fork may happen while one of them holds its lock, and that thread
-    is not in the child."""
+    """State that threads share.
+
+    A fork may happen while a thread holds its lock, and that thread is not in the child.
+    """
 
     def begin_in_child(self) -> None:
         """Replace locks, and forget calls in flight. Runs first in a forked child."""
         ...
 
 
+# Weak references: a storage that is dropped without being closed is not kept for the next fork.
 _aware: Final[WeakSet[ForkAware]] = WeakSet()
 
 
 def begin_in_children(state: ForkAware) -> None:
-    """Call `state.begin_in_child()` in each process that is forked from now on, as long as `state`
-    is referenced."""
+    """Call `state.begin_in_child()` in each process that is forked from now on.
+
+    It is called as long as `state` is referenced.
+    """
     _aware.add(state)
 
 
@@ -33,4 +38,5 @@ def _begin() -> None:
         state.begin_in_child()
 
 
+# One hook for all objects, since Python has no way to unregister one.
 os.register_at_fork(after_in_child=_begin)

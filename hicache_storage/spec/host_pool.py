@@ -32,15 +32,18 @@ class PageGeometry:
 
 @runtime_checkable
 class HostPool(Protocol):
-    """A host pool that lends its memory: the SDK's own pools, and any other that offers these two
-    members."""
+    """A host pool that lends its memory.
+
+    The SDK's own pools, and any other that offers these two members.
+    """
 
     @property
     def geometry(self) -> PageGeometry: ...
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """For each page, given by its first slot, its components as writable byte views of the pool
-        itself.
+        """For each page, its components as writable byte views of the pool itself.
+
+        Pages are given by their first slots.
 
         The views stay valid as long as the pool lives. `first_slots` are aligned to the page size
         and in range; the caller has checked them.

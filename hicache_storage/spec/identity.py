@@ -9,6 +9,7 @@ from hicache_storage.spec.errors import InvalidIdentityError
 from hicache_storage.spec.transfers import PoolName
 
 FINGERPRINT_BYTES = 16
+"""Length of a fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +56,18 @@ class StorageIdentity:
     kv_replicated: bool = False
     """Every TP rank holds the same KV bytes (MLA, MQA)."""
     tp_sharded_pools: frozenset[str] = field(default_factory=lambda: frozenset({"mamba"}))
-    """Pools that stay sharded over TP even where `kv_replicated`; decides about sharing only
-    through the pool asked."""
+    """Pools that stay sharded over TP even where `kv_replicated`.
+
+    Decides about sharing only through the pool asked.
+    """
     dp_replicated: bool = True
     """DP ranks serve other requests with the same weights, so that equal keys mean equal bytes."""
     tenant: str = ""
+    """Pages are shared only within a tenant."""
     adapter: str = ""
     """LoRA or other adapter that changes the KV."""
     salt: str = ""
+    """Any text; changing it makes all pages stored so far invisible."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp"):
@@ -82,6 +87,7 @@ class StorageIdentity:
         for name in ("model", "kv_dtype", "layout"):
             if not getattr(self, name):
                 raise InvalidIdentityError(f"{name} must not be empty")
+        # The dataclass is frozen; and a configuration file has a list, which has no hash.
         object.__setattr__(self, "tp_sharded_pools", frozenset(map(str, self.tp_sharded_pools)))
 
     def is_replicated(self, pool: str) -> bool:
@@ -89,24 +95,36 @@ class StorageIdentity:
         return self.kv_replicated and pool not in self.tp_sharded_pools
 
     def is_writer(self, pool: str) -> bool:
-        """Return True if this rank writes the pool: every rank of a sharded pool, one rank of a
-        replicated one."""
+        """Return True if this rank writes the pool.
+
+        Every rank writes a sharded pool, one rank a replicated one.
+        """
         return self.tp_rank == 0 or not self.is_replicated(pool)
 
     def deciding_fields(self, pool: str) -> dict[str, str | int | bool]:
         """The fields that decide about sharing in `pool`, in declaration order."""
+        # It decides through `is_replicated` alone: a pool that is added to it must not change the
+        # fingerprints of the others.
         ignored = {"tp_sharded_pools"}
         if self.is_replicated(pool):
+            # Otherwise engines of two TP sizes would store the same bytes twice and not find each
+            # other's (rule ID-3).
             ignored |= {"tp_rank", "tp_size", "head_start", "head_end"}
         if self.dp_replicated:
             ignored |= {"dp_rank", "dp_size"}
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:
-        """16 bytes that are equal for two identities exactly when they share `pool`'s pages; stable
-        across releases."""
+        """Return 16 bytes that are equal for two identities exactly when they share pages.
+
+        The pages are those of `pool`. Stable across releases.
+        """
+        # Imported here, so that pools and copies load without it.
         import msgspec
 
+        # Sorted: a field that moves inside the class must not change the fingerprint, which would
+        # empty every store. The number of the contract keeps the pages of another major version
+        # apart.
         text = msgspec.json.encode(
             {"contract": 2, "pool": str(pool), **self.deciding_fields(pool)}, order="sorted"
         )

@@ -34,6 +34,8 @@ class PoolPresence:
             InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`, or
             keys that are no list.
         """
+        # Only the number of keys counts here: an engine that does not know a pool's keys passes a
+        # placeholder, which must not be checked as a key.
         if transfer.keys is not None:
             check_list(transfer.keys, f"pool {transfer.name!r}: keys")
         if (
@@ -42,13 +44,14 @@ class PoolPresence:
         ):
             raise InvalidTransferError(
                 f"pool {transfer.name!r}: block_groups needs 0 <= group_pages <= block_pages and "
-                f"block_pages > 0, "
-                f"got group_pages={transfer.group_pages}, block_pages={transfer.block_pages}"
+                f"block_pages > 0, got group_pages={transfer.group_pages}, "
+                f"block_pages={transfer.block_pages}"
             )
         return cls(
             transfer.name,
             present,
             transfer.hit_policy,
+            # A window of 0 pages would make every endpoint legal (rule EX-3: at least 1).
             max(1, len(transfer.keys or ())),
             transfer.block_pages,
             transfer.group_pages,
@@ -75,14 +78,14 @@ def legal_endpoints(pool: PoolPresence, limit: int) -> range | list[int]:
     window, run, legal = max(1, pool.window_pages), 0, list[int]()
     for endpoint, exists in enumerate(pool.present[:limit], start=1):
         run = run + 1 if exists else 0
+        # The second case: a prefix that is shorter than the window has no earlier page to miss.
         if run >= window or run == endpoint:
             legal.append(endpoint)
     return legal
 
 
 def covered_pages(pool: PoolPresence) -> int:
-    """Pages of the chain covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule
-    EX-4).
+    """Pages covered by the leading complete groups of a `BLOCK_GROUPS` pool (rule EX-4).
 
     Block i spans chain pages [i * b, (i + 1) * b); its group is the last g of them.
     """
@@ -102,18 +105,24 @@ def common_hit(kv: Sequence[bool], pools: Sequence[PoolPresence] = ()) -> PoolTr
     minimum of their maxima (rule EX-1). A pool asked about twice keeps its lower verdict.
     """
     kv_hit = leading_pages(kv)
+    # A model with attention alone: no sets of endpoints, of which a chain may have thousands.
     if not pools:
         return PoolTransferResult(kv_hit, {PoolName.KV: kv_hit}, list(range(1, kv_hit + 1)))
     verdicts = {PoolName.KV: kv_hit}
     common: set[int] | None = None
+    # The endpoints of an `ALL_PAGES` pool have no holes, so one number stands for them; only
+    # windows need sets.
     bound = kv_hit
     for pool in pools:
         if pool.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
+            # Changes neither `bound` nor `common`: these pools report and never lower the hit (rule
+            # EX-4).
             verdict = covered_pages(pool)
         elif pool.hit_policy is PoolHitPolicy.ALL_PAGES:
             verdict = leading_pages(pool.present)
             bound = min(bound, verdict)
         else:
+            # Not limited to KV's hit: the verdict is the pool's own longest endpoint (rule EX-6).
             legal = legal_endpoints(pool, len(pool.present))
             verdict = legal[-1] if legal else 0
             common = set(legal) if common is None else common.intersection(legal)

@@ -1,5 +1,6 @@
-"""Context of one call beside its arguments: `extra_info` of methods without that parameter, and
-faults of the call.
+"""Context of one call beside its arguments.
+
+That is `extra_info` of methods without that parameter, and the faults of the call.
 
 Both are context variables. A thread that works for a call runs in a copy of the caller's context,
 as the deadline layer's do.
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from hicache_storage.spec.transfers import HiCacheStorageExtraInfo
 
+# The value is an object that is changed in place: a worker thread sets variables in its copy of the
+# context only, but counts into the caller's scope.
 _faults: Final[ContextVar[FaultScope | None]] = ContextVar("hicache_call_faults", default=None)
 _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
     "hicache_call_info", default=None
@@ -20,14 +23,18 @@ _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
 
 
 def current_call_info() -> HiCacheStorageExtraInfo | None:
-    """Return deadline and cancellation of the `delete()` or `clear()` that runs in this context;
-    None without."""
+    """Return deadline and cancellation of the `delete()` or `clear()` in this context.
+
+    None without one.
+    """
     return _info.get()
 
 
 class CallInfoScope:
-    """Context manager that passes deadline and cancellation to `delete()` and `clear()`, which take
-    no `extra_info`."""
+    """Context manager that passes deadline and cancellation to `delete()` and `clear()`.
+
+    They take no `extra_info`.
+    """
 
     __slots__ = ("_info", "_token")
 
@@ -42,8 +49,10 @@ class CallInfoScope:
 
 
 class FaultScope:
-    """Context manager that counts the faults of the calls within, and not those of other
-    threads."""
+    """Context manager that counts the faults of the calls within.
+
+    Not those of other threads.
+    """
 
     __slots__ = ("_token", "count", "store_asked")
 
@@ -61,16 +70,22 @@ class FaultScope:
 
 
 def note_fault() -> None:
-    """Report a fault of the store to the call in this context; consecutive ones open a circuit
-    breaker."""
+    """Report a fault of the store to the call in this context.
+
+    Consecutive ones open a circuit breaker.
+    """
     scope = _faults.get()
     if scope is not None:
+        # Without a lock: the breaker only compares the count with 0, so a lost increment is
+        # harmless.
         scope.count += 1
 
 
 def note_answer_from_memory() -> None:
-    """Record that the call in this context was answered without the store: no evidence for a
-    circuit breaker."""
+    """Record that the call in this context was answered without the store.
+
+    That is no evidence for a circuit breaker.
+    """
     scope = _faults.get()
     if scope is not None:
         scope.store_asked = False

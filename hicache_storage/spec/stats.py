@@ -38,12 +38,15 @@ class Latency:
 
     calls: int = 0
     seconds: float = 0.0
+    """Sum of the durations."""
     buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
+    """Calls by `LATENCY_BOUNDS_SECONDS`, not cumulative; the last bucket has no bound."""
 
     def observe(self, seconds: float) -> None:
         """Count one call that took `seconds`."""
         self.calls += 1
         self.seconds += seconds
+        # A duration that equals a bound belongs to its bucket: Prometheus' bounds are inclusive.
         self.buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
 
 
@@ -89,5 +92,7 @@ class StorageStats:
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
     failovers: int = 0
-    """Failovers to other servers of the same store; a call that another server has answered is no
-    fault."""
+    """Failovers to other servers of the same store.
+
+    A call that another server has answered is no fault.
+    """

@@ -166,7 +166,8 @@ class HiCacheStorage(ABC):
         Raises:
             StorageUnavailableError: it did not happen, or only in part.
             StorageTimeoutError: it was not over at the deadline; it may have happened, and may
-            still happen. UnsupportedOperationError: `capabilities.clears` is not declared.
+            still happen.
+            UnsupportedOperationError: `capabilities.clears` is not declared.
         """
         raise UnsupportedOperationError(
             f"{type(self).__name__} does not declare the capability 'clears'"
@@ -177,14 +178,18 @@ class HiCacheStorage(ABC):
         """A snapshot of the counters; also after `close()`."""
 
     def fault_count(self) -> int:
-        """Return the number of calls that have failed so far; cheap enough to be read around each
-        call."""
+        """Return the number of calls that have failed so far.
+
+        Cheap enough to be read around each call.
+        """
         return self.get_stats().faults
 
     @property
     def notes_faults(self) -> bool:
-        """True if faults are reported to the call that meets them (`note_fault`); otherwise only by
-        `fault_count`."""
+        """True if faults are reported to the call that meets them (`note_fault`).
+
+        Otherwise only by `fault_count`.
+        """
         return False
 
     @abstractmethod
@@ -197,13 +202,16 @@ class HiCacheStorage(ABC):
 
         Raises:
             StorageUnavailableError: the outside world did not answer within the deadline; may be
-            tried again. StorageClosedError: `close()` has been called.
+            tried again.
+            StorageClosedError: `close()` has been called.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Finish the calls that run, and leave no thread, descriptor, socket or registration
-        behind. Idempotent."""
+        """Finish the calls that run, and release everything. Idempotent.
+
+        No thread, descriptor, socket or registration is left behind.
+        """
 
     def __enter__(self) -> Self:
         self.open()

@@ -41,6 +41,8 @@ class PoolName(str):
     DRAFT: ClassVar[PoolName]
 
     def __new__(cls, name: str) -> Self:
+        # Every transfer of every call converts its names: one that is a `PoolName` has been
+        # checked.
         if isinstance(name, cls):
             return name
         given: object = name  # callers are untyped engines
@@ -54,6 +56,7 @@ class PoolName(str):
         return super().__new__(cls, text)
 
 
+# Not in the class body, where the class does not exist yet.
 PoolName.KV = PoolName("kv")
 PoolName.MAMBA = PoolName("mamba")
 PoolName.SWA = PoolName("swa")
@@ -67,11 +70,15 @@ class PoolHitPolicy(StrEnum):
     ALL_PAGES = "all_pages"
     """Pages [0, p) (rule EX-2)."""
     TRAILING_PAGES = "trailing_pages"
-    """Pages [max(0, p - n), p), n being the number of keys in the transfer, at least 1 (rule
-    EX-3)."""
+    """Pages [max(0, p - n), p) (rule EX-3).
+
+    n is the number of keys in the transfer, at least 1.
+    """
     BLOCK_GROUPS = "block_groups"
-    """Never decides about p; the pool only reports what its leading complete groups cover (rule
-    EX-4)."""
+    """Never decides about p (rule EX-4).
+
+    The pool only reports what its leading complete groups cover.
+    """
 
 
 @dataclass(slots=True)
@@ -87,13 +94,17 @@ class PoolTransfer:
     name: PoolName
     """The pool; a plain string is accepted and converted."""
     host_indices: torch.Tensor | None = None
-    """int64 on the CPU, `len(keys) * page_size` slots of the pool's host buffer, pages of
-    consecutive slots."""
+    """int64 on the CPU, `len(keys) * page_size` slots of the pool's host buffer.
+
+    Pages of consecutive slots.
+    """
     device_indices: torch.Tensor | None = None
     """Slots of the device pool; storage ignores them."""
     keys: Sequence[str] | None = None
-    """Page keys, each at most 512 bytes of UTF-8. For `batch_exists_v2` only their number counts
-    (the window)."""
+    """Page keys, each at most 512 bytes of UTF-8.
+
+    For `batch_exists_v2` only their number counts (the window).
+    """
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
     nodes_to_load: list[object] | None = None
     """The cache nodes this transfer covers; storage ignores them."""
@@ -107,6 +118,8 @@ class PoolTransfer:
     def __post_init__(self) -> None:
         self.name = PoolName(self.name)
         try:
+            # Plain strings are accepted; `policies.py` compares with `is`, so the field must be the
+            # member.
             self.hit_policy = PoolHitPolicy(self.hit_policy)
         except ValueError:
             known = ", ".join(PoolHitPolicy)
@@ -150,18 +163,23 @@ class HiCacheStorageExtraInfo:
     prefix_keys: Sequence[str] | None = None
     """Keys that precede the call's keys in the chain, from the start of the sequence."""
     deadline_seconds: float | None = None
-    """Time the call may take from now: None, or more than the storage's own deadline, leaves it to
-    that.
+    """Time the call may take from now, in seconds.
+
+    None, or more than the storage's own deadline, leaves it to that.
 
     At 0 and below the deadline has passed already: the call is a miss at once, and nothing is
     written or published.
     """
     request_id: str | None = None
-    """For logs and traces; at most 64 characters of it. None takes that of the context
-    (`RequestScope`), or draws one."""
+    """For logs and traces; at most 64 characters of it.
+
+    None takes that of the context (`RequestScope`), or draws one.
+    """
     cancellation: CancellationToken | None = None
-    """Token that the deadline layer, or another caller, cancels before the call has ended; None
-    where no caller does."""
+    """Token that is cancelled before the call has ended; None where no caller does.
+
+    The deadline layer cancels it, or another caller.
+    """
 
     def __post_init__(self) -> None:
         if self.deadline_seconds is not None:

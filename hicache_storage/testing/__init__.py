@@ -1,5 +1,4 @@
-"""Test support for engines and drivers: a storage in memory, fault injection, a host pool of bytes,
-simulated streams.
+"""Test support: a storage in memory, fault injection, a byte pool, simulated streams.
 
 `StreamSimulator` and its types are those of `hicache_storage.transfer.simulator`. No test runner is
 needed.

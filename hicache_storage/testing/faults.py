@@ -47,8 +47,9 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultOptions:
-    """Probabilities of faults in each call of exists, get, set and clear; each independent of the
-    others.
+    """Probabilities of faults in each call of exists, get, set and clear.
+
+    Each is independent of the others.
 
     Raises:
         ConfigError: a value is out of range.
@@ -61,8 +62,10 @@ class FaultOptions:
     """Maximum of the delays, which are uniform from 0 on."""
     hang: float = 0.0
     hang_seconds: float = 60.0
-    """Time after which a hang ends with a miss, unless `disable` or `close` ends it earlier; a
-    clear then raises."""
+    """Time after which a hang ends with a miss, in seconds; a clear then raises.
+
+    `disable` or `close` ends it earlier.
+    """
     failure: float = 0.0
     """The call is a miss, and counts as a fault; a clear raises.
 
@@ -81,7 +84,9 @@ class FaultOptions:
 
 class FaultLayer(MissAnsweringLayer):
     """A fault injector: calls are late, hang, fail, or move only some of their pages.
-    Thread-safe."""
+
+    Thread-safe.
+    """
 
     def __init__(self, inner: HiCacheStorage, options: FaultOptions) -> None:
         super().__init__(inner)
@@ -184,6 +189,8 @@ class FaultLayer(MissAnsweringLayer):
             # Always the same number of draws, so that one probability does not change the faults of
             # the others.
             late, hangs, fails, holes = (self._random.random() for _ in range(4))
+            # Each call has a generator of its own: with a shared one, the order of draws would
+            # depend on how threads interleave.
             seconds, lost, seed = (
                 self._random.random(),
                 self._random.random() < 0.5,
@@ -220,12 +227,15 @@ class FaultLayer(MissAnsweringLayer):
     ) -> AnswerT:
         began = time.monotonic()
         if faults.hangs:
+            # An event in place of `time.sleep`: `disable` and `close` end the hang.
             self._disabling.wait(self._options.hang_seconds)
             note_fault()
             return miss()
         if faults.delay_seconds:
             self._disabling.wait(faults.delay_seconds)
             if info is not None and info.deadline_seconds is not None:
+                # The storage below measures the deadline from its own start: without this, the
+                # injected delay would be added to the caller's time.
                 left = info.deadline_seconds - (time.monotonic() - began)
                 if left <= 0:
                     return miss()
@@ -259,6 +269,7 @@ def _with_missing_pages(
     if not faults.partial or not total:
         return answer
     missing = set(faults.random.sample(range(total), faults.random.randint(1, total)))
+    # One iterator for all pools: places are counted over the whole answer.
     places = iter(range(total))
     return {
         pool: [ok and place not in missing for ok, place in zip(pages, places, strict=False)]

@@ -53,9 +53,12 @@ class BytePool:
         return bytes(self.memory[index * size : (index + 1) * size])
 
     def fill(self, index: int, seed: int) -> bytes:
-        """Fill a page with a pattern of a seed, and return it; equal seeds modulo 256 have equal
-        patterns."""
+        """Fill a page with a pattern of a seed, and return it.
+
+        Equal seeds modulo 256 have equal patterns.
+        """
         size = self.geometry.page_bytes
+        # Neighbouring bytes differ, so that a page which is shifted is noticed.
         page = bytes((seed * 31 + offset) % 256 for offset in range(size))
         self.memory[index * size : (index + 1) * size] = page
         return page

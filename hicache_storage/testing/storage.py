@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from hicache_storage.spec import StorageIdentity
 
 CAPABILITIES = Capabilities(
-    sharing=Sharing.PROCESS, durability=Durability.REOPEN, deletes=True, clears=True, may_hang=False
+    sharing=Sharing.PROCESS,
+    durability=Durability.REOPEN,
+    deletes=True,
+    clears=True,
+    # A dictionary does not hang, so the deadline layer needs no thread.
+    may_hang=False,
 )
 
 
@@ -53,11 +58,15 @@ class MemoryStorage(ObjectStorage):
         self.objects: dict[str, bytes] = {} if objects is None else objects
         """Stored objects by name, envelopes included; a test may damage or remove them."""
         self.operations: list[str] = []
-        """Operations so far: `connect`, `exist`, `read`, `write`, `delete`, `clear`,
-        `disconnect`."""
+        """Operations so far.
+
+        `connect`, `exist`, `read`, `write`, `delete`, `clear`, `disconnect`.
+        """
         self.before: Callable[[str], None] = lambda operation: None
-        """Called with the name of each operation before it runs; may block or raise, to simulate a
-        failing store."""
+        """Called with the name of each operation before it runs.
+
+        May block or raise, to simulate a failing store.
+        """
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         self._record("exist")
@@ -97,6 +106,7 @@ class MemoryStorage(ObjectStorage):
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         self._record("clear")
         names = tuple(namespace.name for namespace in namespaces)
+        # A list first: a dictionary must not shrink while it is iterated over.
         for name in [name for name in self.objects if name.startswith(names)]:
             del self.objects[name]
 
@@ -108,4 +118,5 @@ class MemoryStorage(ObjectStorage):
 
     def _record(self, operation: str) -> None:
         self.operations.append(operation)
+        # Recorded before it runs: an operation that blocks or fails has been asked for, too.
         self.before(operation)

@@ -1,2 +1,4 @@
-"""Tools for authors and operators: scaffold, diagnosis, benchmark, dashboards. Without terminal
-output."""
+"""Tools for authors and operators, without terminal output.
+
+Scaffold, diagnosis, benchmark, dashboards.
+"""

@@ -1,5 +1,7 @@
-"""Options of a driver as `key=value` texts, and the secrets, directories and servers that they
-contain."""
+"""Options of a driver as `key=value` texts.
+
+Secrets, directories and servers are found in them.
+"""
 
 from __future__ import annotations
 
@@ -59,10 +61,13 @@ def without_user(text: str) -> str:
 
 
 def directories(options: Mapping[str, object]) -> dict[str, Path]:
-    """Find the directories in options: by a name such as `path` or `cache_dir`, or an absolute path
-    that is no file."""
+    """Find the directories in options.
+
+    By a name such as `path` or `cache_dir`, or an absolute path that is no file.
+    """
     found = dict[str, Path]()
     for name, value in options.items():
+        # A URL in an option such as `store_path` names no directory of this machine.
         if isinstance(value, (str, Path)) and str(value) and not _URL.match(str(value)):
             path = Path(value)
             if (_PLACE.search(name) or path.is_absolute()) and not path.is_file():
@@ -77,8 +82,10 @@ def nearest_directory(path: Path) -> Path:
 
 
 def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
-    """Find host and port of the servers in options, as URL or `host:port`; several are a list, or
-    separated by commas."""
+    """Find host and port of the servers in options, as URL or `host:port`.
+
+    Several are a list, or separated by commas.
+    """
     found = dict[str, list[tuple[str, int]]]()
     for name, value in options.items():
         several = cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else [value]
@@ -90,8 +97,10 @@ def servers(options: Mapping[str, object]) -> dict[str, list[tuple[str, int]]]:
 
 
 def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | None:
-    """Return options of a throwaway store in an empty directory; None if the driver needs servers
-    for one."""
+    """Return options of a throwaway store in an empty directory.
+
+    None if the driver needs servers for one.
+    """
     if any("{port:" in value for value in spec.trial_config.values()):
         return None
     return {name: value.replace(TMP, str(directory)) for name, value in spec.trial_config.items()}
@@ -108,4 +117,5 @@ def _address(text: str) -> tuple[str, int] | None:
     match = _HOST_PORT.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         return None
+    # Sockets take the address of IPv6 without the brackets.
     return match["host"].strip("[]"), int(match["port"])

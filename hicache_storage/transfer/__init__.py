@@ -1,5 +1,6 @@
-"""Copies between device and host memory on streams: the protocol, CUDA, and a simulator for
-machines without a GPU.
+"""Copies between device and host memory on streams.
+
+The protocol, CUDA, and a simulator for machines without a GPU.
 
 Only what touches CUDA imports torch, and only when it is first used.
 """

@@ -1,5 +1,7 @@
-"""Copies of pages between device and host, ordered by events against the compute stream and each
-other."""
+"""Copies of pages between device and host, ordered by events.
+
+The events order them against the compute stream, and against each other.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ OUT, IN = "write-back", "load"
 
 
 class TransferEngine(Protocol):
-    """Copies of pages between L1 and L2. Called by one thread at a time; no call waits for a
-    copy."""
+    """Copies of pages between L1 and L2.
+
+    Called by one thread at a time; no call waits for a copy.
+    """
 
     host_slots: HostSlots
     """Allocator of host pages."""
@@ -45,28 +49,43 @@ class TransferEngine(Protocol):
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
-        """Copy device pages to host pages, behind every kernel launched so far on the compute
-        stream.
+        """Copy device pages to host pages.
+
+        The copies run behind every kernel launched so far on the compute stream.
 
         The host pages may be read once it is acknowledged. They may be freed at any time, and the
         device pages overwritten after `before_overwrite`.
 
         Args:
             device_indices, host_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                host page occurs twice; nothing is copied.
         """
         ...
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        """Copy host pages to device pages layer by layer, behind every kernel launched so far on
-        the compute stream.
+        """Copy host pages to device pages layer by layer.
+
+        The copies run behind every kernel launched so far on the compute stream.
 
         The caller has written the host pages, and may free them at any time.
+
+        Args:
+            host_indices, device_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                device page occurs twice; nothing is copied.
         """
         ...
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that
-        overwrites them."""
+        """Let the compute stream wait for the copies that use device pages.
+
+        To be called before a kernel overwrites them.
+        """
         ...
 
 
@@ -78,8 +97,9 @@ class PageTransfer(NamedTuple):
 
 
 class PageTransfers:
-    """The transfer engine of the SDK, for one pool: one stream for each direction, and what its
-    backend adds.
+    """The transfer engine of the SDK, for one pool.
+
+    It has one stream for each direction, and what its backend adds.
 
     To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools
     until its copies are over, also when it is garbage collected without being closed, which then
@@ -93,17 +113,17 @@ class PageTransfers:
         backend: how copies are made. `direct`: the copy engine moves runs of pages that are
             adjacent on both sides. `kernel`: pages are gathered and scattered on the device and
             cross the bus through staging buffers; only the order of host pages counts. `mapped`:
-            kernels read and write page-locked host memory themselves; no order
-            counts. Which is fastest depends on machine, layout, page size and fragmentation:
+            kernels read and write page-locked host memory themselves; no order counts. Which is
+            fastest depends on machine, layout, page size and fragmentation:
             `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer: for each direction `kernel` has two, `mapped`
-            one. None is longer than its pool needs.
+        staging_bytes: length of each staging buffer, in bytes: for each direction `kernel` has
+            two, `mapped` one. None is longer than its pool needs.
         streams: for write-backs and for loads, where several pools share them; None makes new ones.
 
     Raises:
         InvalidPoolError: the pools do not fit each other, and the message names the field; or the
-        device has no memory for
-            the staging buffers, or `backend` is `mapped` and the host memory is not page-locked.
+        device has no memory for the staging buffers, or `backend` is `mapped` and the host memory
+        is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 
@@ -125,7 +145,9 @@ class PageTransfers:
         self._compute = compute
         self._device_pages = device_pages
         self._host_pages = host_pages
-        self._out, self._in = streams = streams or (device.stream(OUT), device.stream(IN))
+        streams = streams or (device.stream(OUT), device.stream(IN))
+        self._out = streams[0]
+        self._in = streams[1]
         self._copies = page_copies(
             backend, device, device_pages, host_pages, staging_bytes, streams
         )
@@ -138,8 +160,7 @@ class PageTransfers:
         if not all(map(device.is_locked, host_pages.layer(0))):
             logger.warning(
                 "the memory of %s is not page-locked: every copy makes the thread that calls "
-                "write_back or load wait for it; "
-                "make the pool with pin_memory=True",
+                "write_back or load wait for it; make the pool with pin_memory=True",
                 type(host_pool).__name__,
             )
 
@@ -196,11 +217,13 @@ class PageTransfers:
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
+        # Outside of `try`: nothing is enqueued yet, so no page needs a fence.
         transfer = self.checked_write_back(device_indices, host_indices)
         try:
             self.begin_write_back(transfer)
             finished = recorded(self._device, self._out)
         except BaseException:
+            # Some copies may have been enqueued: their pages stay fenced until those have run.
             self.give_up(OUT, transfer, end_after_failure(self._device, self._out))
             raise
         self.end_write_back(transfer, finished)
@@ -233,14 +256,18 @@ class PageTransfers:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no
             host page twice.
         """
+        # A device page may occur twice here, because it is only read.
         transfer = self._checked(device_indices, host_indices)
         _refuse_repeated("host_indices", transfer.moves.host)
         return transfer
 
     def begin_write_back(self, transfer: PageTransfer) -> None:
         """Enqueue the copies of all layers."""
+        # Behind all kernels launched so far: nothing tells which of them writes these pages (rule
+        # ST-1).
         self._behind_compute(self._out)
         self._device_fences.before_read(self._out, transfer.moves.device)
+        # A load on the other stream may still read the host pages (rule ST-3).
         self._host_fences.before_write(self._out, transfer.moves.host)
         self._copies.write_back(self._out, transfer.moves)
 
@@ -249,6 +276,8 @@ class PageTransfers:
         self._device_fences.reads(transfer.moves.device, finished)
         self._host_fences.writes(transfer.moves.host, finished)
         self._in_flight.note(OUT, finished)
+        # The caller may free the host pages at any time; they are handed out when the copy has
+        # ended.
         self._hold(transfer.host_indices, finished, OUT)
 
     def checked_load(
@@ -268,6 +297,7 @@ class PageTransfers:
         """Get ready; what is returned enqueues the copies of one of the pool's layers."""
         self._behind_compute(self._in)
         self._host_fences.before_read(self._in, transfer.moves.host)
+        # A write-back on the other stream may still read the device pages (rule ST-1).
         self._behind_copies(transfer.moves.device)
         return self._copies.load(self._in, transfer.moves)
 
@@ -279,8 +309,9 @@ class PageTransfers:
         self._hold(transfer.host_indices, arrived, IN)
 
     def give_up(self, direction: str, transfer: PageTransfer, end: Event | Unknown | None) -> None:
-        """Fence the pages of a transfer that failed after some of its copies may have been
-        enqueued.
+        """Fence the pages of a transfer that failed after it was begun.
+
+        Some of its copies may have been enqueued.
 
         Args:
             direction: `OUT` or `IN`.
@@ -322,6 +353,8 @@ class PageTransfers:
         return arrivals
 
     def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+        # Copies of one direction end in the order of their stream, so only the first needs to be
+        # asked.
         self.host_slots.hold(host_indices, until, behind=behind)
 
 

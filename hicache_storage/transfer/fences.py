@@ -15,8 +15,9 @@ SWEEP_EVENTS: Final = 256
 
 
 class PageFences:
-    """For each page of a pool the last copy that reads it and the last that writes it. Not
-    thread-safe.
+    """Fences of a pool: for each page the last copy that reads it, and that writes it.
+
+    Not thread-safe.
 
     All copies that read a page are on one stream, and all that write it on one, so that the last
     stands for all. Pages are given by their numbers, int64 on the CPU; what a call costs hardly
@@ -33,10 +34,12 @@ class PageFences:
         self._events: dict[int, Event] = {}
         self._numbers = count(1)
         self._sweep_at = SWEEP_EVENTS
-        self._reads, self._writes = torch.zeros(2, pages, dtype=torch.int64).unbind()
+        self._reads = torch.zeros(pages, dtype=torch.int64)
+        self._writes = torch.zeros(pages, dtype=torch.int64)
 
     def before_read(self, stream: Stream, pages: torch.Tensor) -> None:
         """Let a stream wait for the copies that write the pages."""
+        # Not for reads: two copies may read a page at the same time.
         self._wait(stream, self._writes[pages])
 
     def before_write(self, stream: Stream, pages: torch.Tensor) -> None:
@@ -46,6 +49,8 @@ class PageFences:
 
     def reads(self, pages: torch.Tensor, until: Event) -> None:
         """Note a copy that reads the pages."""
+        # The former number may be overwritten: that copy is on the same stream and ends before this
+        # one.
         self._reads[pages] = self._number(until)
 
     def writes(self, pages: torch.Tensor, until: Event) -> None:

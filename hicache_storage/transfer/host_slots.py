@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     import torch
 
 ASK_AT: Final = 64
-"""Number of recorded uses from which on finished ones are dropped, also without a shortage of
-slots."""
+"""Number of recorded uses from which on finished ones are dropped.
+
+Also without a shortage of slots.
+"""
 
 
 class Completion(Protocol):
@@ -64,8 +66,10 @@ class HostSlots:
         self._page_size = pool.page_size
         self._lock = threading.Lock()
         self._uses: dict[str | None, deque[_Use]] = {None: deque()}
-        """In the order in which they began, by what they end in that order behind; None where they
-        end in any order."""
+        """Uses in the order in which they began, by the stream that orders their ends.
+
+        None where they end in any order.
+        """
         self._ask_at = ASK_AT
         pages = pool.size // pool.page_size
         self._users = torch.zeros(pages, dtype=torch.int64)
@@ -92,10 +96,11 @@ class HostSlots:
         pages = self._pages(indices)
         slots = indices.reshape(-1, self._page_size).to("cpu")
         with self._lock:
+            # The pool cannot notice it: for the pool a parked page is still in use.
             twice = pages[self._parked[pages]]
             if twice.numel():
                 raise SlotError(
-                    f"slots given back twice: "
+                    "slots given back twice: "
                     f"{cast('list[int]', (twice * self._page_size).tolist())}"
                 )
             busy = self._users[pages] > 0
@@ -105,8 +110,9 @@ class HostSlots:
         return indices.numel()
 
     def hold(self, indices: torch.Tensor, until: Completion, *, behind: str | None = None) -> None:
-        """Keep pages from being handed out until something has ended; several copies may hold a
-        page.
+        """Keep pages from being handed out until something has ended.
+
+        Several copies may hold a page.
 
         Args:
             indices: whole pages.
@@ -117,12 +123,15 @@ class HostSlots:
         """
         pages = self._pages(indices)
         with self._lock:
+            # Not `+= 1`, which counts a page once that occurs twice in `pages`.
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))
             self._uses.setdefault(behind, deque()).append(_Use(pages, until))
             if sum(map(len, self._uses.values())) >= self._ask_at:
                 # The next allocation reports a failed stream.
                 with contextlib.suppress(Exception):
                     self._release()
+                # Doubled while copies run: otherwise each further one would ask CUDA about all of
+                # them.
                 self._ask_at = max(ASK_AT, 2 * sum(map(len, self._uses.values())))
 
     def available_size(self) -> int:

@@ -1,5 +1,7 @@
-"""Copies of several pools at once: a hybrid model's attention pages and states, or latent rows and
-their index."""
+"""Copies of several pools at once, as for a hybrid model.
+
+Attention pages and states, or latent rows and their index.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ class Indices(NamedTuple):
 
 
 class HybridTransfers:
-    """Moves the pages of all pools of a model on the same two streams, one layer of the model after
-    the other.
+    """Moves the pages of all pools of a model on the same two streams.
+
+    A load copies one layer of the model after the other.
 
     Called by one thread at a time; no call waits for a copy. Pools without pages in a transfer are
     left out of it. To be closed, or used in a `with` statement, before the pools' memory goes, as
@@ -77,7 +80,10 @@ class HybridTransfers:
                     f"{len(pair.layers.layers)}; make them equal"
                 )
         self._device = device
-        self._out, self._in = streams = device.stream(OUT), device.stream(IN)
+        # Shared by all pools: one event behind their copies stands for all of them.
+        self._out = device.stream(OUT)
+        self._in = device.stream(IN)
+        streams = (self._out, self._in)
         self._layers = {name: pair.layers for name, pair in pools.items()}
         self.layer_num = 1 + max(
             layer for layers in self._layers.values() for layer in layers.layers
@@ -105,6 +111,8 @@ class HybridTransfers:
             nothing was enqueued.
         """
         self._refuse_unknown(pages)
+        # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
+        # all.
         transfers = {
             name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()
         }
@@ -120,8 +128,9 @@ class HybridTransfers:
         return Acknowledgement(finished)
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
-        """Copy host pages of several pools to device pages; the counter counts the model's layers,
-        not a pool's.
+        """Copy host pages of several pools to device pages.
+
+        The counter counts the model's layers, not a pool's.
 
         Raises:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
@@ -142,8 +151,10 @@ class HybridTransfers:
         return LayerCounter(arrivals)
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
-        """Let the compute stream wait for the copies that use device pages, before a kernel that
-        overwrites them."""
+        """Let the compute stream wait for the copies that use device pages.
+
+        To be called before a kernel overwrites them.
+        """
         self._refuse_unknown(device_indices)
         for name, indices in device_indices.items():
             self.engines[name].before_overwrite(indices)
@@ -157,6 +168,7 @@ class HybridTransfers:
         try:
             self._out.synchronize()
         finally:
+            # Also after a failed write-back: the caller may release the memory next.
             self._in.synchronize()
 
     def close(self) -> None:
@@ -181,18 +193,23 @@ class HybridTransfers:
         self.close()
 
     def _give_up(self, direction: str, transfers: Mapping[str, PageTransfer]) -> None:
+        # One event for all pools: which of them failed is not known.
         end = end_after_failure(self._device, self._out if direction == OUT else self._in)
         for name, transfer in transfers.items():
             self.engines[name].give_up(direction, transfer, end)
 
     def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
-        """Copy all layers of the model; for each an event that comes when it has arrived in every
-        pool."""
+        """Copy all layers of the model.
+
+        Returns for each an event that comes when it has arrived in every pool.
+        """
         copies = [
             (self._layers[name], self.engines[name].begin_load(transfer))
             for name, transfer in transfers.items()
         ]
         arrivals: list[Event] = []
+        # Layers outside, pools inside: kernels of a layer wait for no later layer of any pool (rule
+        # ST-2).
         for layer in range(self.layer_num):
             for layers, copy_layer in copies:
                 own = layers(layer)

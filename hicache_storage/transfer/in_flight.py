@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 class CopiesInFlight:
-    """The last copy of each direction, and the memory that copies use, which must not go before
-    them.
+    """The last copy of each direction, and the memory that copies use.
+
+    The memory must not go before them.
 
     CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes memory
     of another owner.
@@ -36,6 +37,8 @@ class CopiesInFlight:
         Raises:
             StreamFailedError: one of them failed; the others are over all the same.
         """
+        # It calls all callbacks even if one raises: a failed direction does not keep the other from
+        # being waited for.
         with contextlib.ExitStack() as waiting:
             for event in self._last.values():
                 waiting.callback(event.synchronize)
@@ -60,6 +63,8 @@ def end_after_failure(device: Device, stream: Stream) -> Event | Unknown | None:
     Blocks only where no event can be recorded.
     """
     with contextlib.suppress(Exception):
+        # First without waiting. A stream that refuses to record may still let the thread wait for
+        # it; one that refuses both tells nothing any more.
         return recorded(device, stream)
     with contextlib.suppress(Exception):
         stream.synchronize()

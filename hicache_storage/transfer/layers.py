@@ -1,5 +1,4 @@
-"""Layers: what a model waits for while its pages are loaded, and which of its layers a pool
-holds."""
+"""Layers: the progress of a load, and the layers of a model that a pool holds."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ if TYPE_CHECKING:
 
 
 class LayerMap:
-    """Layers of a model that a pool holds: in a hybrid model, attention and Mamba pools have some
-    each.
+    """Layers of a model that a pool holds.
+
+    In a hybrid model, attention and Mamba pools have some each.
 
     Args:
         layers: for each layer of the pool its number in the model, counted from the rank's first
@@ -52,8 +52,9 @@ class LayerCounter:
         self._arrived = 0
 
     def wait(self, layer: int, stream: Stream) -> None:
-        """Let a stream wait until a layer has arrived; call it before the layer's kernels are
-        launched.
+        """Let a stream wait until a layer has arrived.
+
+        To be called before the layer's kernels are launched.
 
         Raises:
             InvalidTransferError: a CUDA graph is being captured on the stream.
@@ -68,6 +69,7 @@ class LayerCounter:
 
     def done(self) -> bool:
         """Return True if all layers have arrived; does not block."""
+        # One query for all layers: they arrive in order.
         if self._arrived < len(self._events) and self._events[-1].query():
             self._arrived = len(self._events)
         return self._arrived == len(self._events)
@@ -87,6 +89,7 @@ class Acknowledgement:
 
     def done(self) -> bool:
         """Return True if the copy has ended; does not block."""
+        # A query is a call of CUDA; what has ended is not asked about again.
         self._is_done = self._is_done or self._finished.query()
         return self._is_done
 

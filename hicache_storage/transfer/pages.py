@@ -44,8 +44,10 @@ class LayeredPages(Protocol):
     def layer_num(self) -> int: ...
 
     def layer(self, layer: int) -> Sequence[torch.Tensor]:
-        """A layer's share of all pages: one view (pages, rows per page, ...) for each part, K
-        before V."""
+        """A layer's share of all pages: one view (pages, rows per page, ...) for each part.
+
+        K before V.
+        """
         ...
 
     def page_layer(self, first_slot: int, layer: int) -> Sequence[torch.Tensor]:
@@ -65,8 +67,9 @@ _SPLIT = ("layer_first", "page_first")
 
 
 class LaidOutPages:
-    """Pages that lie in a few buffers, one for each part, in the layout of a host pool; on any
-    device.
+    """Pages that lie in a few buffers, one for each part, in the layout of a host pool.
+
+    On any device.
 
     Args:
         buffers: each part's memory, contiguous.
@@ -83,7 +86,9 @@ class LaidOutPages:
         self._buffers = tuple(buffers)
         self._layout = layout
         self._rows = rows_per_page
-        self._page_axis, self._layer_axis, order = _AXES[layout]
+        page_axis, layer_axis, order = _AXES[layout]
+        self._page_axis = page_axis
+        self._layer_axis = layer_axis
         self._steps = rows_per_page if layout in _SPLIT else 1
         self.layer_num = self._buffers[0].shape[self._layer_axis]
         self.page_num = self._buffers[0].shape[self._page_axis] // self._steps
@@ -117,7 +122,8 @@ class LaidOutPages:
         buffers: list[torch.Tensor] = []
         for buffer in self._buffers:
             shape = list(buffer.shape)
-            shape[self._page_axis], shape[self._layer_axis] = pages * self._steps, layers
+            shape[self._page_axis] = pages * self._steps
+            shape[self._layer_axis] = layers
             buffers.append(
                 allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape)
             )
@@ -132,6 +138,7 @@ class LaidOutPages:
     def _split(self, buffer: torch.Tensor) -> torch.Tensor:
         if self._layout not in _SPLIT:
             return buffer
+        # `view` and not `reshape`: a copy in its place would never reach the pool.
         return buffer.view(
             *buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :]
         )
@@ -185,6 +192,7 @@ def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
     slots = indices.reshape(-1).to("cpu")
     if slots.numel() % page_size == 0:
         pages = slots.view(-1, page_size)
+        # The whole page is checked below, as copies take all its slots from the first one.
         numbers = pages[:, 0] // page_size
         if bool(((pages[:, 0] % page_size) == 0).all()) and bool((pages.diff(dim=1) == 1).all()):
             return numbers

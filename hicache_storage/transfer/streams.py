@@ -1,5 +1,7 @@
-"""Streams and events as CUDA has them, so that the same copies run on a GPU and on the
-simulator."""
+"""Streams and events as CUDA has them.
+
+The same copies run on a GPU and on the simulator.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
 
 
 class StreamFailedError(HiCacheError):
-    """An operation on a stream failed; raised by the first call that waits for it. `__cause__` has
-    the reason."""
+    """An operation on a stream failed; raised by the first call that waits for it.
+
+    `__cause__` has the reason.
+    """
 
     code = "stream-failed"
 
@@ -45,8 +49,10 @@ class Event(Protocol):
     """
 
     def record(self, stream: Stream) -> None:
-        """Record everything enqueued on `stream` so far; earlier waits keep waiting for the former
-        position."""
+        """Record everything enqueued on `stream` so far.
+
+        Earlier waits keep waiting for the former position.
+        """
         ...
 
     def query(self) -> bool:
@@ -67,12 +73,16 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """A queue of operations that run one after the other; two streams run at once unless events
-    order them."""
+    """A queue of operations that run one after the other.
+
+    Two streams run at once unless events order them.
+    """
 
     def wait_event(self, event: Event) -> None:
-        """Make later operations wait for the position that `event` has recorded. Does not block the
-        caller."""
+        """Make later operations wait for the position that `event` has recorded.
+
+        Does not block the caller.
+        """
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
@@ -80,23 +90,24 @@ class Stream(Protocol):
 
         Args:
             destination, source: on any device; pinned where in host memory, or CUDA makes the
-            caller wait. what: what it is, for messages.
+                caller wait.
+            what: description of the copy, for messages.
         """
         ...
 
     def copy_rows(
         self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
     ) -> None:
-        """Enqueue a copy of rows between device and host; what that costs hardly depends on how
-        many they are.
+        """Enqueue a copy of rows between device and host.
+
+        What that costs hardly depends on how many they are.
 
         Args:
             destination, source: rows of one shape and element type along their first axes; the rows
-            that are copied belong
-                to the copy until it has run. Pinned where in host memory, or CUDA makes the caller
-                wait.
+                that are copied belong to the copy until it has run. Pinned where in host memory, or
+                CUDA makes the caller wait.
             rows: which go where.
-            what: what it is, for messages.
+            what: description of the copy, for messages.
         """
         ...
 
@@ -123,8 +134,10 @@ class Stream(Protocol):
     def scatter(
         self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
     ) -> None:
-        """Enqueue a kernel that does `destination[rows[i]] = source[i]` for each i, no row
-        twice."""
+        """Enqueue a kernel that does `destination[rows[i]] = source[i]` for each i.
+
+        No row may occur twice.
+        """
         ...
 
     def move_rows(
@@ -135,8 +148,9 @@ class Stream(Protocol):
         source_rows: Rows,
         what: str,
     ) -> None:
-        """Enqueue a kernel that does `destination[destination_rows[i]] = source[source_rows[i]]`,
-        no destination twice.
+        """Enqueue a kernel that moves rows, no destination twice.
+
+        It does `destination[destination_rows[i]] = source[source_rows[i]]`.
 
         Only where the device says `moves_rows`.
         """
@@ -156,8 +170,10 @@ class Device(Protocol):
 
     @property
     def moves_rows(self) -> bool:
-        """True if the streams have `move_rows`: a kernel that copies rows without intermediate
-        memory."""
+        """True if the streams have `move_rows`.
+
+        That is a kernel that copies rows without intermediate memory.
+        """
         ...
 
     def stream(self, name: str) -> Stream:
@@ -184,8 +200,9 @@ class Device(Protocol):
         ...
 
     def mapped(self, memory: torch.Tensor) -> torch.Tensor:
-        """Host memory as kernels of the device see it: a tensor of the same bytes, shape and
-        element type.
+        """Host memory as kernels of the device see it.
+
+        A tensor of the same bytes, shape and element type.
 
         Args:
             memory: contiguous and page-locked; kept alive by what is returned.

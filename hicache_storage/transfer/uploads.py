@@ -1,5 +1,7 @@
-"""Page-locked memory that row numbers are uploaded from, used again instead of being locked for
-each transfer."""
+"""Page-locked memory that row numbers are uploaded from.
+
+Used again instead of being locked for each transfer.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,18 @@ if TYPE_CHECKING:
 MIN_ROWS: Final = 4096
 """Length of the shortest buffer."""
 PREPARED_UPLOADS: Final = 4
-"""Buffers that a stream has from the beginning on: for two transfers in flight with two uploads
-each."""
+"""Buffers that a stream has from the beginning on.
+
+For two transfers in flight with two uploads each.
+"""
 MAX_PREPARED_ROWS: Final = 1 << 16
 """Length of the longest of those."""
 
 
 class UploadBuffers:
-    """Buffers of one stream in the order of their use. Locking memory may wait for the device, so
-    there are no new ones as long as the oldest is free.
+    """Buffers of one stream in the order of their use.
+
+    Locking memory may wait for the device, so there are no new ones as long as the oldest is free.
 
     Args:
         allocate: makes page-locked int64 memory of so many rows.
@@ -45,8 +50,10 @@ class UploadBuffers:
     def _oldest(self, rows: int) -> tuple[torch.Tensor, Event]:
         if self._used and self._used[0][1].query():
             buffer, uploaded = self._used.popleft()
+            # A buffer that is too short is dropped, so that longer ones take its place.
             if len(buffer) >= rows:
                 return buffer, uploaded
+        # A power of two: later transfers of about that length find it long enough.
         return self._allocate(max(MIN_ROWS, 1 << (rows - 1).bit_length())), self._event()
 
 

@@ -1,5 +1,6 @@
-"""The bridge for SGLang 0.5.23: a storage backend of its `dynamic` kind that serves every driver of
-this project.
+"""The bridge for SGLang 0.5.23: a storage backend of its `dynamic` kind.
+
+It serves every driver of this project.
 
 ```
 --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{

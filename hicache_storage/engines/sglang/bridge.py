@@ -64,9 +64,8 @@ class SGLangBridge(EngineStorage):
     `refused_calls`.
 
     A side pool that cannot be served is no error either, because SGLang does not undo an attach
-    that fails at that point:
-    the reason is logged, and the pool is answered with `False` and 0, so that a hit that needs it
-    is 0.
+    that fails at that point: the reason is logged, and the pool is answered with `False` and 0, so
+    that a hit that needs it is 0.
 
     A KV pool without bytes of its own (the anchor of DeepSeek-V4) is stored as a placeholder for
     each page, written when SGLang backs the page up, after its side pools. Reading it is `True` at
@@ -108,8 +107,10 @@ class SGLangBridge(EngineStorage):
 
     @property
     def refused_calls(self) -> int:
-        """Number of calls, or of pools in them, answered with `False` or 0 because they could not
-        be served."""
+        """Number of calls that could not be served.
+
+        In a call with several pools each pool counts. The answer is `False` or 0.
+        """
         return self._refusals.count
 
     # Attaching and detaching
@@ -164,10 +165,12 @@ class SGLangBridge(EngineStorage):
         self._uncleared = ""
         self._export(storage)
         if previous is not None:
+            # Last: calls that begin meanwhile already use the new storage.
             previous.close()
 
     def _export(self, storage: HiCacheStorage) -> None:
         if self._exporter is not None:
+            # First: the new exporter listens at the same port.
             self._exporter.close()
         if self._config.metrics_port:
             replica = _replica()
@@ -177,8 +180,10 @@ class SGLangBridge(EngineStorage):
             )
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Register a side pool. Never raises: one that cannot be served is logged, and answered
-        with `False` and 0."""
+        """Register a side pool; never raises.
+
+        A pool that cannot be served is logged, and answered with `False` and 0.
+        """
         name = _text(host_pool_name)
         if name == PoolName.KV and host_pool is self._anchor:
             return
@@ -218,7 +223,8 @@ class SGLangBridge(EngineStorage):
 
         Raises:
             UnsupportedOperationError: the driver does not implement it; stored pages are served as
-            before. StorageUnavailableError: the clear failed, or its outcome is unknown.
+            before.
+            StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """
         if self._storage is None:
@@ -244,8 +250,10 @@ class SGLangBridge(EngineStorage):
             self._storage.close()
 
     def get_stats(self) -> StorageMetrics:
-        """Return pages and GB/s of each KV batch since the last call; empty without
-        `enable_storage_metrics`."""
+        """Return pages and GB/s of each KV batch since the last call.
+
+        Empty without `enable_storage_metrics`.
+        """
         metrics = StorageMetrics()
         reads, writes = self._meter.drain(writes=False), self._meter.drain(writes=True)
         metrics.prefetch_pgs = [batch.pages for batch in reads]
@@ -258,8 +266,10 @@ class SGLangBridge(EngineStorage):
     # ----------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: EngineExtraInfo | None = None) -> int:
-        """Count the pages of the stored prefix of `keys`; 0 for an anchor without bytes, whose side
-        pools would decide."""
+        """Count the pages of the stored prefix of `keys`.
+
+        0 for an anchor without bytes, whose side pools would decide.
+        """
         return self._exists("batch_exists", keys, (), extra_info).kv_hit_pages
 
     def batch_get_v1(
@@ -285,8 +295,10 @@ class SGLangBridge(EngineStorage):
         pool_transfers: list[EngineTransfer] | None = None,
         extra_info: EngineExtraInfo | None = None,
     ) -> EngineResult:
-        """Count the pages of the prefix of `keys` that all pools can restore. Every pool in the
-        call has a verdict, if only 0."""
+        """Count the pages of the prefix of `keys` that all pools can restore.
+
+        Every pool in the call has a verdict, if only 0.
+        """
         asked = pool_transfers or []
         result = self._exists("batch_exists_v2", keys, asked, extra_info)
         # SGLang takes a pool without a verdict for unknown.
@@ -361,12 +373,12 @@ class SGLangBridge(EngineStorage):
         if (weights := _weight_version()) != self._weights:
             raise StorageUnavailableError(
                 f"the pages are of weights {self._weights!r}, and the engine's are {weights!r} by "
-                f"now; detach and attach the storage"
+                "now; detach and attach the storage"
             )
         if self._uncleared:
             raise StorageUnavailableError(
                 f"the last clear did not happen ({self._uncleared}); clear again, or detach and "
-                f"attach the storage"
+                "attach the storage"
             )
         return self._storage
 
@@ -377,8 +389,10 @@ class SGLangBridge(EngineStorage):
         otherwise: AnswerT,
         pool: str = "",
     ) -> AnswerT:
-        """Call the storage. No failure may end the engine's thread, not even a driver's
-        `sys.exit`."""
+        """Call the storage.
+
+        No failure may end the engine's thread, not even a driver's `sys.exit`.
+        """
         try:
             return ask(self._attached())
         except HiCacheError as error:
@@ -539,8 +553,7 @@ def _placeholders(anchor: object) -> PlaceholderPool:
 
 
 def _weight_version() -> str:
-    """Return the engine's `--weight-version`, or that of the last update of its weights; empty if
-    unknown."""
+    """Return the engine's `--weight-version`, or that of the last update; empty if unknown."""
     try:
         return get_serving().weight_version
     except ValueError:
@@ -572,8 +585,10 @@ def _model_variant() -> dict[str, str]:
 
 
 def _replica() -> int:
-    """Return the number of this replica of plain DP; SGLang's storage configuration has 0 for all
-    of them."""
+    """Return the number of this replica of plain DP.
+
+    SGLang's storage configuration has 0 for all of them.
+    """
     try:
         return int(get_parallel().dp_rank or 0)
     except RuntimeError:

@@ -1,5 +1,4 @@
-"""Configuration and identity, derived from SGLang's configuration of a storage backend. Needs no
-SGLang."""
+"""Configuration and identity, derived from SGLang's configuration; needs no SGLang."""
 
 from __future__ import annotations
 
@@ -35,12 +34,16 @@ ENGINE_KEYS = frozenset(
         "tp_lcm_size",
     }
 )
-"""Keys of `extra_config` that SGLang 0.5.23 reads itself; it removes most of them before it passes
-the others on."""
+"""Keys of `extra_config` that SGLang 0.5.23 reads itself.
+
+It removes most of them before it passes the others on.
+"""
 
 OPAQUE_DTYPES = frozenset({"uint8", "int8"})
-"""Storage dtypes that do not tell the logical one: SGLang keeps every fp8 and packed KV as
-uint8."""
+"""Storage dtypes that do not tell the logical one.
+
+SGLang keeps every fp8 and packed KV as uint8.
+"""
 
 NO_OVERRIDES = ("", "{}", "null")
 """`--json-model-override-args` that override nothing."""
@@ -73,8 +76,8 @@ class BridgeConfig(DriverConfig, frozen=True):
         Meta(
             gt=0,
             description="longest time a call may take; raise it for stores that need more for a "
-            "batch of 128 pages. "
-            "The default stays below the 10 seconds after which SGLang gives up stopping a thread",
+            "batch of 128 pages. The default stays below the 10 seconds after which SGLang gives "
+            "up stopping a thread",
         ),
     ] = 8.0
     traces: Annotated[
@@ -90,8 +93,7 @@ class BridgeConfig(DriverConfig, frozen=True):
             ge=0,
             le=65535,
             description="each rank answers Prometheus at this port plus its number: tp_rank, where "
-            "there is nothing but TP. "
-            "0 for none",
+            "there is nothing but TP. 0 for none",
         ),
     ] = 0
     metrics_host: Annotated[
@@ -128,9 +130,8 @@ def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
     if not options.get("interface_v1"):
         raise ConfigError(
             'hicache bridge: set "interface_v1": 1 in the storage backend\'s extra config; without '
-            "it SGLang moves KV through "
-            "its oldest interface (batch_get and batch_set of copies), which the bridge does not "
-            "serve"
+            "it SGLang moves KV through its oldest interface (batch_get and batch_set of copies), "
+            "which the bridge does not serve"
         )
     own = BridgeConfig.__struct_fields__
     for name in options:
@@ -158,8 +159,8 @@ def check_engine(engine: EngineConfig) -> None:
     if engine.should_split_heads or engine.tp_lcm_size:
         raise ConfigError(
             f"hicache bridge: tp_lcm_size={engine.tp_lcm_size} asks to share pages between "
-            f"different TP sizes, which the bridge "
-            "does not do; remove it from the extra config, and each TP size keeps pages of its own"
+            "different TP sizes, which the bridge does not do; remove it from the extra config, "
+            "and each TP size keeps pages of its own"
         )
     if not engine.model_name:
         raise ConfigError(
@@ -255,7 +256,7 @@ def model_variant(model: object) -> dict[str, str]:
             digest = hashlib.blake2b(Path(scales).read_bytes(), digest_size=16).hexdigest()
         except OSError as error:
             raise ConfigError(
-                f"hicache bridge: --quantization-param-path decides about the bytes of fp8 KV, and "
+                "hicache bridge: --quantization-param-path decides about the bytes of fp8 KV, and "
                 f"cannot be read: {error}"
             ) from error
         variant["quantization_param_path"] = digest
@@ -305,15 +306,15 @@ def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -
     if stored not in OPAQUE_DTYPES:
         if declared and declared != stored:
             raise ConfigError(
-                f"hicache bridge: kv_dtype is {declared!r}, and the KV host pool holds {stored!r}; "
-                f"remove kv_dtype"
+                f"hicache bridge: kv_dtype is {declared!r}, and the KV host pool holds "
+                f"{stored!r}; remove kv_dtype"
             )
         return stored
     logical = declared or ("" if engine_kv_dtype == "auto" else engine_kv_dtype)
     if not logical:
         raise InvalidPoolError(
             f"hicache bridge: the KV host pool stores {stored}, which does not tell fp8_e4m3 from "
-            f"fp8_e5m2; "
+            "fp8_e5m2; "
             'set "kv_dtype" in the extra config, or --kv-cache-dtype of the engine, to the one in '
             "use"
         )
@@ -328,13 +329,14 @@ def is_logical(pool: object) -> bool:
 def unserved_reason(
     engine: EngineConfig, pool: object, name: str, identity: StorageIdentity
 ) -> str:
-    """Return the reason why serving a side pool could deliver another rank's bytes; empty if it is
-    safe."""
+    """Return why serving a side pool could deliver another rank's bytes.
+
+    Empty if it is safe.
+    """
     if engine.tp_size > 1 and identity.is_replicated(name) and _number(pool, "head_num"):
         return (
             "it holds this rank's heads, in a model whose KV is replicated over TP, and SGLang "
-            "would store the first rank's "
-            "heads for all"
+            "would store the first rank's heads for all"
         )
     return ""
 

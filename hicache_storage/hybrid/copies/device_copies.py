@@ -103,6 +103,7 @@ class DeviceCopies:
             self._stats.count(writes_without_room=1)
             return None
         operation = CacheOperation(device, host, [node_id], priority)
+        # The cache may free the host slots before the copy has ended.
         self._group.hold(self._group.owned(host), operation.pending[0])
         self._queued_writes.append(operation)
         return host
@@ -142,6 +143,7 @@ class DeviceCopies:
             return 0
         queued = _by_priority(self._queued_writes)
         operation = CacheOperation.merge_ops(queued, self._group.page_size)
+        # Before `_start`, which may raise: a span that was refused must not be launched again.
         self._queued_writes = []
         self._start(operation, self._transfers.write_back)
         self._writing.add(operation)
@@ -171,10 +173,13 @@ class DeviceCopies:
     def layer_counter(self, consumer: int) -> LoadProgress:
         """Return the progress of a step's loads, and of earlier ones still running."""
         counters = self._counters.items()
+        # Without loads of later steps: kernels of this step would wait for pages that they do not
+        # use.
         return CombinedProgress([counter for started, counter in counters if started <= consumer])
 
     def completed_writes(self) -> list[int]:
         """Return the nodes whose write-back has ended on every rank, each once."""
+        # Here, because it is called once in every step.
         self._group.release()
         return [node for operation in self._writing.completed() for node in operation.node_ids]
 
@@ -219,6 +224,8 @@ class DeviceCopies:
             queued = [
                 load.device.side[name] for load in self._queued_loads if name in load.device.side
             ]
+            # Of two loads into one slot only the later one's bytes remain: a request would continue
+            # from another's state.
             taken = torch.cat([*queued, slots])
             if bool((taken.sort().values.diff() == 0).any()):
                 raise InvalidTransferError(
@@ -236,6 +243,7 @@ class DeviceCopies:
                 self._group.slots(operation.device, name),
                 self._group.slots(operation.host, name),
             )
+            # A span may have no slots of a pool, and be a state alone.
             if device is not None and host is not None and device.numel():
                 pages[name] = Indices(device, host)
         try:
@@ -248,4 +256,6 @@ class DeviceCopies:
 
 
 def _by_priority(operations: Sequence[CacheOperation]) -> list[CacheOperation]:
+    # A stable sort: within a priority the order of the calls is kept, which is the same on every
+    # rank.
     return sorted(operations, key=lambda operation: operation.priority)

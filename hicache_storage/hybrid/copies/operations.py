@@ -73,6 +73,7 @@ class CacheOperation:
             operations: one at least.
             page_size: tokens per page of the anchor.
         """
+        # The common case, without copies of the tensors.
         if len(operations) == 1:
             return operations[0]
         return CacheOperation(

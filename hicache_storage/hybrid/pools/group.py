@@ -83,11 +83,12 @@ class HostPoolGroup:
 
     Raises:
         InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not
-        fit
-            each other.
+        fit each other.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:
+        # The order of allocation, and of the numbers in collectives: it must be the same on every
+        # rank.
         ordered = sorted(entries, key=lambda entry: entry.name)
         self.entries = {entry.name: entry for entry in ordered}
         """By name, in the order of the names."""
@@ -216,6 +217,8 @@ class HostPoolGroup:
         """
         for entry in self.entries.values():
             if not _owns(entry):
+                # Called for its effect: it drops the reservations of copies that have ended.
+                # Nothing is allocated from a derived pool, so no other call does.
                 entry.copies.host_slots.available_size()
 
 
@@ -237,8 +240,7 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
     if entry.hit_policy is PoolHitPolicy.BLOCK_GROUPS or entry.window_pages < 1:
         raise InvalidPoolError(
             f"{entry.name!r}: hit_policy must be all_pages, or trailing_pages with window_pages "
-            f"from 1 on; "
-            f"got {entry.hit_policy}, {entry.window_pages}"
+            f"from 1 on; got {entry.hit_policy}, {entry.window_pages}"
         )
     if entry.is_primary_index_anchor and (
         not _owns(entry) or entry.hit_policy is not PoolHitPolicy.ALL_PAGES
@@ -249,15 +251,15 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
     if _owns(entry):
         if entry.device_pool is None:
             raise InvalidPoolError(
-                f"{entry.name!r}: device_pool is missing; only a pool with indices_from_pool needs "
-                f"none"
+                f"{entry.name!r}: device_pool is missing; only a pool with indices_from_pool "
+                "needs none"
             )
         return
     source = entries.get(entry.indices_from_pool or PoolName.KV)
     if source is None or not _owns(source):
         raise InvalidPoolError(
             f"{entry.name!r}: indices_from_pool names {entry.indices_from_pool!r}, which has no "
-            f"slots of its own here"
+            "slots of its own here"
         )
     if entry.hit_policy is not source.hit_policy or entry.window_pages != source.window_pages:
         raise InvalidPoolError(
@@ -267,6 +269,6 @@ def _check(entry: PoolEntry, entries: Mapping[PoolName, PoolEntry]) -> None:
     if ours.page_size != theirs.page_size or ours.size < theirs.size:
         raise InvalidPoolError(
             f"{entry.name!r}: host_pool must have the page size of {source.name!r} and at least "
-            f"its slots: "
-            f"{ours.page_size} and {ours.size}, not {theirs.page_size} and {theirs.size}"
+            f"its slots: {ours.page_size} and {ours.size}, not {theirs.page_size} and "
+            f"{theirs.size}"
         )

@@ -23,22 +23,28 @@ class HybridIndices:
 
     Raises:
         InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit
-        each
-            other.
+        each other.
     """
 
     anchor: torch.Tensor
-    """int64 (pages * page_size,): slots of the anchor pool, whole pages in the order of the tokens.
-    May be empty where only states are moved."""
+    """int64 (pages * page_size,): slots of the anchor pool.
+
+    Whole pages in the order of the tokens. May be empty where only states are moved.
+    """
     side: Mapping[PoolName, torch.Tensor] = field(default_factory=dict[PoolName, torch.Tensor])
-    """int64, for each pool with slots of its own: `len(endpoints[pool])` pages of that pool, one
-    slot each for Mamba."""
+    """int64, for each pool with slots of its own: `len(endpoints[pool])` of its pages.
+
+    One slot each for Mamba.
+    """
     endpoints: Mapping[PoolName, tuple[int, ...]] = field(
         default_factory=dict[PoolName, tuple[int, ...]]
     )
-    """For each pool in `side`, in order: page i of the pool belongs to the prefix that ends after
-    so many pages of this span. It is stored under the key of the last of them. A Mamba state at
-    endpoint p is the state after pages [0, p); 0 means the state at the start of the span."""
+    """For each pool in `side`, in order: the endpoints of its pages, in pages of this span.
+
+    Page i of the pool belongs to the prefix that ends there, and is stored under the key of its
+    last page. A Mamba state at endpoint p is the state after pages [0, p); 0 means the state at the
+    start of the span.
+    """
 
     def __post_init__(self) -> None:
         for name, slots in (("anchor", self.anchor), *self.side.items()):
@@ -50,7 +56,7 @@ class HybridIndices:
         if self.side.keys() != self.endpoints.keys():
             raise InvalidTransferError(
                 f"side names {sorted(self.side)}, endpoints {sorted(self.endpoints)}; give both "
-                f"for each"
+                "for each"
             )
         for name, ends in self.endpoints.items():
             count = self.side[name].numel()
@@ -87,6 +93,7 @@ class HybridIndices:
     def _split_side(self, name: PoolName, pages: int) -> tuple[_Side, _Side]:
         ends, slots = self.endpoints[name], self.side[name]
         count = sum(end <= pages for end in ends)
+        # Slots of a page follow from the two lengths: the span does not know the pool's page size.
         at = count * (slots.numel() // len(ends)) if ends else 0
         return (slots[:at], ends[:count]), (slots[at:], ends[count:])
 

@@ -64,6 +64,7 @@ class PoolTier:
                     return None
                 taken[name] = slots
             complete = True
+        # Not `except`: it also runs for a pool that is short, which returns and does not raise.
         finally:
             if not complete:
                 self.free(taken)
@@ -100,6 +101,7 @@ class PoolTier:
 
     def can_evict(self, shortages: Mapping[PoolName, int]) -> bool:
         """Return whether each pool that is short has an evictor."""
+        # If one pool that is short cannot evict, evicting from the others would lose pages in vain.
         return all(name in self._evictors for name, count in shortages.items() if count > 0)
 
 
@@ -137,6 +139,8 @@ class CollectiveAllocator:
         shortages = {name: count - available[name] for name, count in needs.items()}
         if max(shortages.values(), default=0) > 0 and tier.can_evict(shortages):
             try:
+                # All ranks evict by the same numbers, so that their trees stay equal. If it fails
+                # on this rank, the others still wait in the collective below.
                 tier.evict(shortages)
             except Exception:
                 logger.exception("eviction failed; going on with what is free")

@@ -71,8 +71,8 @@ class HiMambaRadixCache:
         if controller.bigram != config.bigram:
             raise ConfigError(
                 f"bigram is {config.bigram} in the cache's config and {controller.bigram} in the "
-                f"controller: "
-                "one would store under keys that the other does not look up; make them equal"
+                "controller: one would store under keys that the other does not look up; make "
+                "them equal"
             )
         self.config = config
         self._controller = controller
@@ -121,6 +121,7 @@ class HiMambaRadixCache:
         node = self._matcher.locate(prefix)
         is_hit = isinstance(prefix, MatchResult)
         lock = self._locks.lock(node, with_state=is_hit)
+        # The lock of an insertion is no further use: `insert` has counted it.
         if is_hit:
             self._refresh(node)
             for each in node.upward():
@@ -209,6 +210,8 @@ class HiMambaRadixCache:
         """
         pages = self._tree.whole_pages(tokens)
         states = states or {}
+        # Before the first slot changes its owner: after an error all of them are still the
+        # caller's.
         self._check_insert(len(pages), kv_indices, states)
         node, new_states = self._insert_nodes(self._tree.root(namespace), pages, kv_indices, states)
         self._refresh(node)
@@ -316,6 +319,7 @@ class HiMambaRadixCache:
         # protects their device slots. Queued ones do not, so they are launched first.
         self._controller.start_writing()
         self._controller.start_loading()
+        # Only the bookkeeping: reservations of host slots last until the copies end.
         self._write_back.clear()
         self._loads.clear()
         self._ownership.clear()
@@ -342,6 +346,7 @@ class HiMambaRadixCache:
     ) -> tuple[Node, int]:
         """Insert tokens below a root, in steps that end at the states."""
         device, new_states = self._ownership.device, 0
+        # A state belongs to the end of a node, so nodes end where states are.
         for end in sorted({*states, len(tokens)}):
             node = self._ownership.insert(
                 device, node, tokens[node.end : end], rows[node.end : end]
@@ -363,6 +368,7 @@ class HiMambaRadixCache:
 
     def _write_if_due(self, node: Node) -> None:
         """Write the nodes that the policy writes at their number of hits."""
+        # The lowest node that is due: `back_up` writes the path above it, too.
         due = next(
             (each for each in node.upward() if self.config.write_policy.writes_on_hit(each.hits)),
             None,
@@ -377,6 +383,8 @@ class HiMambaRadixCache:
             self.evict(**{"tokens" if kind is SlotKind.KV else "states": short})
         slots = pool.alloc(count)
         if slots is not None:
+            # A freed slot may still be read by its copy to the host: the kernels that write to it
+            # have to wait (rule ST-1).
             indices = HybridIndices(slots) if kind is SlotKind.KV else self._ownership.states(slots)
             self._controller.before_overwrite(indices)
         return slots

@@ -41,13 +41,17 @@ class RadixCacheConfig:
     page_size: int
     """Tokens per page."""
     checkpoint_grid: int | None = None
-    """Tokens between checkpoints, where the model's recurrent state is kept; see
-    `checkpoint_grid()`. None for a model without such states."""
+    """Tokens between checkpoints, where the model's recurrent state is kept.
+
+    See `checkpoint_grid()`. None for a model without such states.
+    """
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     bigram: bool = False
-    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE: its token, and the one
-    after it. A sequence of n tokens has n - 1 such rows then, and `tokens` has one more than
-    rows."""
+    """Whether the key of a row of KV is a pair of neighbours, as for EAGLE.
+
+    That is its token, and the one after it. A sequence of n tokens has n - 1 such rows then, and
+    `tokens` has one more than rows.
+    """
     kv_pool: PoolName = PoolName.KV
     state_pool: PoolName = PoolName.MAMBA
 

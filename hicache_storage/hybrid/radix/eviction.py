@@ -63,6 +63,7 @@ class Evictor:
             self._prune(node)
         while freed_states < states and (node := tier[SlotKind.STATE].least_recent()):
             self._keep_copy(tier, node)
+            # The KV stays: a prefix that ends at the state of a descendant needs it.
             freed_states += self._ownership.drop(tier, SlotKind.STATE, node)
             self._demote_if_useless(node)
         return Evicted(freed_tokens, freed_states)

@@ -103,9 +103,12 @@ class DeviceLoads:
         for node, part in zip(
             nodes, torch.split(taken.anchor, [len(node.tokens) for node in nodes]), strict=True
         ):
+            # A copy: a view of one node's rows would keep those of all nodes alive.
             device[SlotKind.KV].add(node, part.clone())
         load = _Load(held.node, held.host_state)
         self._loads[load_id] = load
+        # Until the load has ended: neither the rows that it writes nor those that it reads may be
+        # evicted, even if the request unlocks its prefix.
         device[SlotKind.KV].lock(held.node)
         self._lock_on_host(load, lock=True)
         return taken

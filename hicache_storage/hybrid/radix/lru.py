@@ -66,6 +66,7 @@ class LRUList(ABC):
         """Add a node that holds slots to the order, as most recently used."""
         if self.holds(node) and not self._is_excluded(node):
             self._order[node] = None
+        # For KV: the ancestors come after their new descendant again.
         self.touch(node)
 
     def remove(self, node: Node) -> torch.Tensor:
@@ -126,6 +127,7 @@ class LRUList(ABC):
 
     def least_recent(self) -> Node | None:
         """Return the first node to evict; for KV it has no descendants that hold KV here."""
+        # Locked KV is not in the order, but locked states are.
         return next((node for node in self._order if not self.of(node).locks), None)
 
     def demote(self, node: Node) -> None:

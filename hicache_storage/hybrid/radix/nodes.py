@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 Bigram: TypeAlias = tuple[int, int]
 Units: TypeAlias = "tuple[int, ...] | tuple[Bigram, ...]"
-"""One unit for each row of KV: a token or, for EAGLE, a pair of neighbouring tokens (bigram). A
-draft model's row of a token depends on the token after it, so that both are its key."""
+"""One unit for each row of KV: a token or, for EAGLE, a pair of tokens (bigram).
+
+A draft model's row of a token depends on the token after it, so that both are its key.
+"""
 
 
 class SlotKind(StrEnum):
@@ -43,6 +45,8 @@ def _held_slots() -> dict[SlotKind, HeldSlots]:
     return {kind: HeldSlots() for kind in SlotKind}
 
 
+# Compared by identity, as LRU lists have nodes as keys. Weak references, because the tree does not
+# keep roots alive.
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Node:
     """Some pages of tokens that follow those of its parent.
@@ -66,8 +70,10 @@ class Node:
     hits: int = 1
     """Number of requests that inserted or used it."""
     hashes: tuple[str, ...] | None = None
-    """The page hashes, computed when they are first used; a root's is the seed of its namespace, if
-    that has one."""
+    """The page hashes, computed when they are first used.
+
+    A root's is the seed of its namespace, if that has one.
+    """
     writing: int = 0
     """Copies to the host that have not been acknowledged."""
     state_saved: bool = False
@@ -113,6 +119,7 @@ def hashes_of(node: Node, page_size: int, *, bigram: bool = False) -> tuple[str,
 
     Computes the hashes of ancestors that are missing.
     """
+    # A loop: the path of a long conversation may be deeper than Python's limit of recursion.
     missing: list[Node] = []
     known = node
     while known.hashes is None:

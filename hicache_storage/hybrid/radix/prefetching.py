@@ -76,6 +76,8 @@ class RequestPrefetches(Generic[Operation]):
             return False
         host = self._ownership.host[SlotKind.KV]
         kept = next((each for each in node.upward() if host.holds(each)), None)
+        # After `prefetch`, which may decline: then there is nothing to unlock. Fetched pages follow
+        # this path, and are worth nothing without it.
         if kept:
             host.lock(kept)
         self._running[request_id] = _Prefetch(operation, node, kept, tokens)
@@ -118,6 +120,8 @@ class RequestPrefetches(Generic[Operation]):
 
     def end_all(self) -> None:
         """End all prefetches, in the order in which they were started."""
+        # Each end may be a collective, so that the order matters: it is that of `start`, on every
+        # rank.
         for request_id in list(self._running):
             self.end(request_id)
 
@@ -138,6 +142,7 @@ class RequestPrefetches(Generic[Operation]):
             if pages in states:
                 self._ownership.insert_state(host, node, states[pages])
         for each in node.upward(anchor.end):
+            # They came from the storage: the next hit must not write them there again.
             each.stored.add(SlotKind.KV)
         self._write_back.record_fetched(result.tokens)
         if result.tokens // size in states:

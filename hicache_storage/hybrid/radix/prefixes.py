@@ -44,7 +44,9 @@ class PrefixMatcher:
             StalePrefixError: the prefix is not as it was described.
         """
         if not prefix.length:
+            # Not looked up: no lock needs the root, and the tree may have dropped it.
             return Node(prefix.node_id, ())
+        # The node may have been split since: its upper parts then end where the prefix does.
         node = self._tree.node(prefix.node_id)
         while node and node.parent and node.start >= prefix.length:
             node = node.parent
@@ -72,6 +74,7 @@ class PrefixMatcher:
         Less than the whole path only where no state is needed.
         """
         device = self._ownership.device
+        # A prefix of the path: a node is on a tier only if its parent is.
         path = [each for each in reversed(list(node.upward())) if device[SlotKind.KV].holds(each)]
         rows = self._ownership.rows(device, path)[:length]
         state = device[SlotKind.STATE].of(node).indices
@@ -127,6 +130,7 @@ class PrefixLocks:
         device, host = self._ownership.device, self._ownership.host
         kv, state = SlotKind.KV, SlotKind.STATE
         held.device_state = with_state and device[state].holds(node)
+        # The state on the host is only locked if it has to be loaded.
         held.host_state = with_state and not held.device_state and host[state].holds(node)
         held.device = next((each for each in node.upward() if device[kv].holds(each)), None)
         needs_host = held.device is not node or held.host_state
@@ -163,6 +167,7 @@ class PrefixLocks:
         """Keep only the KV."""
         held = self.held(lock)
         if held.device_state:
+            # The request has copied it; the slot may go to another state while the request runs on.
             held.device_state = False
             self._ownership.device[SlotKind.STATE].unlock(held.node)
 

@@ -36,8 +36,10 @@ class MatchResult(Prefix):
     """The longest usable prefix of a request."""
 
     state_slot: int | None
-    """The device slot of the state after the prefix, which a request copies before it continues.
-    None where the model has no states, nothing matched, or the state is on the host only."""
+    """The device slot of the state after the prefix, which a request copies.
+
+    None where the model has no states, nothing matched, or the state is on the host only.
+    """
     state_on_host: bool
     """Whether the state has to be loaded."""
 
@@ -62,8 +64,10 @@ class LoadResult:
     device_indices: torch.Tensor
     """int64: the KV rows of the whole prefix."""
     state_slot: int | None
-    """The request's slot that the state after the prefix is loaded into. None if it is on the
-    device, or there is none."""
+    """The request's slot that the state after the prefix is loaded into.
+
+    None if the state is on the device, or there is none.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,9 @@ class CacheUsage:
     declined_writes: int
     """Nodes that were not copied to the host for lack of memory, since the cache was made."""
     dropped_tokens: int
-    """Tokens that were fetched in vain: the prefix before them was evicted meanwhile, or did not
-    fit into host memory."""
+    """Tokens that were fetched in vain.
+
+    The prefix before them was evicted meanwhile, or did not fit into host memory.
+    """
     tokens_stored_again: int
     """Tokens stored again because the storage had lost them while they were cached here."""

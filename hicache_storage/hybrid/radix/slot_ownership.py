@@ -82,6 +82,7 @@ class SlotOwnership:
         """Split a node before token `end`; returns the upper part."""
         upper = self._tree.split(node, end)
         for lru in (*self.device.values(), *self.host.values()):
+            # A part that is locked stays out of the order, as its node is.
             lru.add_to_order(upper)
         return upper
 
@@ -103,6 +104,7 @@ class SlotOwnership:
             if kv.holds(node):
                 self._free_others(tier, kv.of(node).indices, share)
             else:
+                # A copy: the caller goes on to write the cache's rows into its own tensor.
                 kv.add(node, share.clone())
         return node
 
@@ -163,6 +165,7 @@ class SlotOwnership:
         self, tier: Mapping[SlotKind, LRUList], held: torch.Tensor | None, rows: torch.Tensor
     ) -> None:
         """Free the pages of `rows` that are not those held."""
+        # A request also inserts the rows that it has matched, which are the cache's own.
         assert held is not None
         pages = rows.view(-1, self._tree.page_size)
         self.free(tier, SlotKind.KV, pages[(pages != held.view_as(pages)).any(dim=1)].view(-1))

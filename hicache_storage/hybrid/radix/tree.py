@@ -88,6 +88,8 @@ class RadixTree:
         assert 0 < size < len(node.tokens)
         assert size % self.page_size == 0
         pages = size // self.page_size
+        # The new node is the upper part: locks, copies and results refer to the end of a prefix,
+        # which stays with the old one.
         upper = self._register(
             Node(
                 next(self._ids),
@@ -133,6 +135,7 @@ class RadixTree:
     def clear(self) -> None:
         """Remove all nodes."""
         for root in list(self._roots.values()):
+            # A request may hold a root: it must not find nodes that are gone.
             root.children.clear()
         self._roots.clear()
         self._nodes.clear()
@@ -146,6 +149,7 @@ class RadixTree:
 
     def _common(self, left: Units, right: Units) -> int:
         """Return the length of the common prefix in whole pages."""
+        # Whole tuples are compared in C; the search by pages is for nodes that differ.
         if left == right:
             return len(left)
         size = self.page_size
@@ -159,6 +163,7 @@ class RadixTree:
 def _upper(tier: dict[SlotKind, HeldSlots], size: int) -> dict[SlotKind, HeldSlots]:
     """Move the first rows of a node on one tier into new `HeldSlots`."""
     rows = tier[SlotKind.KV]
+    # Copies, not views: a view of a few rows would keep the whole tensor alive.
     upper = HeldSlots(None if rows.indices is None else rows.indices[:size].clone(), rows.locks)
     rows.indices = None if rows.indices is None else rows.indices[size:].clone()
     return {SlotKind.KV: upper, SlotKind.STATE: HeldSlots()}

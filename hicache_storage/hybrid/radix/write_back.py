@@ -75,8 +75,10 @@ class NodeWriteBack:
         """
         above = list(node.upward())[1:]
         written = self.back_up_kv(above) and self._write(node, *SlotKind)
+        # After the node's own state, from which they must not take the last free slot.
         if written:
             self._write_states(above)
+        # Also if memory was short: the storage may lack what is on the host already.
         self._store_path(node)
         return written
 
@@ -173,9 +175,12 @@ class NodeWriteBack:
 
     def _store_path(self, node: Node) -> None:
         """Store the path to `node`, from the top on, as far as the host has it."""
+        # Not an error: `stored` stays empty, so that a storage that is attached later gets the
+        # path.
         if not self._controller.attached:
             return
         for each in reversed(list(node.upward())):
+            # Nothing below either: pages behind a hole cannot be restored.
             if each.writing or not self._ownership.host[SlotKind.KV].holds(each):
                 return
             self._store(each)
@@ -199,6 +204,8 @@ class NodeWriteBack:
             self._ownership.transfer(rows, state, len(hashes)), hashes, before
         )
         copy = _Copy(node, node.start, kinds, node.is_lost)
+        # Before the backup has ended: otherwise each hit meanwhile would store it again.
+        # `_clear_stored` takes it back.
         node.stored = node.stored | kinds
         node.stored_by = ticket
         node.is_lost = False
@@ -210,6 +217,8 @@ class NodeWriteBack:
         if copy is None:
             return
         if not result.complete:
+            # Not retried here: the backup has made all its attempts. The next use of the node does
+            # it.
             self._clear_stored(copy)
         elif not copy.is_again:
             self._accepted_tokens += copy.tokens
@@ -237,6 +246,8 @@ class NodeWriteBack:
             and node.stored_by < ticket
             and node.stored_by not in self._stores
         ]
+        # From the top: where the tokens that may be stored again are limited, those at the
+        # beginning of the prefix make it usable.
         for node in reversed(lost):
             budget -= len(node.tokens)
             if budget >= 0:

@@ -44,6 +44,7 @@ def check_consistent(
         ConfigError: values differ; the message names them.
         BaseException: `refusal`.
     """
+    # A rank that refuses sends zeros: the vector has the same length on every rank.
     mine = [_number(value) if refusal is None else 0 for value in values.values()]
     # One reduction gives both bounds: the maximum is the negated minimum of the negated numbers.
     accepted, *lowest = rank_group.all_reduce_min(
@@ -85,10 +86,13 @@ def _number(value: object) -> int:
     if isinstance(value, int) and abs(value) <= MAX_EXACT_NUMBER:
         return value
     digest = hashlib.sha256(repr(value).encode()).digest()
+    # 56 bits of the digest above the exact numbers: the sum and its negation fit into int64, in
+    # which ranks reduce.
     return MAX_EXACT_NUMBER + 1 + int.from_bytes(digest[:7])
 
 
 def _difference(name: str, value: object, low: int, high: int) -> str:
+    # Digests are not shown: they mean nothing to a reader.
     if type(value) is int and high <= MAX_EXACT_NUMBER:
         return f"{name} ({value} here, {low} to {high} in all)"
     return name

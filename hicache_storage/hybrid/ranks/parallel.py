@@ -106,14 +106,15 @@ class ParallelConfig:
         Raises:
             ConfigError: a field differs; the message names it.
         """
+        # A storage of another rank would deliver that rank's bytes: right by its checksums, wrong
+        # for this rank.
         for axis in AXES:
             for part in ("rank", "size"):
                 name = f"{axis}_{part}"
                 if getattr(identity, name) != getattr(self, name):
                     raise ConfigError(
                         f"the storage's identity has {name}={getattr(identity, name)}, this rank "
-                        f"{getattr(self, name)}; "
-                        "create the storage with ParallelConfig.identity()"
+                        f"{getattr(self, name)}; create the storage with ParallelConfig.identity()"
                     )
 
     def _at(self, axis: str) -> tuple[int, int]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hicache_storage.hybrid.ranks.parallel import ParallelConfig
 
 TIMEOUT_SECONDS = 300.0
+"""Default time that a rank waits for the others in a collective."""
 
 
 class TorchRankGroup:
@@ -64,6 +65,7 @@ class TorchRankGroup:
             return world
         # `dist.new_group` is a collective of the whole world: every rank makes every group.
         groups = [cls._over(ranks, timeout_seconds) for ranks in parallel.replicas]
+        # After the groups are made: it was only needed for the comparison.
         world.close()
         return groups[parallel.dp_rank]
 
@@ -71,6 +73,8 @@ class TorchRankGroup:
     def _over(cls, ranks: list[int] | None, timeout_seconds: float) -> Self:
         """Make a process group of these ranks, None for the whole world, and own it."""
         timeout = timedelta(seconds=timeout_seconds)
+        # gloo, because the vectors are on the CPU, where NCCL has no collectives. A group of its
+        # own, so that its collectives cannot mix with those of the engine.
         group = cast("dist.ProcessGroup", dist.new_group(ranks, timeout=timeout, backend="gloo"))
         rank_group = cls(group)
         rank_group._owned = group

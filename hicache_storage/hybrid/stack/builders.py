@@ -118,6 +118,7 @@ def _build(
 ) -> StackT:
     # `closing` becomes the stack's own; `failing` holds what only a failed build has to undo.
     with ExitStack() as closing, ExitStack() as failing:
+        # First: a storage of the caller's is closed whatever fails below.
         if storage is not None:
             seconds = given.stop_seconds if isinstance(given, StackConfig) else STOP_SECONDS
             failing.callback(close_quietly, storage, seconds, StatsCounter())
@@ -190,9 +191,9 @@ def _make_rank_group(config: StackConfig, closing: ExitStack) -> RankGroup:
         return SingleRank()
     if not dist.is_initialized():
         raise ConfigError(
-            f"parallel has {config.parallel.replica_size} ranks that serve together, "
-            "and torch.distributed is not initialized; "
-            "call init_process_group before, or pass rank_group"
+            f"parallel has {config.parallel.replica_size} ranks that serve together, and "
+            "torch.distributed is not initialized; call init_process_group before, or pass "
+            "rank_group"
         )
     rank_group = TorchRankGroup.of(config.parallel)
     closing.callback(rank_group.close)
@@ -222,6 +223,8 @@ def _make_pools(
     # CUDA locks host memory in the context of the current device.
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
         pools = build_pools(config, host_slots, *(streams or _own_streams(config, closing)))
+    # `ExitStack` closes in reverse: first the controller, then running copies are waited for, then
+    # the simulator that runs them is closed.
     closing.callback(pools.transfers.synchronize)
     return pools
 
@@ -230,6 +233,7 @@ def _own_streams(config: StackConfig, closing: ExitStack) -> tuple[Device, Strea
     place = torch.device(config.device)
     if place.type == "cuda":
         return CudaDevice(place), CudaStream(torch.cuda.current_stream(place))
+    # Its pauses make missing waits visible in tests; here they would only cost time.
     simulator = closing.enter_context(StreamSimulator(pause_seconds=0))
     return simulator, simulator.stream("compute")
 
@@ -331,6 +335,7 @@ def _make_pair(
 
 
 def _make_entry(name: PoolName, pair: PoolPair, transfers: HybridTransfers) -> PoolEntry:
+    # An indexer has one key for each row of KV, so it needs no slots of its own.
     derived = name is PoolName.INDEXER
     return PoolEntry(
         name=name,

@@ -78,8 +78,10 @@ class StackConfig(ABC):
     device_tokens: int
     """KV slots on the device, whole pages."""
     host_tokens: int | str
-    """KV slots on the host, whole pages; or the memory for KV and the pools in its slots, such as
-    "64GiB"."""
+    """KV slots on the host, whole pages; or memory such as "64GiB".
+
+    The memory is for KV and the pools in its slots.
+    """
     layout: str = "page_first"
     """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
     device: str = "cuda"
@@ -113,8 +115,10 @@ class StackConfig(ABC):
             self, "write_policy", _choice("write_policy", WritePolicy, self.write_policy)
         )
         for name in ("storage_call_seconds", "attach_seconds", "stop_seconds"):
+            # Not `<= 0`, which is false for NaN.
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        # In this order: sizes in bytes need a page size, and the model's checks need both.
         self._check_choices()
         _check_count("page_size", self.page_size)
         _check_pages("device_tokens", self.device_tokens, self.page_size)
@@ -229,8 +233,10 @@ class MambaStackConfig(StackConfig):
     host_states: int | str
     """State slots on the host, or the memory for them, such as "16GiB"."""
     checkpoint_interval: int = 256
-    """Tokens between the states that are kept. The grid is the least common multiple with the page
-    and the state chunk."""
+    """Tokens between the states that are kept.
+
+    The grid is the least common multiple with the page and the state chunk.
+    """
 
     @property
     def pools(self) -> dict[PoolName, PoolGeometry]:
@@ -293,6 +299,7 @@ class DSAStackConfig(StackConfig):
         return self.attention
 
     def _kv_page_bytes(self) -> int:
+        # The indexer lies in the slots of KV: `host_tokens` as memory pays for both.
         return self.attention.page_bytes(self.page_size) + self.indexer.page_bytes(self.page_size)
 
     def _kinds(self) -> dict[str, tuple[type, ...]]:
@@ -303,7 +310,7 @@ class DSAStackConfig(StackConfig):
         if others:
             raise ConfigError(
                 f"indexer.layers has {others}, which attention.layers has not; an indexer selects "
-                f"for attention"
+                "for attention"
             )
 
 
@@ -314,6 +321,7 @@ def _kind_names(kinds: tuple[type, ...]) -> str:
 
 def _check_count(name: str, count: int) -> None:
     """Check that a field is an integer of 1 at least."""
+    # A bool is an `int`: `device_states=True` is a mistake.
     if type(count) is not int or count < 1:
         raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
 

@@ -308,6 +308,7 @@ class IndexerGeometry:
 
 def _checked_layers(layers: Sequence[int]) -> tuple[int, ...]:
     """Return a pool's layers; at least one, as no pool is empty."""
+    # `LayerMap` refuses duplicates and wrong order, before a pool takes memory.
     found = LayerMap(layers).layers
     if not found:
         raise InvalidPoolError("layers must name at least one layer")

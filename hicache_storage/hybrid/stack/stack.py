@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hicache_storage.transfer import HybridTransfers, Stream
 
 POLL_SECONDS = 0.0005
+"""Time between two polls of `drain`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +97,7 @@ class HybridStack:
                 storage is unchanged.
             OtherRankError: another rank could not make its storage.
             HiCacheError: as `create_storage` and `HybridCacheController.attach` raise them; the
-            stack
-                is as before.
+                stack is as before.
         """
         if self.controller.attached:
             raise StorageAttachedError("a storage is attached; detach it first")
@@ -105,6 +105,7 @@ class HybridStack:
             self._rank_group, "storage", lambda: _make_storage(self.config, storage)
         )
         self.controller.attach(made)
+        # The new storage has none of the pages that were stored in the former one.
         self.cache.storage_changed()
 
     def detach(self) -> None:
@@ -112,6 +113,7 @@ class HybridStack:
 
         Idempotent.
         """
+        # Before `detach`, which drops the pages of running prefetches.
         self.cache.end_prefetches()
         self.controller.detach()
 
@@ -191,10 +193,11 @@ def _make_storage(config: StackConfig, storage: HiCacheStorage | StorageConfig) 
 
 def _check_identity(config: StackConfig, storage: HiCacheStorage) -> None:
     wanted = config.identity("any")
+    # The other fields are the operator's; these describe the bytes of the pools.
     for name in ("page_size", "layout", "kv_replicated"):
         found, ours = getattr(storage.identity, name), getattr(wanted, name)
         if found != ours:
             raise ConfigError(
                 f"the storage's identity has {name}={found!r}, the stack {ours!r}; create the "
-                f"storage with config.identity()"
+                "storage with config.identity()"
             )

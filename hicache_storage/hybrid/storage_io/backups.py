@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import PoolName, PoolTransfer
 
 MAX_ATTEMPTS = 3
+"""Attempts to store the pages of a backup, the first included."""
 RETRY_SECONDS = 0.25
 """Delay before the second attempt; doubled before each further one."""
 
@@ -84,7 +85,9 @@ class BackupJob(Job):
         """Leading pages of the prefix that the storage has; all if unknown. Guarded by `lock`."""
 
     def perform(self) -> None:
+        # At least one round: a span may be a state alone, without pages of the anchor.
         for start in range(0, max(1, self._pages), BATCH_PAGES):
+            # Read without the lock: as long as the job runs, only this thread changes `stored`.
             parts = [(pool, pool.missing(start, start + BATCH_PAGES)) for pool in self._pools]
             parts = [(pool, numbers) for pool, numbers in parts if numbers]
             with self.lock:
@@ -240,6 +243,7 @@ class StorageBackups:
         pools = [pool for pool in found if pool]
         operation = BackupOperation(self._last_id, pools, pages, keys, prefix_pages)
         self._live.append(operation)
+        # The cache may evict the span before it is stored; its slots must not be reused by then.
         self._group.hold(self._group.owned(host), operation)
         self._submit(operation)
         return operation.operation_id
@@ -300,6 +304,7 @@ class StorageBackups:
         if operation.complete() or job.abandoned or operation.attempts >= MAX_ATTEMPTS:
             operation.ended = True
         elif not operation.retry_at:
+            # The scheduler's thread does not sleep: it looks again in a later step.
             delay = RETRY_SECONDS * 2 ** (operation.attempts - 1)
             operation.retry_at = time.monotonic() + delay
         elif time.monotonic() >= operation.retry_at:

@@ -75,6 +75,7 @@ def register(storage: HiCacheStorage, group: HostPoolGroup) -> None:
     storage.open()
     for entry in group.entries.values():
         storage.register_mem_host_pool_v2(entry.host_pool, entry.name)
+    # After the last pool, as the contract says; drivers may check the complete set here.
     storage.on_host_pools_registered()
 
 

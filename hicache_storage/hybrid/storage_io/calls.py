@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# As many as SGLang moves in one call (its STORAGE_BATCH_SIZE).
 BATCH_PAGES = 128
 """Pages of the anchor that one call moves."""
 
@@ -88,10 +89,12 @@ class StorageCalls:
         transfers = [
             PoolTransfer(
                 entry.name,
+                # Of these keys only the number counts: it is the window.
                 keys=list(keys[-entry.window_pages :]) if entry.is_trailing else list(keys),
                 hit_policy=entry.hit_policy,
             )
             for entry in entries
+            # The anchor is asked about through the chain itself.
             if entry is not self._group.anchor
         ]
         answer = self._call(lambda: self._storage.batch_exists_v2(list(keys), transfers, info))
@@ -114,6 +117,8 @@ class StorageCalls:
 
     def _endpoints(self, answer: object, pages: int) -> list[int]:
         ends = _items(answer)
+        # An endpoint beyond the keys would make the caller allocate pages that nobody asked for.
+        # `type`, because a bool is an `int`.
         if ends is None or not all(type(end) is int and 1 <= end <= pages for end in ends):
             self._count_invalid(f"endpoints of {pages} pages", answer)
             return []
@@ -143,6 +148,7 @@ class StorageCalls:
                 checked[transfer.name] = cast("list[bool]", pages)
                 self._failing = False
                 continue
+            # Only this pool's pages: the answers for the others are usable.
             checked[transfer.name] = [False] * count
             if answer is not _RAISED:
                 self._count_invalid(f"{count} pages of {transfer.name!r}", pages)

@@ -153,12 +153,15 @@ class Prefetcher:
         if self._binding is None or not self._rules.is_worth(tokens, self._group.page_size):
             self._stats.count(prefetches_below_threshold=self._binding is not None)
             return None
+        # No collective: prefetches in flight and sizes are the same on every rank, so all decide
+        # alike.
         if not self._rules.admits(self.occupied_tokens, self._group.size):
             self._stats.count(prefetches_rate_limited=1)
             return None
         request = PrefetchRequest(tuple(keys), tuple(prefix_keys), request_id)
         job = QueryJob(self._binding.calls, request)
         operation = PrefetchOperation(self, request, tokens, job)
+        # Before `submit`: a thread that hangs is given up, so that the job gets one that serves.
         self._binding.expire()
         self._binding.query.submit(job)
         self._live.append(operation)
@@ -190,6 +193,7 @@ class Prefetcher:
             self._stop(operation)
         self._live.remove(operation)
         host = self._delivered(operation)
+        # The slots belong to the caller now: neither `abort` nor a second call frees them.
         operation.buffers = None
         tokens = operation.delivered * self._group.page_size
         self._stats.count(tokens_prefetched=tokens)
@@ -199,6 +203,7 @@ class Prefetcher:
     def abort(self) -> None:
         """End all prefetches; they deliver nothing."""
         for operation in self._live:
+            # Without a collective: nothing is delivered, on any rank.
             if operation.job is not None:
                 operation.job.cancel()
             self._finish(operation, 0, PrefetchOutcome.STOPPED)
@@ -244,6 +249,8 @@ class Prefetcher:
         )
         for operation in operations:
             flags = [next(votes) for _ in range(len(operation.request.keys) + 1)]
+            # An intersection, not the minimum of the longest: {3, 6} and {3, 7} give 3. At 6 the
+            # second rank has no state.
             restorable = [end for end, flag in enumerate(flags) if flag and end]
             hit = (restorable[-1] if restorable else 0) * self._group.page_size
             self._stats.count(tokens_hit=hit)
@@ -259,6 +266,8 @@ class Prefetcher:
         worth = [end for end in restorable if self._rules.is_worth(end * page_size, page_size)]
         end = hit
         if not fits:
+            # Cut to an endpoint, not to the number of free pages: a prefix that ends between two
+            # checkpoints has no state and restores nothing.
             end = max_fitting_endpoint(worth, lambda end: _fits(group.needs(end), available))
         complete = end == hit
         operation.outcome = PrefetchOutcome.COMPLETE if complete else PrefetchOutcome.HOST_CAPACITY
@@ -275,6 +284,8 @@ class Prefetcher:
             plan = plan_reads(end, operation.ends, with_windows=True)
             set_count = 2
         operation.phase = PrefetchPhase.READ
+        # Memory may fail on one rank only. That rank takes part with zeros from here on; it must
+        # not leave, as the others wait in the next collective.
         operation.buffers = self._allocate(end, set_count)
         operation.job = None
         if operation.buffers is not None and self._binding is not None:
@@ -329,6 +340,8 @@ class Prefetcher:
         for operation in operations:
             pages, *flags = [next(votes) for _ in range(len(operation.ends) + 1)]
             have = _last_flagged(operation.ends, flags)
+            # Pages may have arrived up to an endpoint whose windows were not read, as only those of
+            # the longest were planned.
             untried = [end for end in operation.ends if end not in operation.tried]
             could = max((end for end in untried if end <= pages), default=0)
             if could > have and len(operation.tried) < MAX_WINDOW_READS:
@@ -338,6 +351,8 @@ class Prefetcher:
 
     def _read_windows(self, operation: PrefetchOperation, end: int) -> None:
         """Read the windows of another endpoint, if this rank does not have them."""
+        # Before any return: the number of collectives depends on `tried`, so it is the same on
+        # ranks that have nothing to read.
         operation.tried.add(end)
         buffers, binding, job = operation.buffers, self._binding, operation.job
         # An abandoned call may still write into a window set.
@@ -369,8 +384,11 @@ class Prefetcher:
         if operation.buffers is None:
             return
         kept = self._group.owned(self._delivered(operation))
+        # Pages that are kept need no reservation: they have arrived, and no call writes to them
+        # again.
         surplus = _without(operation.buffers.all_slots(), kept)
         if job is not None and not job.query():
+            # Before `free`, which would make them available at once.
             self._group.hold(surplus, job)
         self._group.host.free(surplus)
 
@@ -405,6 +423,7 @@ def _arrival_flags(operation: PrefetchOperation) -> list[int]:
         return [0] * (1 + len(operation.ends))
     if job is None:
         return [buffers.pages, *(int(buffers.is_complete(end)) for end in operation.ends)]
+    # The job publishes pages and windows under its lock; both must be of one moment.
     with job.lock:
         return [buffers.pages, *(int(buffers.is_complete(end)) for end in operation.ends)]
 

@@ -76,7 +76,9 @@ class PrefetchBuffers:
             if owner.is_trailing:
                 ends = owner.window(endpoint)
                 slots = self.window_sets[number][owner.name]
+                # Near the start of a sequence a window has fewer pages than its slots.
                 slots = slots[: len(ends) * owner.host_pool.page_size]
+                # The state after p pages has the key of the last of them.
                 keys = [request.keys[end - 1] for end in ends]
                 transfers.append(page_transfer(entry, keys, slots))
         return transfers
@@ -95,6 +97,7 @@ class PrefetchBuffers:
         used = {number: end for end, number in self.windows.items()}
         numbers = range(len(self.window_sets))
         taken = min(numbers, key=lambda number: used.get(number, 0), default=None)
+        # Incomplete from now on: the read that follows overwrites it.
         self.windows = {end: number for end, number in self.windows.items() if number != taken}
         return taken
 

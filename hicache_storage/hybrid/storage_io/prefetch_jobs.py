@@ -40,6 +40,8 @@ class QueryJob(Job):
         Endpoint 0 always has 1.
         """
         with self.lock:
+            # An abandoned call still publishes its result when it returns, after the ranks have
+            # gone on.
             found = set[int]() if self.abandoned else set(self._restorable)
         return [1] + [int(end in found) for end in range(1, len(self._request.keys) + 1)]
 
@@ -96,6 +98,7 @@ class ReadJob(Job):
             with self.lock:
                 if not self.begin_call():
                     return
+                # Under the lock: the scheduler's thread may look at the window sets at any time.
                 number = self._buffers.take_window_set() if step.with_windows else None
             if not self._read(step, number):
                 return
@@ -109,6 +112,7 @@ class ReadJob(Job):
         pages = buffers.transfers(request, step.start, step.end)
         windows = buffers.window_transfers(request, step.end, number) if number is not None else []
         before = (*request.prefix_keys, *request.keys[: step.start])
+        # One call for pages and windows, so that the store gets them as one batch (rule BU-1).
         answer = self._calls.read([*pages, *windows], before, request.request_id)
         arrived = min(leading_pages(answer[transfer.name]) for transfer in pages)
         with self.lock:

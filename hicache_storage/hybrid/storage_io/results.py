@@ -47,10 +47,15 @@ class BackupResult:
 
     operation_id: int
     stored_pages: int
-    """Leading pages of the span that every pool of every rank has stored, with all side pages that
-    end in them."""
+    """Leading pages of the span that every pool of every rank has stored.
+
+    All side pages that end in them are stored as well.
+    """
     complete: bool
     """Whether that is all of them."""
     lost_from: int | None = None
-    """First page of the sequence before the span that the storage of some rank is missing, although
-    it has stored the span. None where nothing is missing, or the check failed."""
+    """First page before the span that the storage of some rank has lost.
+
+    Counted from the start of the sequence; the storage has stored the span itself. None where
+    nothing is missing, or the check failed.
+    """

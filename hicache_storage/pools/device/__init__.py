@@ -1,5 +1,6 @@
-"""Pools in device memory, on any torch device: layer by layer as kernels want them, with slots to
-hand out.
+"""Pools in device memory, on any torch device.
+
+Layer by layer as kernels want them, with slots to hand out.
 
 Only the parts that touch tensors import torch, and only when they are first used.
 """

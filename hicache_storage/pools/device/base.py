@@ -1,5 +1,4 @@
-"""Base class of the SDK's device pools: slots, and the check against the host pool that backs them
-up."""
+"""Base class of the SDK's device pools: slots, and the check of their host pool."""
 
 from __future__ import annotations
 
@@ -17,14 +16,15 @@ if TYPE_CHECKING:
 
 
 class DevicePoolBase(DevicePages):
-    """A pool in device memory whose slots are handed out in pages, to be used through one of its
-    subclasses.
+    """A pool in device memory whose slots are handed out in pages.
+
+    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
-    thread-safe. They know nothing of copies:
-    a page that was freed may be handed out while a copy reads it, so that code which overwrites a
-    page first calls `before_overwrite` of the transfer engine.
+    thread-safe. They know nothing of copies: a page that was freed may be handed out while a copy
+    reads it, so that code which overwrites a page first calls `before_overwrite` of the transfer
+    engine.
     """
 
     HOST_POOL: ClassVar[str]
@@ -47,8 +47,9 @@ class DevicePoolBase(DevicePages):
         self._slots = SlotAllocator(self.size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64 on the CPU. None if fewer
-        are free.
+        """Take `count` slots, a positive multiple of the page size: int64 on the CPU.
+
+        None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -92,11 +93,11 @@ class DevicePoolBase(DevicePages):
 
 
 def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeroed device memory: unwritten slots must not be NaN to a kernel that reads whole
-    pages.
+    """Allocate zeroed device memory.
 
-    The zeros are there when this returns. They come on the current stream, which no stream of a
-    model or a copy waits for.
+    Unwritten slots must not be NaN to a kernel that reads whole pages.
+
+    The zeros are there when this returns.
 
     Raises:
         InvalidPoolError: there is not that much memory.
@@ -109,5 +110,6 @@ def device_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
             f"cannot allocate {size} bytes on {device} ({error}); pass a smaller size"
         ) from error
     if device.type == "cuda":
+        # The zeros come on the current stream, which no stream of a model or a copy waits for.
         torch.cuda.current_stream(device).synchronize()
     return memory

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class MambaDevicePool(DevicePoolBase):
-    """The states of running requests and of cached prefixes; a slot is a whole state, so a page is
-    one slot.
+    """The states of running requests and of cached prefixes.
+
+    A slot is a whole state, so a page is one slot.
 
     With S slots and L layers with such a state, `temporal_buffer` and each of `conv_buffers` have
     the shape (L, S, *state), and layer l of the pool is their l-th step along the first axis.
@@ -77,5 +78,6 @@ class MambaDevicePool(DevicePoolBase):
         self.conv_buffers = tuple(
             device_tensor((layer_num, size, *shape), conv_dtype, place) for shape in conv_shapes
         )
+        # A part without elements has no rows that could be copied.
         parts = [part for part in (self.temporal_buffer, *self.conv_buffers) if part.numel()]
         super().__init__(list(zip(*parts, strict=True)), 1, place)

@@ -57,8 +57,8 @@ class MHADevicePool(DevicePoolBase):
         self.head_dim = head_dim
         self.v_head_dim = v_head_dim
         place = torch.device(device)
-        self.k_buffer, self.v_buffer = (
-            [device_tensor((size, head_num, dim), dtype, place) for _ in range(layer_num)]
-            for dim in (head_dim, v_head_dim)
-        )
+        k_shape = (size, head_num, head_dim)
+        v_shape = (size, head_num, v_head_dim)
+        self.k_buffer = [device_tensor(k_shape, dtype, place) for _ in range(layer_num)]
+        self.v_buffer = [device_tensor(v_shape, dtype, place) for _ in range(layer_num)]
         super().__init__(list(zip(self.k_buffer, self.v_buffer, strict=True)), page_size, place)

@@ -11,8 +11,10 @@ from hicache_storage.pools.device.base import DevicePoolBase, device_tensor
 
 
 class MLADevicePool(DevicePoolBase):
-    """One latent row per token and layer: each layer is a tensor (slots, 1, elements of a row) of
-    its own."""
+    """One latent row per token and layer.
+
+    Each layer is a tensor (slots, 1, elements of a row) of its own.
+    """
 
     HOST_POOL: ClassVar[str] = "MLAHostPool"
     FIELDS: ClassVar[tuple[str, ...]] = ("kv_cache_dim", "dtype")

@@ -49,6 +49,7 @@ class DevicePages:
         self.size = self.page_num * page_size
         """Slots in the pool."""
         self._pages = [
+            # `view` and not `reshape`: a copy in its place would never reach the pool.
             tuple(tensor.view(-1, rows, *tensor.shape[1:]) for tensor in tensors)
             for tensors in self.layers
         ]

@@ -1,5 +1,7 @@
-"""Base class of the SDK's host pools: geometry, slots, and pages as buffers, pointers or
-tensors."""
+"""Base class of the SDK's host pools.
+
+It has geometry, slots, and pages as buffers, pointers or tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class HostPoolBase:
-    """A pool in host memory whose pages can be lent as they lie, to be used through one of its
-    subclasses.
+    """A pool in host memory whose pages can be lent as they lie.
+
+    To be used through one of its subclasses.
 
     A page is `page_size` consecutive slots from a multiple of `page_size` on. All slots can be
     handed out; an engine that wants a padding page counts it into the size. `alloc` and `free` are
@@ -37,8 +40,10 @@ class HostPoolBase:
     size_per_token: int
     """Bytes per slot, all layers together."""
     buffers: tuple[torch.Tensor, ...]
-    """Every tensor of the pool, contiguous and on the CPU, in the order of a page's parts; for
-    registering memory."""
+    """Every tensor of the pool, contiguous and on the CPU.
+
+    In the order of a page's parts; for registering memory.
+    """
     flat_dtype: torch.dtype
     """Element type of flat pages."""
 
@@ -78,14 +83,17 @@ class HostPoolBase:
         self.flat_dtype = flat_dtype
         self._page_axis = page_axis
         self._rows_per_page = rows_per_page
+        # SGLang drops a temporal state of 0 elements from a page as well, so that components agree.
         filled = [column for column in columns if column.numel()]
         if not filled:
             raise InvalidPoolError("a page has no bytes; pass at least one shape without a zero")
         slot_bytes = [column.numel() * column.element_size() // size for column in filled]
+        # Made once: a view takes longer than its slices, which every call takes of it.
         self._views = [
             (byte_view(column), length, length * page_size)
             for column, length in zip(filled, slot_bytes, strict=True)
         ]
+        # Components and not buffers: K and V of one tensor are two of them.
         self._pointers = [
             (column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)
         ]
@@ -96,8 +104,9 @@ class HostPoolBase:
         self._slots = SlotAllocator(size, page_size)
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots, a positive multiple of the page size: int64, pages of consecutive
-        slots. None if short.
+        """Take `count` slots, a positive multiple of the page size.
+
+        int64, pages of consecutive slots. None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -122,8 +131,9 @@ class HostPoolBase:
         self._slots.clear()
 
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
-        """For each page, given by its first slot, its components as writable views of the pool's
-        memory.
+        """Return the components of pages as writable views of the pool's memory.
+
+        Pages are given by their first slots.
 
         The slots are not checked. A view keeps the memory alive.
         """
@@ -134,8 +144,9 @@ class HostPoolBase:
         return list(map(list, zip(*columns, strict=True)))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Addresses and lengths in bytes of the components of the pages in `indices`, page after
-        page.
+        """Addresses and lengths of the components of pages, in bytes.
+
+        Page after page of those in `indices`.
 
         Args:
             indices: int64, `page_size` slots for each page; the first of each says which page it
@@ -168,6 +179,8 @@ class HostPoolBase:
             InvalidTransferError: no page begins at `first_slot`.
         """
         parts = self._parts(first_slot)
+        # Only a single buffer has a view with a page of its own; several element types cannot be
+        # concatenated but as bytes.
         if len(parts) == 1:
             return (
                 parts[0].clone(memory_format=torch.contiguous_format).view(-1) if flat else parts[0]
@@ -177,8 +190,10 @@ class HostPoolBase:
         )
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        """A new flat page of zeros, of the length and element type that `set_from_flat_data_page`
-        takes."""
+        """A new flat page of zeros.
+
+        It has the length and element type that `set_from_flat_data_page` takes.
+        """
         return torch.zeros(self.geometry.page_bytes, dtype=torch.uint8).view(self.flat_dtype)
 
     def set_from_flat_data_page(self, first_slot: int, data_page: torch.Tensor) -> None:

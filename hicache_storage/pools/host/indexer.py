@@ -83,6 +83,7 @@ class IndexerHostPool(HostPoolBase):
             page_size=page_size,
             buffers=(self.index_buffer,),
             page_axis=1 if by_layer else 0,
+            # A page of a layer is one row: the keys and scales of its tokens are packed into it.
             rows_per_page=1,
             columns=self.index_buffer.unbind() if by_layer else (self.index_buffer,),
             flat_dtype=torch.uint8,

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 class MambaHostPool(HostPoolBase):
-    """The state after a prefix: one temporal (SSM) state and one or more convolution windows per
-    layer.
+    """The state after a prefix: a temporal (SSM) state and convolution windows per layer.
 
     A slot is a whole state, so a page is one slot. With S slots and L layers, `temporal_buffer` and
     each of `conv_buffers` have the shape

@@ -85,10 +85,13 @@ class MHAHostPool(HostPoolBase):
             _shape(layout, size // page_size, page_size, layer_num, head_num, dim)
             for dim in (head_dim, v_head_dim)
         )
+        # One tensor where that is possible, as in SGLang: its halves are K and V.
         halves = head_dim == v_head_dim
         shapes = [(2, *k_shape)] if halves else [k_shape, v_shape]
         buffers = [host_tensor(shape, dtype, pin_memory=pin_memory) for shape in shapes]
-        self.k_buffer, self.v_buffer = buffers[0].unbind() if halves else buffers
+        k_buffer, v_buffer = buffers[0].unbind() if halves else buffers
+        self.k_buffer = k_buffer
+        self.v_buffer = v_buffer
         by_layer = layout == "layer_first"
         super().__init__(
             layout=layout,
@@ -105,6 +108,7 @@ class MHAHostPool(HostPoolBase):
     def _layers(self) -> list[torch.Tensor]:
         return [
             half
+            # K and V of each layer in turn, as SGLang orders its pointers.
             for layer in zip(self.k_buffer.unbind(), self.v_buffer.unbind(), strict=True)
             for half in layer
         ]

@@ -14,8 +14,9 @@ NAMED_SLOTS = 8
 
 
 class SlotAllocator:
-    """Hands out a host pool's slots in whole pages, the longest free ones first, and never one that
-    is in use.
+    """Hands out a host pool's slots in whole pages, the longest free ones first.
+
+    A slot in use is never handed out.
 
     Thread-safe. A call that raises changes nothing.
 
@@ -41,8 +42,9 @@ class SlotAllocator:
         self._reset()
 
     def alloc(self, count: int) -> torch.Tensor | None:
-        """Take `count` slots: int64 on the CPU, in pages of consecutive slots. None if fewer are
-        free.
+        """Take `count` slots: int64 on the CPU, in pages of consecutive slots.
+
+        None if fewer are free.
 
         Raises:
             SlotError: `count` is not a positive multiple of the page size.
@@ -69,9 +71,12 @@ class SlotAllocator:
             without its page.
         """
         pages = self._whole_pages(indices)
+        # Vector arithmetic: a free of a long prefix may have 100,000 slots.
         ordered = pages.sort().values
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         with self._lock:
+            # Before any change: a double free would hand one page to two owners. SGLang's pool of
+            # states does not check it.
             idle = pages[~self._in_use[pages]]
             if idle.numel() or twice.numel():
                 wrong = self._slots_of(idle if idle.numel() else twice)
@@ -83,6 +88,7 @@ class SlotAllocator:
 
     def available_size(self) -> int:
         """Number of slots that are free."""
+        # Without the lock: the number may be out of date as soon as it is returned.
         return self._free * self.page_size
 
     def clear(self) -> None:
@@ -122,8 +128,10 @@ class SlotAllocator:
 
 
 def _without_page(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The slots whose page is not there as a whole or, where all are, those that do not stand in
-    order."""
+    """The slots whose page is not there as a whole.
+
+    Where all are, those that do not stand in order.
+    """
     pages = slots // page_size
     partial = slots[torch.bincount(pages)[pages] % page_size != 0]
     if partial.numel():

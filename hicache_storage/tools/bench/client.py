@@ -28,8 +28,10 @@ STAMP: Final = struct.Struct("<qq")
 
 
 class WrongAnswerError(Exception):
-    """A page was not stored, not found, not delivered, or has other bytes; the measurement is
-    void."""
+    """A page was not stored, not found, not delivered, or has other bytes.
+
+    The measurement is void.
+    """
 
 
 @dataclass(slots=True)
@@ -57,8 +59,9 @@ class CallSample:
 
 
 def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
-    """Make a host pool for some clients, filled, so that no call is charged for the page faults of
-    its memory.
+    """Make a host pool for some clients, and fill it.
+
+    No call is then charged for the page faults of its memory.
 
     Raises:
         InvalidPoolError: there is not enough memory.
@@ -82,8 +85,9 @@ def make_pool(workload: BenchWorkload, clients: int) -> MHAHostPool:
 
 
 class Client:
-    """A caller that writes from its first `batch_pages` pages of the pool, and reads into the next
-    ones.
+    """A caller that writes from its first `batch_pages` pages of the pool.
+
+    It reads into the next ones.
 
     Args:
         run: prefix of the keys of this run, different from those of all others.
@@ -133,12 +137,15 @@ class Client:
         sample = CallSample(time.perf_counter(), 0.0)
         for batch in batches:
             if operation is Operation.WRITE:
+                # Otherwise all batches have equal bytes, and a get that delivers another batch
+                # would pass.
                 self._stamp(batch)
             for _ in range(repeats):
                 sample.seconds.append(calls[operation](batch))
         sample.ended = time.perf_counter()
         sample.pages = len(sample.seconds) * self._pages
         if operation is Operation.READ and batches:
+            # After `ended`: comparing bytes is not part of the measurement.
             self._verify(batches[-1])
         return sample
 
@@ -150,6 +157,7 @@ class Client:
         self._keys.clear()
 
     def _write(self, batch: int) -> float:
+        # Outside of the measured time: an engine has its indices already.
         transfer = PoolTransfer(PoolName.KV, _indices(self._source), keys=self._keys[batch])
         started = time.perf_counter()
         answer = self._storage.batch_set_v2([transfer])
@@ -191,6 +199,7 @@ class Client:
         """Compare every byte of the batch that was read last."""
         import torch
 
+        # Whatever was written last: the source pages must have the stamp of this batch.
         self._stamp(batch)
         for buffer in (self._pool.k_buffer, self._pool.v_buffer):
             sent, came = (buffer[span.start : span.stop] for span in (self._source, self._target))

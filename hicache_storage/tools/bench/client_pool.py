@@ -98,6 +98,8 @@ class ThreadClients:
             client.prepare(batches)
 
     def run(self, operation: Operation, batches: range) -> CallSample:
+        # The executor starts its threads one after the other; the calls have to overlap from the
+        # first on.
         start = threading.Barrier(len(self._clients))
 
         def run_client(client: Client) -> CallSample:
@@ -115,6 +117,8 @@ class ThreadClients:
             # After an interruption, clients may still be in their calls.
             self._threads.shutdown(cancel_futures=True)
             self.remove()
+            # Only such a store has a namespace of this run alone (`open_storage`): no other pages
+            # are cleared.
             if self._storage.capabilities.clears and not self.deletes:
                 self._storage.clear()
         finally:
@@ -165,12 +169,16 @@ class _WorkerProcess:
     def __init__(
         self, candidate: Candidate, workload: BenchWorkload, run: str, number: int
     ) -> None:
+        # Not `fork`: a locked host pool is not in a forked child, and a storage that is open
+        # refuses to work there (rule LC-5).
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, candidate, workload, run, number), daemon=True
         )
         self._process.start()
+        # Otherwise this process keeps the other end open, and `recv` would not notice that the
+        # child has ended.
         theirs.close()
 
     def send(self, *request: object) -> None:
@@ -198,6 +206,7 @@ class _WorkerProcess:
 
     def close(self) -> None:
         """Let the process remove its pages and end; kill it if it does not."""
+        # The child's `recv` ends with that: it removes its pages and exits.
         self._pipe.close()
         self._process.join(SETUP_SECONDS)
         if self._process.exitcode is None:
@@ -229,6 +238,7 @@ def _execute(clients: ThreadClients, name: str, *arguments: Any) -> object:
         if name != "run":
             return getattr(clients, name)(*arguments)
         operation, batches, start = arguments
+        # `perf_counter` is one clock for all processes of a machine, so that they start together.
         time.sleep(max(0.0, start - time.perf_counter()))
         return clients.run(operation, batches)
     except Exception as error:  # noqa: BLE001 - raised again in the process that asked
@@ -247,6 +257,7 @@ def open_storage(candidate: Candidate, run: str) -> HiCacheStorage:
     identity = StorageIdentity(
         model="hicache-bench", kv_dtype="uint8", page_size=PAGE_SIZE, layout="page_first", salt=salt
     )
+    # With the default options, so that the layers of the SDK are part of what is measured.
     storage = create_storage(candidate.driver, identity, candidate.options)
     try:
         storage.open()

@@ -114,8 +114,10 @@ def _y(value: float, top: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, so that quarters of an axis are short
-    numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten.
+
+    Quarters of an axis are short numbers then.
+    """
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -125,6 +127,7 @@ def _round_up(value: float) -> float:
 def _stroke(line: ET.Element, index: int) -> None:
     line.set("stroke", COLOURS[index % len(COLOURS)])
     line.set("stroke-width", "2")
+    # Colours begin again, so that lines have to differ otherwise.
     if index >= len(COLOURS):
         line.set("stroke-dasharray", "5 3")
 
@@ -143,4 +146,5 @@ def _draw(parent: ET.Element, tag: str, *, kind: str = "", **attributes: str | f
         else str(value)
         for name, value in attributes.items()
     }
+    # `class` is a keyword of Python, so that it cannot be an argument.
     return ET.SubElement(parent, tag, written | ({"class": kind} if kind else {}))

@@ -39,9 +39,11 @@ def check_space(sweep: Sweep) -> None:
         options = _check_candidate(candidate, sweep)
         found = [nearest_directory(path) for path in directories(options).values()]
         for place in found[:1]:
+            # By device: the directories of two candidates may be on one disk.
             device = place.stat().st_dev
             disks[device] += int(HEADROOM * sweep.max_stored_bytes)
             places[device] = place
+        # A driver whose options name no directory may keep its pages in memory.
         if not found:
             memory += sweep.max_stored_bytes
     for device, needed in disks.items():
@@ -49,14 +51,13 @@ def check_space(sweep: Sweep) -> None:
         if needed > free:
             raise InsufficientSpaceError(
                 f"{places[device]} has {_gib(free)} free and {_gib(needed)} may be needed; give a "
-                f"smaller --max-stored"
+                "smaller --max-stored"
             )
     available = _available_memory()
     if memory > 0.8 * available:
         raise InsufficientSpaceError(
             f"{_gib(memory)} of memory may be needed and {_gib(available)} is available; give a "
-            f"smaller --concurrency, smaller --pages, "
-            "or a smaller --max-stored"
+            "smaller --concurrency, smaller --pages, or a smaller --max-stored"
         )
 
 
@@ -83,7 +84,7 @@ def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
     if not (spec.capabilities.deletes or spec.capabilities.clears or sweep.keeps_pages):
         raise InsufficientSpaceError(
             f"driver {spec.name!r} can neither delete nor clear, so that its pages would stay; "
-            f"allow that with --keep-pages"
+            "allow that with --keep-pages"
         )
     capacity = options.get(spec.capacity_option) if spec.capacity_option else None
     if (
@@ -92,8 +93,8 @@ def _check_candidate(candidate: Candidate, sweep: Sweep) -> dict[str, object]:
     ):
         raise InsufficientSpaceError(
             f"driver {spec.name!r} would evict pages before they are read: its "
-            f"{spec.capacity_option} is {capacity}, and "
-            f"{_gib(HEADROOM * sweep.max_stored_bytes)} may be needed; give a smaller --max-stored"
+            f"{spec.capacity_option} is {capacity}, and {_gib(HEADROOM * sweep.max_stored_bytes)} "
+            "may be needed; give a smaller --max-stored"
         )
     return options
 

@@ -106,6 +106,7 @@ class Report:
             report = msgspec.json.decode(path.read_bytes(), type=cls)
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is no result of `hicache bench`: {error}") from error
+        # Refused, not converted: figures of other fields must not be compared.
         if report.schema != SCHEMA:
             raise ValueError(f"{path} has schema {report.schema}; this version reads {SCHEMA}")
         return report
@@ -120,8 +121,9 @@ class Report:
 def compare(
     those: Iterable[Measurement], these: Iterable[Measurement], *, paired: bool
 ) -> list[tuple[Measurement, Measurement, Ratio]]:
-    """Pair the measurements that two results have in common, with the ratio of the second rate to
-    the first.
+    """Pair the measurements that two results have in common.
+
+    Each pair has the ratio of the second rate to the first.
 
     Args:
         those: the baseline.
@@ -162,6 +164,7 @@ def this_machine() -> dict[str, str]:
 
 def _ratio(peer: Measurement, mine: Measurement, *, paired: bool) -> Ratio:
     if paired:
+        # Round by round: both candidates had the same load on the machine then.
         ratios = [ours / theirs for theirs, ours in zip(peer.rounds, mine.rounds, strict=False)]
         minimum, maximum = min(ratios), max(ratios)
     else:

@@ -9,6 +9,7 @@ from typing import Final
 BATCH_PAGES: Final = 128
 """Pages in a call, as many as engines send."""
 MIN_PAGE_BYTES: Final = 4096
+"""Shortest page that can be measured; longer ones are multiples of it."""
 
 
 class ClientKind(StrEnum):
@@ -54,8 +55,10 @@ class BenchWorkload:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of host memory: each client writes from one batch of pages and reads into
-        another."""
+        """Bytes of host memory.
+
+        Each client writes from one batch of pages and reads into another.
+        """
         return 2 * self.clients * self.batch_bytes
 
 
@@ -66,8 +69,10 @@ class Sweep:
     candidates: list[Candidate]
     workloads: list[BenchWorkload]
     seconds: float = 3.0
-    """Time for each workload and candidate, warm-up included; the round that runs then is
-    finished."""
+    """Time for each workload and candidate in seconds, warm-up included.
+
+    The round that runs then is finished.
+    """
     max_stored_bytes: int = 2 << 30
     """Limit of the bytes of pages that a candidate stores at a time."""
     keeps_pages: bool = False

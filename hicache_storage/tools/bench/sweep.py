@@ -37,6 +37,7 @@ def run_sweep(
         WrongAnswerError: a driver answered wrongly.
         HiCacheError: a storage cannot be constructed or opened.
     """
+    # Before anything is opened: a sweep that fills the disk half-way has measured nothing.
     check_space(sweep)
     report = Report(
         [
@@ -68,6 +69,7 @@ def _run_workload(
     with ExitStack() as stack:
         runs = list[_CandidateRun]()
         for candidate in sweep.candidates:
+            # New keys for each workload: pages of an earlier run would be found and not written.
             pool = open_clients(candidate, workload, secrets.token_hex(8))
             stack.callback(pool.close)
             runs.append(_CandidateRun(pool, candidate.label, workload, sweep))
@@ -76,6 +78,7 @@ def _run_workload(
         for each in runs:
             each.warm_up()
         forwards = True
+        # All of them: the rounds of candidates are compared in pairs.
         while all(each.has_space for each in runs):
             # In alternating order, so that no candidate always runs after the same other one.
             for each in runs if forwards else runs[::-1]:
@@ -115,10 +118,13 @@ class _CandidateRun:
         return self._batches <= self._free_batches
 
     def warm_up(self) -> None:
-        """Run a round that does not count; its duration decides the number of batches of the
-        others."""
+        """Run a round that does not count.
+
+        Its duration decides the number of batches of the others.
+        """
         started = time.monotonic()
         self.round()
+        # A lower bound, because the number of batches is a quotient by it.
         seconds = max(1e-3, time.monotonic() - started)
         if not self.has_space:
             # There is space for this round only, so it counts.

@@ -37,6 +37,7 @@ def main() -> None:
     from hicache_storage.tools.doctor.plan import CHECKS
 
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckTask)
+    # Unbuffered: a note must have left this process before a driver can crash it.
     notes = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
     for check in task.checks:
         notes.write(msgspec.json.encode(Note(check)) + b"\n")

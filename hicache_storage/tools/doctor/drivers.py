@@ -71,8 +71,7 @@ def check_drivers(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_requirement(name: str, owner: str) -> Iterator[Finding]:
-    """Check that the distribution requires a version of the SDK, and that the installed one
-    fits."""
+    """Check that the distribution requires a version of the SDK that is installed."""
     check, installed = f"{name}: contract", version(SDK)
     if owner == SDK:
         yield ok(check, f"HiCacheStorage v2, part of {SDK} {installed}")
@@ -91,7 +90,9 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
         fix = f'dependencies = ["{SDK}>={installed.rpartition(".")[0] or installed}"] in its pyproject.toml'
         yield warn(check, f"{owner} {package.version} does not say which {SDK} it needs", fix)
     elif not all(
-        requirement.specifier.contains(installed, prereleases=True) for requirement in asked
+        # A pre-release of the SDK counts as installed; by default no range contains one.
+        requirement.specifier.contains(installed, prereleases=True)
+        for requirement in asked
     ):
         wanted = ", ".join(str(requirement.specifier) for requirement in asked)
         yield fail(
@@ -104,8 +105,10 @@ def check_requirement(name: str, owner: str) -> Iterator[Finding]:
 
 
 def check_class(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
-    """Check that the class can be imported, is complete, has the contract's signatures and declared
-    capabilities."""
+    """Check that the class can be imported, is complete, and fits the contract.
+
+    Signatures and declared capabilities are compared with it.
+    """
     check = f"{spec.name}: class"
     try:
         driver = driver_class(spec)
@@ -168,9 +171,12 @@ def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> l
     for field in fields(Capabilities):
         mine, limit = getattr(instance, field.name), getattr(declared, field.name)
         if isinstance(mine, StrEnum) and isinstance(limit, StrEnum):
+            # The members of these enumerations are declared from the weakest promise to the
+            # strongest.
             order = list(type(mine))
             exceeds = order.index(mine) > order.index(type(mine)(limit))
         else:
+            # For `may_hang`, true is the weaker promise.
             exceeds = isinstance(mine, bool) and mine and not limit and field.name != "may_hang"
         if exceeds:
             found.append(f"{field.name}={mine}")
@@ -198,6 +204,8 @@ def _flaws(check: str, driver: type[HiCacheStorage]) -> Iterator[Finding]:
             for owner in driver.__mro__[: driver.__mro__.index(ObjectStorage)]
             for name in vars(owner)
         }
+        # A private method of the same name replaces that of the base class without any error, until
+        # a call needs it.
         for name in sorted(mine & set(vars(ObjectStorage))):
             if re.match(r"_(?!_|abc_)", name) and callable(getattr(ObjectStorage, name)):
                 yield fail(
@@ -247,6 +255,7 @@ def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> It
         parse_config(
             model,
             {
+                # Any port will do: nothing is opened here.
                 name: re.sub(r"\{port:\w+\}", "1", value)
                 for name, value in spec.trial_config.items()
             },
@@ -277,6 +286,7 @@ def _takes_arguments_of(method: object, contract: object) -> bool:
         parameter.name: None for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
     }
     try:
+        # Bound and not compared: a driver may have further parameters with defaults.
         inspect.signature(method).bind(*positional, **by_name)
     except (TypeError, ValueError):
         return False

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 LITTLE_SPACE_BYTES: Final = 1 << 30
+"""Free space below which the check warns."""
 MAX_CLOCK_SKEW_SECONDS: Final = 2.0
 
 
@@ -81,6 +82,7 @@ def check_servers(target: DoctorTarget) -> Iterator[Finding]:
 
 def _space(check: str, place: Path, capacity: int | None) -> Iterator[Finding]:
     usage, inodes = shutil.disk_usage(place), os.statvfs(place)
+    # Some file systems have no fixed number of inodes and report 0.
     if inodes.f_files and not inodes.f_favail:
         yield fail(
             check, f"{place}: no inode is free", "remove files, or choose another file system"
@@ -129,6 +131,7 @@ def _probe_file_system(place: Path) -> tuple[bool, float]:
     """
     with _unnamed(place, 0) as descriptor:
         os.write(descriptor, b"\0")
+        # A file server sets the time of a write by its own clock.
         skew = os.fstat(descriptor).st_mtime - time.time()
     try:
         with _unnamed(place, os.O_DIRECT):
@@ -164,7 +167,9 @@ def _kind(place: Path) -> str:
     best, kind = "", "unknown file system"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")
+        # The kernel writes spaces in paths as octal escapes.
         mount = fields.split()[4].encode().decode("unicode_escape")
+        # Of equal mount points the later one: it covers the earlier.
         if (place == Path(mount) or Path(mount) in place.parents) and len(mount) >= len(best):
             best, kind = mount, rest.split()[0]
     return kind

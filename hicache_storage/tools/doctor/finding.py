@@ -32,8 +32,10 @@ class DoctorTarget:
     driver: str | None = None
     """None checks the environment, and all drivers without opening them."""
     options: dict[str, str] = field(default_factory=dict[str, str])
-    """Options of the driver; without any, a throwaway store is opened, if the driver's spec
-    describes one."""
+    """Options of the driver.
+
+    Without any, a throwaway store is opened, if the driver's spec describes one.
+    """
     deadline_seconds: float = 5.0
     """Deadline of each call into the driver, and of each connection."""
     pinned_bytes: int | None = None

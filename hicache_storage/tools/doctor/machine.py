@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 ENOUGH_FILES: Final = 4096
+"""Open files that an engine and its connections do not use up."""
 IO_URING_SETUP: Final = 425
 """The system call's number, the same on every architecture."""
 CAP_IPC_LOCK: Final = 14
@@ -33,7 +34,7 @@ def check_python(target: DoctorTarget) -> Iterator[Finding]:
     yield ok(
         "python",
         f"{platform.python_version()}, hicache-storage {version('hicache-storage')}, contract "
-        f"HiCacheStorage v2",
+        "HiCacheStorage v2",
     )
 
 
@@ -70,6 +71,7 @@ def check_locked_memory(target: DoctorTarget) -> Iterator[Finding]:
     fix = "ulimit -l unlimited (containers: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
     if soft == resource.RLIM_INFINITY:
         yield ok("locked memory", "no limit")
+    # Before the comparison: the kernel does not apply the limit to such a process.
     elif _has_capability(CAP_IPC_LOCK):
         yield ok(
             "locked memory",
@@ -106,20 +108,23 @@ def check_open_files(target: DoctorTarget) -> Iterator[Finding]:
         )
         yield warn(
             "open files",
-            f"limit {soft}; an engine and its connections can use them up, and stored pages become "
-            f"misses",
+            f"limit {soft}; an engine and its connections can use them up, and stored pages "
+            "become misses",
             fix,
         )
 
 
 def check_io_uring(target: DoctorTarget) -> Iterator[Finding]:
-    """Check that this process can create an io_uring, by the system call itself, because containers
-    filter it."""
+    """Check that this process can create an io_uring.
+
+    It makes the system call itself, because containers filter that.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     ring = libc.syscall(IO_URING_SETUP, 1, None)
     error = ctypes.get_errno()
     if ring >= 0:
         os.close(ring)
+    # `EFAULT`: the call was allowed and has missed its parameters, which are null here.
     if ring >= 0 or error == errno.EFAULT:
         yield ok("io_uring", "available")
         return

@@ -37,8 +37,10 @@ CLEAN_UP: Final = (
     "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
 )
 LEFTOVER_SECONDS: Final = 1.0
-"""Time to remove the namespace of an earlier run: it is unused, or another run uses it
-meanwhile."""
+"""Time to remove the namespace of an earlier run, in seconds.
+
+It is unused, or another run uses it meanwhile.
+"""
 QUARANTINE_SECONDS: Final = 10.0
 """Time to remove the namespace of this run; longer than the default quarantine of deleted pages."""
 PAGES: Final = 4
@@ -106,8 +108,10 @@ def check_options(target: DoctorTarget) -> Iterator[Finding]:
 
 
 def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
-    """Construct a storage, open it, query its health, set, find, get and remove pages, and close
-    it."""
+    """Open a storage, set, find, get and remove pages, and close it.
+
+    Its health is queried as well.
+    """
     check = f"{target.driver}: round trip"
     try:
         usable_options(target)
@@ -149,6 +153,8 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
         spec.name,
         _identity(),
         options,
+        # Without a circuit breaker, which would answer misses for the calls that are to be
+        # examined.
         options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0),
     )
     try:
@@ -169,6 +175,7 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
             )
             return
         if storage.capabilities.deletes or not target.options:
+            # Into a store of the operator only if the pages can be removed one by one.
             yield from _round_trip(check, storage, target)
         else:
             detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"
@@ -224,6 +231,8 @@ class _RoundTrip:
         from hicache_storage.pools import MHAHostPool
 
         pool = MHAHostPool(
+            # Twice the pages: they are read into other ones than they were stored from, so that a
+            # get that writes nothing does not pass.
             size=2 * PAGES * PAGE_SIZE,
             page_size=PAGE_SIZE,
             layer_num=LAYERS,
@@ -271,6 +280,7 @@ class _RoundTrip:
         """Delete the pages, and return the number of those that still exist."""
         if self.storage.capabilities.deletes:
             self.storage.delete(self.keys)
+        # One by one: the hit of a chain ends at its first missing page.
         return sum(self.storage.batch_exists_v2([key]).kv_hit_pages for key in self.keys)
 
     def remove_namespace(self, seconds: float) -> bool:
@@ -307,6 +317,7 @@ def _logged_warnings() -> Generator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             messages.append(record.getMessage())
 
+    # The root logger: a driver of another package has a logger of its own.
     listener, root = Listener(logging.WARNING), logging.getLogger()
     root.addHandler(listener)
     try:

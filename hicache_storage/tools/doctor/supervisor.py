@@ -1,5 +1,7 @@
-"""Supervisor of the process that runs the checks: restarts it after a check that hangs or
-crashes."""
+"""Supervisor of the process that runs the checks.
+
+It restarts the process after a check that hangs or crashes.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,19 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget
 
 GRACE_SECONDS: Final = 20.0
-"""Time that a check may take beyond two deadlines; importing torch from a cold disk is its slowest
-part."""
+"""Time that a check may take beyond two deadlines, in seconds.
+
+Importing torch from a cold disk is its slowest part.
+"""
 
 
 def examine(
     target: DoctorTarget, *, checks: list[str] | None = None, grace_seconds: float = GRACE_SECONDS
 ) -> Iterator[Finding]:
-    """Run all checks, or those named, and yield their findings as they come. A driver's failure
-    raises nothing."""
+    """Run all checks, or those named, and yield their findings as they come.
+
+    A driver's failure raises nothing.
+    """
     remaining = _planned(target) if checks is None else list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
     with tempfile.TemporaryDirectory(
@@ -66,9 +72,13 @@ class _Child:
     """The process, and the pipe of its notes."""
 
     def __init__(self, task: CheckTask) -> None:
+        # A file, not a pipe: a child that writes much would block on a pipe that is only read
+        # afterwards.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._notes, inner = os.pipe()
         self._hung = False
+        # `-P`: a file in the current directory must not be imported in place of a module of the
+        # same name.
         command = [sys.executable, "-P", "-m", "hicache_storage.tools.doctor.child", str(inner)]
         try:
             self._process = subprocess.Popen(
@@ -79,6 +89,7 @@ class _Child:
                 pass_fds=[inner],
             )
         finally:
+            # The child alone has this end then, so that its exit is the end of the notes.
             os.close(inner)
         assert self._process.stdin is not None
         # A child that has ended already closes the pipe of its notes, which `notes` detects.
@@ -89,6 +100,8 @@ class _Child:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Not `terminate`: a driver may handle that signal, or hang where Python does not get to
+        # handle it.
         self._process.kill()
         self._process.wait()
         os.close(self._notes)
@@ -109,6 +122,7 @@ class _Child:
                 return
             *lines, rest = (rest + chunk).split(b"\n")
             for line in lines:
+                # The limit is that of one check, and each note shows that a check goes on.
                 until = time.monotonic() + limit
                 yield msgspec.json.decode(line, type=Note)
 

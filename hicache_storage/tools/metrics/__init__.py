@@ -1,5 +1,7 @@
-"""Files generated from the metric definitions: dashboard, alert rules, tables of
-`docs/observability.md`."""
+"""Files generated from the metric definitions.
+
+Dashboard, alert rules, and the tables of `docs/observability.md`.
+"""
 
 from hicache_storage.tools.metrics.alerts import ALERTS, Alert, rules
 from hicache_storage.tools.metrics.dashboard import dashboard

@@ -23,12 +23,16 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
 """Time before the expiry of a certificate; automatic renewal starts a month before it."""
 SPARE_SHARE: Final = 32
-"""Slots of a full scope for each one that the server keeps free or quarantined
-(`hicache_metadata_server.core.scope`)."""
+"""Slots of a full scope for each one that the server keeps free or quarantined.
+
+As `hicache_metadata_server.core.scope` has it.
+"""
 
 MAX_FAILOVERS: Final = 3
-"""Failovers in 15 minutes that restarts of several servers explain. `increase` extrapolates three
-to 3.2 at one scrape a minute; hence the half in the rule."""
+"""Failovers in 15 minutes that restarts of several servers explain.
+
+`increase` extrapolates three to 3.2 at one scrape a minute; hence the half in the rule.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +67,18 @@ def _hits(window: str) -> str:
 _WHOLE: Final = '{{ printf "%.0f" $value }}'
 """Increase of a counter, rounded: Prometheus extrapolates it to the window, as to 1.07 pages."""
 _FAILED: Final = summed(
+    # `unless` by instance: each server drains by itself.
     f"""rate({selected(v.REQUESTS, 'status=~"5.."')}[5m]) unless on (job, instance) {v.DRAINING.name} == 1""",
     "route",
 )
-"""Failed requests, except of a server that drains: it refuses leases, and its clients use another
-server."""
+"""Failed requests, except of a server that drains.
+
+It refuses leases, and its clients use another server.
+"""
 _LEASED: Final = now(v.SLOTS, 'state="leased"', by=("scope",))
 _SLOTS: Final = now(v.SLOTS, by=("scope",))
 _QUARANTINED: Final = (
+    # `scalar`, because the setting has no label `scope` to be joined by.
     f"{rate(v.SCOPE_EVICTED_PAGES, '5m', by=('scope',))} * scalar(max({v.QUARANTINE_SECONDS.name}))"
 )
 
@@ -84,9 +92,8 @@ ALERTS: Final = (
         "Changes are answered 503: nothing is stored any more. Lookups go on, and what is stored "
         "can be read.",
         "The server's log has a line `store_failing` with the reason: the disk is full or has "
-        "failed, or Redis does not answer or is out of "
-        "memory. Repair it; the server tries again every second, goes on by itself, and logs "
-        "`store_serving`. Nothing that was acknowledged "
+        "failed, or Redis does not answer or is out of memory. Repair it; the server tries again "
+        "every second, goes on by itself, and logs `store_serving`. Nothing that was acknowledged "
         "is lost.",
     ),
     Alert(
@@ -107,10 +114,9 @@ ALERTS: Final = (
         "No metadata server is scraped.",
         "There is none, or Prometheus cannot reach any. The drivers answer misses; engines compute "
         "what they would have fetched.",
-        "See whether the process runs, and whether Prometheus has a read token for `/metrics`. One "
-        "of several that is gone is not seen here, "
-        "since nothing but your scrape configuration knows how many there are: `up == 0` of their "
-        "job tells.",
+        "See whether the process runs, and whether Prometheus has a read token for `/metrics`. "
+        "One of several that is gone is not seen here, since nothing but your scrape "
+        "configuration knows how many there are: `up == 0` of their job tells.",
     ),
     Alert(
         "HiCacheServerDraining",
@@ -132,8 +138,7 @@ ALERTS: Final = (
         "They were left out at the last start: pages that are lost, never pages that are wrong. "
         "The store was damaged by something else.",
         "Look at the lines `left_out` in its log; run `hicache metadata fsck`; look at the disk. "
-        "The number is back at 0 after a start that "
-        "finds none.",
+        "The number is back at 0 after a start that finds none.",
     ),
     Alert(
         "HiCacheServerErrors",
@@ -149,17 +154,15 @@ ALERTS: Final = (
     Alert(
         "HiCacheHitRatioDrop",
         f"{_hits('30m')} < 0.5 * {_hits('1d')} and {rate(v.LOOKED_UP_KEYS, '30m', by=('scope',))} "
-        f"> 1",
+        "> 1",
         "30m",
         "warning",
         "The hit ratio of {{ $labels.scope }} is {{ $value | humanizePercentage }}, less than half "
         "of the last day's.",
-        "Engines ask for other pages than were stored (a new model, tokenizer, salt or page size), "
-        "the cache was emptied, or it is too small "
-        "for what is asked for now.",
+        "Engines ask for other pages than were stored (a new model, tokenizer, salt or page "
+        "size), the cache was emptied, or it is too small for what is asked for now.",
         "Compare `hicache_metadata_evicted_pages_total` (too small), the scopes' live slots "
-        "(emptied), and whether new scopes have appeared "
-        "(another identity).",
+        "(emptied), and whether new scopes have appeared (another identity).",
     ),
     Alert(
         "HiCacheLeasesExpire",
@@ -170,8 +173,7 @@ ALERTS: Final = (
         "Writers reserve slots and do not come back: they die, or a write takes longer than a "
         "lease.",
         "Look for engines that restart, and at `hicache_storage_call_seconds` of `set`. If writes "
-        "are slow, raise the driver's "
-        "`lease_seconds`.",
+        "are slow, raise the driver's `lease_seconds`.",
     ),
     Alert(
         "HiCacheLeasedSlots",
@@ -191,11 +193,9 @@ ALERTS: Final = (
         "warning",
         "{{ $labels.scope }} evicts faster than its slots leave quarantine.",
         f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in "
-        f"the time that a slot is quarantined, so "
-        "that sets wait for slots, and some are refused.",
+        "the time that a slot is quarantined, so that sets wait for slots, and some are refused.",
         "Make the file larger (`file_size`), or shorten `QUARANTINE_SECONDS`, which must stay "
-        "longer than a reader takes from lookup to the "
-        "last byte.",
+        "longer than a reader takes from lookup to the last byte.",
     ),
     Alert(
         "HiCacheRequestsSlow",
@@ -216,11 +216,11 @@ ALERTS: Final = (
         "critical",
         "The metadata server {{ $labels.instance }} cannot take its {{ $labels.what }}.",
         "A file of tokens, tenants or certificates was changed, and cannot be used as it is. What "
-        "it held before counts: a token that was "
-        "revoked there still opens the door, and the server would not start again with this file.",
+        "it held before counts: a token that was revoked there still opens the door, and the "
+        "server would not start again with this file.",
         "The server's log has a line `reload_failed` with the reason. `hicache metadata token "
-        "check --file FILE` says the same of tokens. The "
-        "server takes the file within a second of its repair.",
+        "check --file FILE` says the same of tokens. The server takes the file within a second of "
+        "its repair.",
     ),
     Alert(
         "HiCacheTokenExpires",
@@ -282,14 +282,13 @@ ALERTS: Final = (
         "0m",
         "critical",
         f"{{{{ $labels.driver }}}} has found {_WHOLE} pages of {{{{ $labels.pool }}}} with wrong "
-        f"bytes.",
+        "bytes.",
         "Bytes were read that are not the page that was asked for. They were found by length, "
-        "envelope or checksum, and answered as "
-        "misses; nothing wrong has reached an engine. Disk, memory, network or another program has "
-        "changed them.",
+        "envelope or checksum, and answered as misses; nothing wrong has reached an engine. Disk, "
+        "memory, network or another program has changed them.",
         "The SDK's log names the first key of each call. Look at the disk's and the kernel's log; "
-        "see that nobody else writes into the "
-        "directory. Damaged pages are replaced when they are stored again.",
+        "see that nobody else writes into the directory. Damaged pages are replaced when they are "
+        "stored again.",
     ),
     Alert(
         "HiCacheBreakerOpen",
@@ -318,7 +317,7 @@ ALERTS: Final = (
         "0m",
         "warning",
         f"A client at {{{{ $labels.instance }}}} has left a metadata server {_WHOLE} times in 15 "
-        f"minutes.",
+        "minutes.",
         "A server answers some requests and not others, or several have failed one after another. "
         "Calls have gone on elsewhere.",
         "The client's log names the server that was left and why. A single restart is one failover "
@@ -370,6 +369,8 @@ def rules(page: str = "") -> str:
         }
         lines += [
             f"      - alert: {alert.name}",
+            # A JSON string is a YAML string as well, and expressions have quotes and braces in
+            # them.
             f"        expr: {json.dumps(alert.expr)}",
             f"        for: {alert.lasts}",
             f"        labels: {{severity: {alert.severity}}}",

@@ -63,6 +63,7 @@ def dashboard() -> str:
             row, column = divmod(number, COLUMNS)
             panels.append(_graph(graph, _place(y + row * HEIGHT, column * WIDTH, WIDTH, HEIGHT)))
         y += -(-len(graphs) // COLUMNS) * HEIGHT
+    # Numbered at the end: Grafana wants ids that differ, and rows are panels, too.
     for number, panel in enumerate(panels, 1):
         panel["id"] = number
     board = {
@@ -84,6 +85,7 @@ def dashboard() -> str:
 def _overview() -> list[Panel]:
     """Panels of the cache's benefit, and of failures."""
     by = ("driver", "pool")
+    # Everything that is not free, as quarantined and leased slots cannot be taken either.
     used, every = (
         now(v.SLOTS, JOB, 'state!="free"', by=("scope",)),
         now(v.SLOTS, JOB, by=("scope",)),
@@ -174,6 +176,7 @@ def _panel(metric: Metric) -> Panel:
             f"{metric.name}: {metric.help}",
         )
     if metric.kind is MetricKind.GAUGE and metric.name.endswith("_timestamp_seconds"):
+        # The first date of several; a sum or an average of dates means nothing.
         series = {legend: f"min by ({', '.join(by)}) ({selected(metric, JOB)})"}
         return Panel(title, series, UNITS[metric.unit], f"{metric.name}: {metric.help}")
     if metric.kind is MetricKind.GAUGE:
@@ -237,6 +240,7 @@ def _variables() -> list[dict[str, object]]:
             "refresh": 2,
             "includeAll": True,
             "multi": True,
+            # Also jobs that appear later; without it, Grafana lists those that it knows now.
             "allValue": ".*",
             "current": {"text": "All", "value": "$__all"},
         },

@@ -31,10 +31,14 @@ def summed(expression: str, *by: str) -> str:
 
 
 def total(metric: Metric, expression: str, *by: str) -> str:
-    """Sum an expression of a metric's series; equal series of several servers of one store count
-    once."""
+    """Sum an expression of a metric's series.
+
+    Equal series of several servers of one store count once.
+    """
     if not metric.of_store:
         return summed(expression, *by)
+    # The servers of one store export equal series; a sum would count the store once for each
+    # server.
     once = f"max by ({', '.join(metric.labels)}) ({expression})"
     return once if set(by) == set(metric.labels) else summed(once, *by)
 

@@ -38,9 +38,9 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(
-            f"{name!r} cannot be a driver's name: at most {MAX_NAME_CHARACTERS} lower-case letters "
-            f"and digits, "
-            "in words joined by - or _, beginning with a letter, such as 'acme' or 'acme-kv'"
+            f"{name!r} cannot be a driver's name: at most {MAX_NAME_CHARACTERS} lower-case "
+            "letters and digits, in words joined by - or _, beginning with a letter, such as "
+            "'acme' or 'acme-kv'"
         )
     words = re.split("[-_]", name)
     distribution = "-".join(("hicache", *words, "driver"))
@@ -53,5 +53,6 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
         package=distribution.replace("-", "_"),
         prefix="".join(word.capitalize() for word in words),
         repository=f"{owner}/{project}",
+        # GitHub Pages serves an owner's sites under the name in lower case.
         pages=f"https://{owner.lower() if repository else owner}.github.io/{project}",
     )

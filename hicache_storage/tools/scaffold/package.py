@@ -31,8 +31,10 @@ FILES: Final = {
 
 
 class _Template(string.Template):
-    """Placeholders are `%%{name}`: neither Python, TOML, Markdown nor GitHub's workflows mean
-    anything by that."""
+    """Template whose placeholders are `%%{name}`.
+
+    Neither Python, TOML, Markdown nor GitHub's workflows mean anything by that.
+    """
 
     delimiter = "%%"
 
@@ -54,6 +56,7 @@ def make_package(names: PackageNames, directory: Path) -> list[Path]:
         OSError: it cannot be written.
     """
     texts = package_files(names)
+    # Refuses a directory that exists, so that the clean-up below removes nothing but its own files.
     directory.mkdir()
     try:
         for path, text in texts.items():

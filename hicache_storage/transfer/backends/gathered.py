@@ -1,5 +1,7 @@
-"""The I/O backend `kernel`: pages are gathered and scattered on the device, and cross the bus in
-large pieces."""
+"""The I/O backend `kernel`: pages are gathered and scattered on the device.
+
+They cross the bus in large pieces.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +54,17 @@ class GatheredCopies:
         self._device = pair.device
         self._staging_bytes = pair.staging_bytes
         out, into = pair.streams
+        # A write-back passes whole pages, as it is acknowledged as a whole. A load passes one layer
+        # at a time, for which kernels wait (rule ST-2).
         self._out = self._staging("gather", out, pair.host_pages.layer_num)
         self._in = self._staging("stage", into, 1)
+        # The two streams that run kernels: only those need row numbers on the device.
         for kernels in (self._out.filler, into):
             prepare_uploads(kernels, pair.host_pages.page_num)
 
     def write_back(self, stream: Stream, moves: PageMoves) -> None:
         staging = self._out
+        # The filler is a stream of its own, which has not waited for kernels and other copies yet.
         staging.begin(stream)
         for piece in self._pieces(staging.filler, staging.pages, moves, outwards=True):
             staging.through(
@@ -112,9 +118,12 @@ class GatheredCopies:
     def _pieces(
         self, kernels: Stream, room: int, moves: PageMoves, *, outwards: bool
     ) -> list[_Piece]:
-        """The pages of a transfer in pieces that a buffer takes; `kernels` is the stream that
-        gathers or scatters."""
+        """Return the pages of a transfer in pieces that a buffer takes.
+
+        `kernels` is the stream that gathers or scatters.
+        """
         device, host = in_order(moves)
+        # Once for all pieces: each upload costs a call of CUDA and a buffer.
         uploaded = kernels.upload(device)
         pieces: list[_Piece] = []
         for start in range(0, len(host), room):
@@ -126,10 +135,12 @@ class GatheredCopies:
         return pieces
 
     def _staging(self, name: str, drainer: Stream, layers: int) -> Staging:
+        # A stream of its own, so that one buffer is filled while the other crosses the bus.
         filler = self._device.stream(name)
         layer_bytes = sum(
             part[0].numel() * part.element_size() for part in self._host_pages.layer(0)
         )
+        # At least one page, even if that is longer than `staging_bytes`.
         pages = max(
             1, min(self._staging_bytes // (layers * layer_bytes), self._host_pages.page_num)
         )

@@ -1,5 +1,7 @@
-"""The I/O backend `mapped`: kernels read and write page-locked host memory themselves, wherever its
-pages lie."""
+"""The I/O backend `mapped`: kernels read and write page-locked host memory.
+
+The pages may lie anywhere in it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class MappedCopies:
                 part[0].numel() * part.element_size() for part in pair.device_pages.layer(0)
             )
             size = max(1, min(pair.staging_bytes // largest, pair.device_pages.page_num)) * largest
-            self._out, self._in = (pair.device.scratch(size, [stream]) for stream in pair.streams)
+            out, into = pair.streams
+            self._out = pair.device.scratch(size, [out])
+            self._in = pair.device.scratch(size, [into])
         for stream in pair.streams:
             prepare_uploads(stream, pair.host_pages.page_num)
 
@@ -100,5 +104,6 @@ def _move(
     for start in range(0, count, room):
         rows = min(room, count - start)
         staged = staging[: rows * row_bytes].view(source.dtype).view(rows, *source.shape[1:])
+        # Both kernels are on one stream: its order protects the buffer, without events.
         stream.gather(staged, source, source_rows.part(start, rows), what)
         stream.scatter(destination, destination_rows.part(start, rows), staged, what)

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 Backend = Literal["direct", "kernel", "mapped"]
 BACKENDS: Final = ("direct", "kernel", "mapped")
 STAGING_BYTES: Final = 32 << 20
-"""Length of each staging buffer: `kernel` has two for each direction, `mapped` one. None is longer
-than its pool needs."""
+"""Length of each staging buffer, in bytes.
+
+`kernel` has two for each direction, `mapped` one. None is longer than its pool needs.
+"""
 
 
 class PageCopies(Protocol):
-    """An I/O backend: enqueues the copies of one pool's pages. Called by one thread at a time;
-    nothing is waited for.
+    """An I/O backend: enqueues the copies of one pool's pages.
+
+    Called by one thread at a time; nothing is waited for.
 
     A backend may use streams of its own. They begin behind what `stream` holds when it is called,
     and `stream` waits for them, so that an event recorded on it afterwards stands for everything.
@@ -39,8 +42,10 @@ class PageCopies(Protocol):
         ...
 
     def load(self, stream: Stream, moves: PageMoves) -> Callable[[int], None]:
-        """Prepare the copies from the host to the device; what is returned enqueues those of one
-        layer."""
+        """Prepare the copies from the host to the device.
+
+        What is returned enqueues those of one layer.
+        """
         ...
 
 
@@ -59,17 +64,19 @@ def page_copies(
 
     Raises:
         InvalidTransferError: no backend has that name, or it does not support the layout of these
-        host pages. InvalidPoolError: it needs host memory that kernels can reach, and this is not;
-        or the device has no memory for staging.
+        host pages.
+        InvalidPoolError: it needs host memory that kernels can reach, and this is not; or the
+        device has no memory for staging.
     """
     if backend not in BACKENDS:
         raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "direct":
         return DirectCopies(device_pages, host_pages)
+    # Both other backends need the layout: one makes buffers like it, the other maps its memory.
     if not isinstance(host_pages, LaidOutPages):
         raise InvalidTransferError(
             f"the backend {backend!r} takes HostPages, not {type(host_pages).__name__}; pass "
-            f"'direct'"
+            "'direct'"
         )
     copies = GatheredCopies if backend == "kernel" else MappedCopies
     return copies(StagedPair(device, device_pages, host_pages, staging_bytes, streams))

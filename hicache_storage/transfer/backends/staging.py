@@ -26,8 +26,9 @@ class StagedPair(NamedTuple):
 
 
 class Staging:
-    """Device memory that pages pass through, piece by piece: one buffer is filled while the other
-    is drained.
+    """Device memory that pages pass through, piece by piece.
+
+    One buffer is filled while the other is drained.
 
     Args:
         filler: the stream that fills; it belongs to this.
@@ -54,16 +55,20 @@ class Staging:
         fill: Callable[[LaidOutPages], None],
         drain: Callable[[LaidOutPages], None],
     ) -> None:
-        """Enqueue one piece: `fill` enqueues on the filler, `drain` on `drainer`, each given the
-        buffer."""
+        """Enqueue one piece: `fill` on the filler, `drain` on `drainer`.
+
+        Each is given the buffer.
+        """
         buffer, drained = self._buffers[self._turn], self._drained[self._turn]
         self._turn = (self._turn + 1) % len(self._buffers)
         self._before_fill(drained)
         fill(buffer)
         self._before_drain(drainer)
         drain(buffer)
+        # The same event again: waits that were enqueued before keep the position it had then.
         drained.record(drainer)
 
+    # Methods of their own, so that tests can leave out one wait at a time.
     def _before_fill(self, drained: Event) -> None:
         self.filler.wait_event(drained)
 

@@ -77,8 +77,9 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A `torch.cuda.Stream`; wrap `torch.cuda.current_stream()` to have copies wait for a model's
-    kernels.
+    """A `torch.cuda.Stream`.
+
+    Wrap `torch.cuda.current_stream()` to have copies wait for a model's kernels.
 
     After a kernel has failed, CUDA refuses every further call on the device: what waits raises
     `StreamFailedError`, what enqueues torch's own error.
@@ -109,6 +110,8 @@ class CudaStream:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
+            # torch copies these without gaps in one asynchronous call. With gaps between host and
+            # device it would copy through pageable memory and wait.
             if destination.device == source.device or (
                 destination.is_contiguous() and source.is_contiguous()
             ):
@@ -131,6 +134,7 @@ class CudaStream:
             device = torch.empty(len(rows), dtype=torch.int64, device=self.native.device)
             device.copy_(pinned, non_blocking=True)
         uploaded.record(self)
+        # A copy: the caller may change `rows` before the stream has come here.
         return Rows(rows.clone(), device)
 
     def gather(
@@ -192,8 +196,10 @@ class CudaDevice:
 
     @property
     def moves_rows(self) -> bool:
-        """Check that Triton is installed and compiles for this device; tried once, which takes a
-        second or two."""
+        """True if Triton is installed and compiles for this device.
+
+        Tried once, which takes a second or two.
+        """
         if self._moves_rows is None:
             self._moves_rows = self._compiles()
         return self._moves_rows
@@ -209,6 +215,8 @@ class CudaDevice:
                 torch.zeros(2, 8, device=self._device),
             )
             with torch.cuda.device(self._device):
+                # Only a launch tells: Triton compiles at the first call, with a compiler of this
+                # machine.
                 launch(memory, rows, memory, rows + 1, 1)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # noqa: BLE001 - a compiler can fail in any way, and there is another kernel
@@ -221,6 +229,7 @@ class CudaDevice:
         return True
 
     def stream(self, name: str) -> CudaStream:
+        # The lowest priority: kernels of a model on a stream of a higher one go first.
         native = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call] # torch does not annotate it
         return CudaStream(native, copy_blocks=self._copy_blocks, event=self.event)
 
@@ -233,12 +242,13 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             raise InvalidPoolError(
                 f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
-                f"smaller staging_bytes, "
-                "or the backend 'direct', which needs none"
+                "smaller staging_bytes, or the backend 'direct', which needs none"
             ) from error
         for native in (_cuda(stream).native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
             native.wait_stream(torch.cuda.current_stream(self._device))
+            # torch's allocator would otherwise hand the memory out again while this stream still
+            # uses it.
             memory.record_stream(native)
         return memory
 
@@ -250,8 +260,9 @@ class CudaDevice:
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
-    """A CUDA device with its number; each thread has a current device of its own, and a new
-    thread's is the first.
+    """Return a CUDA device with its number.
+
+    Each thread has a current device of its own, and a new thread's is the first.
 
     Raises:
         ConfigError: it is no CUDA device, or not there.
@@ -263,7 +274,7 @@ def cuda_device(device: torch.device | str) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device is {str(device)!r}, and there are {torch.cuda.device_count()} CUDA devices, "
-            f"counted from 0"
+            "counted from 0"
         )
     return torch.device("cuda", index)
 
@@ -273,13 +284,15 @@ def _pinned(rows: int) -> torch.Tensor:
 
 
 def _refuse_capture(native: torch.cuda.Stream) -> None:
-    """Refuse what would put copies into a graph, or end its capture: each replay needs events and
-    pages of its own."""
+    """Refuse a stream that is being captured into a graph.
+
+    A copy would become part of the graph, or end its capture: each replay needs events and pages of
+    its own.
+    """
     if is_capturing(native.cuda_stream):
         raise InvalidTransferError(
             "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait "
-            "for the graph's last layer, "
-            "before the graph is replayed"
+            "for the graph's last layer, before the graph is replayed"
         )
 
 

@@ -51,6 +51,8 @@ def _copy_rows(  # type: ignore[no-untyped-def]
     in_row = outer * inner
     chunks = tl.cdiv(width, BLOCK)
     pieces = count * in_row
+    # A loop over tiles in place of a block for each: the number of blocks is fixed, so that the
+    # other multiprocessors stay with the model.
     for tile in range(tl.program_id(0), tl.cdiv(pieces, PIECES) * chunks, tl.num_programs(0)):
         piece = tile // chunks * PIECES + tl.arange(0, PIECES)
         is_piece = piece < pieces
@@ -88,11 +90,12 @@ def launch(
     if len(shape.axes) > 2:
         raise InvalidPoolError(
             f"rows with gaps along {len(shape.axes)} axes are not known to the kernel; pass "
-            f"another backend"
+            "another backend"
         )
     axes = [(axis.steps, axis.to // size, axis.origin // size) for axis in shape.axes]
     outer, inner = [NO_AXIS] * (2 - len(axes)) + axes
     width = shape.width // size
+    # Ranges in Triton have powers of two as lengths.
     block = min(1 << (width - 1).bit_length(), TILE_WORDS)
     _copy_rows[(blocks,)](
         to,

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.regions.runs import RowRuns
 
 FEW_CALLS: Final = 8
-"""Up to so many rectangles are copied one by one: a copy engine reads a rectangle as one, and a
-batch as its rows."""
+"""Rectangles that are copied one by one, at most.
+
+A copy engine reads a rectangle as one, and a batch as its rows.
+"""
 _DEFAULT_KIND = 4
 """cudaMemcpyDefault: the direction follows from the addresses."""
 _STREAM_ORDER = 1
@@ -40,8 +42,9 @@ _DL_CUDA = 2
 def copy_with_gaps(
     destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream
 ) -> None:
-    """Enqueue a copy between page-locked host memory and the device; the stream's device is the
-    current one.
+    """Enqueue a copy between page-locked host memory and the device.
+
+    The stream's device is the current one.
 
     torch itself would gather the host's side in memory that is not page-locked, and wait for the
     stream.
@@ -55,8 +58,9 @@ def copy_with_gaps(
 def copy_rows(
     destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, stream: torch.cuda.Stream
 ) -> None:
-    """Enqueue copies of rows between page-locked host memory and the device; the stream's device is
-    the current one.
+    """Enqueue copies of rows between page-locked host memory and the device.
+
+    The stream's device is the current one.
 
     That is one call of CUDA, or a few where the rows are a few rectangles. Before CUDA 12.8 it is
     one for each piece.
@@ -116,6 +120,7 @@ def _copy_batch(
         )
         if error not in _NO_BATCHES:
             return error
+        # The driver knows no batches: its refusal must not surface at the next kernel.
         forget_error()
     copy = _memcpy()
     arrays = (cast("list[int]", numbers.tolist()) for numbers in (destinations, sources, sizes))
@@ -147,9 +152,8 @@ def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     if error or not address.value:
         forget_error()
         raise InvalidPoolError(
-            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool with "
-            f"pin_memory=True, "
-            "or pass another backend"
+            f"kernels cannot reach the host pool's memory (CUDA error {error}); make the pool "
+            "with pin_memory=True, or pass another backend"
         )
     flat = relabelled(memory.view(-1).view(torch.uint8), address.value, _DL_CUDA, device.index)
     return flat.view(memory.dtype).view(memory.shape)
@@ -158,8 +162,9 @@ def mapped_tensor(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 def relabelled(
     memory: torch.Tensor, address: int, device_type: int, device_id: int
 ) -> torch.Tensor:
-    """The same memory as a tensor that is said to lie at another address, on another device; keeps
-    the memory alive.
+    """Return the same memory as a tensor at another address, on another device.
+
+    The tensor keeps the memory alive.
 
     `__cuda_array_interface__` would need NumPy, and put the tensor on the device that was current
     when the memory was locked.
@@ -168,6 +173,7 @@ def relabelled(
         memory: uint8, of one axis.
         address, device_type, device_id: as DLPack counts them.
     """
+    # `from_dlpack` takes the capsule over, and with it the reference that keeps the memory.
     capsule = cast("object", memory.__dlpack__())
     lent = _Lent.from_address(_capsule_pointer(capsule, b"dltensor"))
     lent.data = address
@@ -196,6 +202,7 @@ def _capsule_pointer(capsule: object, name: bytes) -> int:
 @functools.cache
 def _host_get_device_pointer() -> Callable[..., int]:
     function = cuda_runtime().cudaHostGetDevicePointer
+    # Without types ctypes passes integers as 32 bits, which cuts addresses.
     function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
@@ -265,8 +272,9 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
-    """`cudaMemcpyBatchAsync` of the loaded runtime: arrays of destinations, sources and sizes,
-    their length, a stream.
+    """Return `cudaMemcpyBatchAsync` of the loaded runtime.
+
+    It takes arrays of destinations, sources and sizes, their length, and a stream.
 
     None before CUDA 12.8. CUDA 13 has dropped the argument that tells which copy was refused.
     """
@@ -291,6 +299,7 @@ def memcpy_batch() -> Callable[[int, int, int, int, int], int] | None:
     function.restype = ctypes.c_int
 
     def copy(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
+        # One set of attributes, which holds from the first copy on.
         same = ctypes.byref(attributes), ctypes.byref(first), 1
         return int(function(destinations, sources, sizes, count, *same, *failed, stream))
 

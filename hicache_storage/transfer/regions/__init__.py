@@ -1,2 +1,1 @@
-"""Regions of memory that copies move: rows, runs of rows, contiguous pieces, rectangles of
-bytes."""
+"""Regions of memory that copies move: rows, runs of rows, pieces, rectangles of bytes."""

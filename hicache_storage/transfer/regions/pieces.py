@@ -1,5 +1,6 @@
-"""Rows with gaps as arrays of contiguous pieces: what one call of CUDA takes, whatever their
-number.
+"""Rows with gaps as arrays of contiguous pieces.
+
+One call of CUDA takes them, whatever their number.
 
 torch is imported where it is used: the simulator, which shares modules with this, is imported on
 machines without it.
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 
 
 class RowShape(NamedTuple):
-    """One row of two tensors: pieces of `width` adjacent bytes, repeated along axes that lie apart
-    on some side."""
+    """One row of two tensors: pieces of `width` adjacent bytes.
+
+    Repeated along axes that lie apart on some side.
+    """
 
     axes: Sequence[Axis]
     """From the outermost to the innermost."""
@@ -39,8 +42,10 @@ class RowShape(NamedTuple):
 
 
 def row_shape(destination: torch.Tensor, source: torch.Tensor) -> RowShape:
-    """The pieces that a row consists of, given two tensors with rows of one shape and element
-    type."""
+    """Return the pieces that a row consists of.
+
+    The two tensors have rows of one shape and element type.
+    """
     size = destination.element_size()
     axes, width = common_axes(destination[0], source[0]), size
     if axes and axes[-1].to == axes[-1].origin == width:
@@ -53,6 +58,7 @@ def pieces_of(destination: torch.Tensor, source: torch.Tensor, rows: RowRuns) ->
 
     Vector arithmetic, done once for all layers of a pool: they differ in their addresses only.
     """
+    # Without addresses: layers of a pool differ in nothing else, and share the result.
     key = (destination.shape[1:], destination.stride(), source.stride(), destination.element_size())
     if key not in rows.pieces:
         rows.pieces[key] = _pieces(row_shape(destination, source), rows)

@@ -1,5 +1,7 @@
-"""Copies between tensors with gaps, as rectangles: rows of adjacent bytes at one distance from each
-other."""
+"""Copies between tensors with gaps, as rectangles.
+
+Rows of adjacent bytes at one distance from each other.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ MAX_PITCH = (1 << 31) - 1
 
 
 class Rectangle(NamedTuple):
-    """`height` rows of `width` bytes, from an address on either side, `pitch` bytes from one row to
-    the next."""
+    """`height` rows of `width` bytes, from an address on either side.
+
+    `pitch` bytes from one row to the next.
+    """
 
     destination: int
     destination_pitch: int
@@ -38,12 +42,15 @@ class Axis(NamedTuple):
 
 
 def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rectangle]:
-    """Split a copy between two tensors of one shape and element type into rectangles; one, if
-    possible."""
+    """Split a copy between two tensors of one shape and element type into rectangles.
+
+    One, if possible.
+    """
     axes = common_axes(destination, source)
     width = destination.element_size()
     if axes and axes[-1].to == axes[-1].origin == width:
         width *= axes.pop().steps
+    # The longest axis becomes the rectangle's rows: that leaves the fewest calls.
     height = max(
         (axis for axis in axes if _is_pitch(axis, width)), key=lambda axis: axis.steps, default=None
     )
@@ -64,12 +71,15 @@ def rectangles(destination: torch.Tensor, source: torch.Tensor) -> Iterator[Rect
 
 
 def common_axes(destination: torch.Tensor, source: torch.Tensor) -> list[Axis]:
-    """The tensors' common axes from the outermost to the innermost, those joined that are one on
-    both sides."""
+    """Return the tensors' common axes from the outermost to the innermost.
+
+    Those are joined that are one on both sides.
+    """
     size = destination.element_size()
     strides = zip(destination.shape, destination.stride(), source.stride(), strict=True)
     joined: list[Axis] = []
     for axis in sorted(
+        # Axes of one step are left out: their strides may be anything.
         (Axis(steps, to * size, origin * size) for steps, to, origin in strides if steps > 1),
         key=_reach,
     ):

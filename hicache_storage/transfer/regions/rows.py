@@ -30,6 +30,7 @@ def move_rows(
 ) -> None:
     """`destination[destination_rows[i]] = source[source_rows[i]]`, through memory in between."""
     to, origin = as_words(destination, source)
+    # torch has no operation that selects rows on both sides.
     to.index_copy_(0, destination_rows, origin.index_select(0, source_rows))
 
 
@@ -50,8 +51,10 @@ def rows_of(tensor: torch.Tensor, rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def as_words(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views as the widest integers that all allow: kernels move them fastest, and know all of
-    them."""
+    """Return views as the widest integers that all allow.
+
+    Kernels move them fastest, and know all of them.
+    """
     import torch
 
     words = (torch.int64, torch.int32, torch.int16, torch.uint8)

@@ -1,5 +1,7 @@
-"""The pages of a transfer as numbers: adjacent ones joined into runs by vector arithmetic, however
-many there are."""
+"""The pages of a transfer as numbers.
+
+Adjacent ones are joined into runs by vector arithmetic, however many there are.
+"""
 
 from __future__ import annotations
 

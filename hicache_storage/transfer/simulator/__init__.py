@@ -1,5 +1,7 @@
-"""Streams without a GPU: queues run by threads, with a detector of races that does not depend on
-timing."""
+"""Streams without a GPU: queues run by threads.
+
+A detector finds races, whatever the timing.
+"""
 
 from hicache_storage.transfer.simulator.races import Access, Race
 from hicache_storage.transfer.simulator.simulator import (

@@ -1,13 +1,14 @@
-"""Vector clocks: which of two operations is ordered before the other, whenever they happened to
-run."""
+"""Vector clocks: the order of two operations, whenever they happened to run."""
 
 from __future__ import annotations
 
 from typing import Final
 
 HOST: Final = 0
-"""The actor that enqueues and waits. Calls from several threads count as one actor: their order is
-the callers' business."""
+"""The actor that enqueues and waits.
+
+Calls from several threads count as one actor: their order is the callers' business.
+"""
 
 
 class Clock:

@@ -58,8 +58,9 @@ class Wait:
 
 
 class PiecewiseOperation:
-    """An operation that takes effect piece by piece with pauses in between, so that a missing wait
-    exposes a partial copy.
+    """An operation that takes effect piece by piece with pauses in between.
+
+    A missing wait then exposes a partial copy.
 
     Args:
         pause_seconds: the longest pause.

@@ -28,8 +28,10 @@ class Access:
     """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
-        """Return True if `other` happened before this access, by the order of a stream, by events,
-        or by the host."""
+        """Return True if `other` happened before this access.
+
+        By the order of a stream, by events, or by the host.
+        """
         return self.clock.knows(other.actor, other.time)
 
     def __str__(self) -> str:
@@ -52,8 +54,7 @@ class Race:
         deeds = ("reads", "writes")
         return (
             f"{self.second} {deeds[self.second_writes]} {self.memory}, and nothing orders it "
-            f"behind {self.first}, "
-            f"which {deeds[self.first_writes]} it"
+            f"behind {self.first}, which {deeds[self.first_writes]} it"
         )
 
 
@@ -84,8 +85,10 @@ class ShadowMemory:
         self._names.append((start, end, name))
 
     def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` reads ranges of addresses; the races that this makes, one for each
-        other operation."""
+        """Note that `access` reads ranges of addresses.
+
+        Returns the races that this makes, one for each other operation.
+        """
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
@@ -93,12 +96,16 @@ class ShadowMemory:
                     found.setdefault(
                         cell.write, Race(cell.write, access, True, False, self._describe(run))
                     )
+                # The last read of an actor stands for its earlier ones, which its own order puts
+                # before it.
                 cell.reads[access.actor] = access
         return list(found.values())
 
     def write(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` writes ranges of addresses; the races that this makes, one for each
-        other operation."""
+        """Note that `access` writes ranges of addresses.
+
+        Returns the races that this makes, one for each other operation.
+        """
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
@@ -111,6 +118,8 @@ class ShadowMemory:
                     found.setdefault(
                         cell.write, Race(cell.write, access, True, True, self._describe(run))
                     )
+                # What follows this write follows the accesses before it as well, or their race has
+                # been found.
                 cell.write = access
                 cell.reads.clear()
         return list(found.values())

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.streams import Event, Stream
 
 PAUSE_SECONDS = 0.001
+"""Default limit of the pauses between two pieces of a copy."""
 MAX_WAIT_SECONDS = 120.0
 """Limit of a wait: what a test enqueues takes a small part of it."""
 POISON = 0xA5
@@ -87,6 +88,8 @@ class StreamSimulator:
         """Races found so far, in the order of enqueueing."""
         self._seed = seed
         self._pause_seconds = pause_seconds
+        # Guards clocks, shadow memory and the lists: hosts enqueue from several threads, and the
+        # streams' own threads look for holds.
         self._lock = threading.Lock()
         self._host = Clock()
         self._shadow = ShadowMemory()
@@ -145,15 +148,19 @@ class StreamSimulator:
     def host(
         self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Say that the host touches memory now, itself or through a call that returns before the
-        host goes on."""
+        """Note that the host touches memory now.
+
+        Itself, or through a call that returns before the host goes on.
+        """
         with self._lock:
             access = Access(what, "host", HOST, self._host.tick(HOST), self._host.copy())
             self._note(access, reads, writes)
 
     def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
-        """Keep copies into these tensors that have not begun from beginning, for so long at
-        most."""
+        """Keep copies into these tensors that have not begun from beginning.
+
+        For `seconds` at most.
+        """
         hold = Hold([run for tensor in tensors for run in byte_runs(tensor)], seconds)
         with self._lock:
             self._holds.append(hold)
@@ -252,6 +259,8 @@ class StreamSimulator:
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""
         with self._lock:
+            # What the host has seen complete happened before everything that it enqueues from now
+            # on.
             stream.clock.join(self._host)
             event.clock = stream.clock.copy()
             event.place = stream.enqueue(None)
@@ -276,6 +285,7 @@ class StreamSimulator:
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
+        # Made before the lock is taken, which it takes itself when it runs.
         admission = self._admission([run for tensor in writes for run in byte_runs(tensor)])
         with self._lock:
             stream.clock.join(self._host)
@@ -285,6 +295,7 @@ class StreamSimulator:
                 reads,
                 writes,
             )
+            # Under the same lock as the judgement: the queue has the order that was judged.
             stream.enqueue(operation(self._pause_seconds, admission))
 
     def _note(
@@ -301,6 +312,7 @@ class StreamSimulator:
         def wait() -> None:
             with self._lock:
                 holds = [hold for hold in self._holds if hold.concerns(runs)]
+            # Outside of the lock: other streams go on, and `release` must not have to wait.
             for hold in holds:
                 hold.wait()
 
@@ -319,6 +331,7 @@ class SimulatedStream:
         self._random = random
         self._queue = SimpleQueue[tuple["StreamOperation | None", Place]]()
         self._error: BaseException | None = None
+        # A daemon: a test that fails half-way must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._serve, name=f"stream-{name}", daemon=True)
         self._thread.start()
 
@@ -409,7 +422,7 @@ class SimulatedEvent:
     def record(self, stream: Stream) -> None:
         if not isinstance(stream, SimulatedStream):
             raise TypeError(
-                f"a simulated event is recorded on a simulated stream, not on "
+                "a simulated event is recorded on a simulated stream, not on "
                 f"{type(stream).__name__}"
             )
         self._simulator.record(self, stream)
@@ -419,6 +432,7 @@ class SimulatedEvent:
             return True
         if not self.place.reached():
             return False
+        # A query that has seen the event orders the host behind it, just as a wait does.
         self._passed(self.place)
         return True
 
