@@ -24,7 +24,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
-from hicache_metadata_server.storage.store import MEMORY, check_store, open_store
+from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:

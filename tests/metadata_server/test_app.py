@@ -20,7 +20,8 @@ from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")

@@ -25,7 +25,8 @@ from hicache_metadata_server.shared import handlers as shared_desk
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit as journal
 from hicache_metadata_server.storage import sqlite
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import Caller, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server

@@ -15,7 +15,7 @@ from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import open_store
+from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 

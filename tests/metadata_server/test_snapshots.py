@@ -31,7 +31,8 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import CompatibleService
 from hicache_metadata_server.core.slot_table import LEASED
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.histories import problems_of
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served

@@ -19,7 +19,8 @@ from hicache_metadata_server.storage import compaction as folds
 from hicache_metadata_server.storage import replay, sqlite
 from hicache_metadata_server.storage import wal as log
 from hicache_metadata_server.storage.blocks import Block
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 
 NOW = 1_700_000_000.0
 STRANGE = [

@@ -20,8 +20,8 @@ from hicache_metadata_server.core.errors import RefusedError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Caller, Holding, Quota, Quotas, Tenants
+from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
-from hicache_metadata_server.storage.store import open_store
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded
@@ -156,9 +156,7 @@ def place(tmp_path):
         tmp_path / "tokens.json", acme="write token-of-acme acme", operator="admin operator"
     )
     quotas = tmp_path / "tenants.toml"
-    quotas.write_text(
-        "[tenants.acme]\nmax_scopes = 30\nmax_slots = 2000\nmax_bytes = 1_000_000\n"
-    )
+    quotas.write_text("[tenants.acme]\nmax_scopes = 30\nmax_slots = 2000\nmax_bytes = 1_000_000\n")
     with served(f"{DURABLE} --token-file {tokens} --tenants-file {quotas}", "operator") as (
         place,
         client,

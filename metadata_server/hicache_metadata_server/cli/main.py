@@ -426,7 +426,8 @@ def _fsck_store(store: str, request: Any) -> Any:
 def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     """A service as a store has kept it, and what writes its changes there."""
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.store import MEMORY, StoreError, open_store
+    from hicache_metadata_server.storage.factory import MEMORY, open_store
+    from hicache_metadata_server.storage.store import StoreError
 
     if store == MEMORY:
         raise StoreError(
