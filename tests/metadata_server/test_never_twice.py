@@ -117,7 +117,7 @@ def test_an_old_lease_is_stale_for_good(tmp_path, store, loss):
 
 def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
     async def scenario(url, client):
-        service = SharedService(open_link(url), DEFAULTS, durability=p.Durability.NONE)
+        service = SharedService(open_link(url), DEFAULTS, durability=p.StoreDurability.NONE)
         try:
             seen = list[int]()
             for _ in range(3):

@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ENTRIES: Final = 256
+CHUNK_ENTRIES: Final = 256
 """In a piece: about half a millisecond."""
 
-_FLAT: Final = (p.CompatibleKeys, p.CompatibleReserve)
+_FLAT: Final = (p.SglangKeys, p.SglangReserve)
 
 
 def is_long(request: object) -> bool:
     """Whether a request is better done in pieces."""
     if isinstance(request, _FLAT):
-        return len(request.keys) > ENTRIES
+        return len(request.keys) > CHUNK_ENTRIES
     if isinstance(request, p.Lookup) and request.pin_seconds > 0:
         return False
     columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
     if not columns:
         return False
     parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
-    return sum(len(getattr(part, columns[0])) for part in parts) > ENTRIES
+    return sum(len(getattr(part, columns[0])) for part in parts) > CHUNK_ENTRIES
 
 
 class Piece(NamedTuple):
@@ -42,11 +42,11 @@ class Piece(NamedTuple):
     request: Any
 
 
-def pieces_of(request: Any) -> list[Piece]:
+def chunks_of(request: Any) -> list[Piece]:
     """The pieces of a long request in the order in which they are to be done; a scope without
     entries has one of none."""
     pieces = list(_cut(request))
-    return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.CompatibleKeys)) else pieces
+    return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.SglangKeys)) else pieces
 
 
 def joined(pieces: list[Piece], answers: list[Any]) -> Any:
@@ -57,7 +57,7 @@ def joined(pieces: list[Piece], answers: list[Any]) -> Any:
     return _joined([(pieces[place].scope, answers[place]) for place in places])
 
 
-def groups_of(entries: Sequence[T], most: int = ENTRIES) -> Iterator[Sequence[T]]:
+def batched(entries: Sequence[T], most: int = CHUNK_ENTRIES) -> Iterator[Sequence[T]]:
     """Neighbours, so many at a time."""
     for start in range(0, len(entries), most):
         yield entries[start : start + most]
@@ -65,15 +65,15 @@ def groups_of(entries: Sequence[T], most: int = ENTRIES) -> Iterator[Sequence[T]
 
 def _cut(request: Any) -> Iterator[Piece]:
     if isinstance(request, _FLAT):
-        for start in range(0, len(request.keys), ENTRIES):
+        for start in range(0, len(request.keys), CHUNK_ENTRIES):
             yield Piece(
-                0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES])
+                0, start, structs.replace(request, keys=request.keys[start : start + CHUNK_ENTRIES])
             )
         return
     columns = p.COLUMNS[type(request)]
     for number, part in enumerate(request.scopes):
-        for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
-            cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
+        for start in range(0, max(1, len(getattr(part, columns[0]))), CHUNK_ENTRIES):
+            cut = {name: getattr(part, name)[start : start + CHUNK_ENTRIES] for name in columns}
             yield Piece(
                 number, start, structs.replace(request, scopes=[structs.replace(part, **cut)])
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Clock:
+class SteadyClock:
     """Seconds since 1970 as they were at the start, and from there on as they pass: setting the
     machine's clock ends no lease early."""
 

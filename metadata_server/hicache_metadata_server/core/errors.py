@@ -7,7 +7,7 @@ import math
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, Problem
 
 
-class RefusedError(Exception):
+class RequestError(Exception):
     """The client asked for what cannot be; nothing was done, unless the operation says
     otherwise."""
 
@@ -21,55 +21,55 @@ class RefusedError(Exception):
         self.problem = Problem(code=code, message=message, field=field)
 
 
-def invalid(message: str, field: str) -> RefusedError:
+def invalid(message: str, field: str) -> RequestError:
     """A field has a value that it cannot have."""
-    return RefusedError(422, "invalid", message, field)
+    return RequestError(422, "invalid", message, field)
 
 
-def too_large(message: str, field: str) -> RefusedError:
+def too_large(message: str, field: str) -> RequestError:
     """More than the limits allow."""
-    return RefusedError(413, "too_large", message, field)
+    return RequestError(413, "too_large", message, field)
 
 
-def unknown_scope(name: str, field: str) -> RefusedError:
+def unknown_scope(name: str, field: str) -> RequestError:
     """Nobody has initialized it."""
-    return RefusedError(404, "unknown_scope", f"scope {name!r} is not initialized", field)
+    return RequestError(404, "unknown_scope", f"scope {name!r} is not initialized", field)
 
 
-def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -> RefusedError:
+def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -> RequestError:
     """A scope is there, and is another than the client takes it for."""
-    return RefusedError(
+    return RequestError(
         409, "mismatch", f"scope {scope!r} has {name} {known!r}, not {wanted!r}", field
     )
 
 
-def in_use(scope: str, slots: int, seconds: float, field: str) -> RefusedError:
+def in_use(scope: str, slots: int, seconds: float, field: str) -> RequestError:
     """A scope that is to be removed is not empty."""
     message = f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try again after the quarantine"
-    return RefusedError(409, "in_use", message, field, retry_seconds=math.ceil(seconds))
+    return RequestError(409, "in_use", message, field, retry_seconds=math.ceil(seconds))
 
 
-def other_size(scope: str, known: int, wanted: int) -> RefusedError:
+def other_size(scope: str, known: int, wanted: int) -> RequestError:
     """The same, of the compatible part."""
-    return RefusedError(
+    return RequestError(
         409, "mismatch", f"scope {scope!r} has {known} pages, not {wanted}", "num_pages"
     )
 
 
-def stale(field: str) -> RefusedError:
+def stale(field: str) -> RequestError:
     """A client of the compatible part confirms or releases what it does not hold."""
-    return RefusedError(
+    return RequestError(
         409, "stale", "that slot is not reserved for that key; all else was done", field
     )
 
 
-def key_reused() -> RefusedError:
+def key_reused() -> RequestError:
     """The idempotency key belongs to another request."""
-    return RefusedError(
+    return RequestError(
         422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER
     )
 
 
-def draining() -> RefusedError:
+def draining() -> RequestError:
     """No new leases."""
-    return RefusedError(503, "draining", "this server gives no new leases while it drains")
+    return RequestError(503, "draining", "this server gives no new leases while it drains")

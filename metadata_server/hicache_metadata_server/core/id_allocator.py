@@ -1,4 +1,4 @@
-"""Numbers that are never given twice, restarts included."""
+"""IdAllocator that are never given twice, restarts included."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def first_number() -> int:
     return time.time_ns() // 1000
 
 
-class Numbers:
+class IdAllocator:
     """Counts up, from the time of the start or from where a store has kept, whichever is later.
 
     Only a ceiling is written down, and a restart goes on behind it: a million numbers are cheaper

@@ -23,11 +23,11 @@ def digest_of(path: str, content_type: str, body: bytes) -> bytes:
     return xxhash.xxh3_128_digest(b"%b %b %b" % (path.encode(), content_type.encode(), body))
 
 
-def check_once(once: str) -> None:
+def check_idempotency_key(once: str) -> None:
     """See that a client's idempotency key is not too long.
 
     Raises:
-        RefusedError: it is.
+        RequestError: it is.
     """
     if len(once) > KEY_CHARACTERS:
         raise invalid(
@@ -35,7 +35,7 @@ def check_once(once: str) -> None:
         )
 
 
-class AnswerBook:
+class IdempotencyCache:
     """Answers by idempotency key, until they are forgotten."""
 
     def __init__(self, seconds: float) -> None:
@@ -52,7 +52,7 @@ class AnswerBook:
         """The answer that this request has had.
 
         Raises:
-            RefusedError: the key belongs to another request.
+            RequestError: the key belongs to another request.
         """
         record = self._kept.get(once)
         if record is None or record.until <= now:
@@ -71,7 +71,7 @@ class AnswerBook:
         for record in sorted(records, key=lambda record: record.until):
             self._keep(record)
 
-    def forget(self, now: float) -> None:
+    def expire(self, now: float) -> None:
         """Drop what nobody may ask for any more."""
         while self._ends and self._ends[0][0] <= now:
             _, once = self._ends.popleft()

@@ -39,8 +39,8 @@ def _counts(scope: Scope) -> list[str]:
     listed = {
         FREE: len(scope.free) - unused,
         LEASED: len(scope.leases),
-        LIVE: len(scope.recency),
-        QUARANTINED: scope.resting,
+        LIVE: len(scope.lru),
+        QUARANTINED: scope.in_quarantine,
     }
     found = [
         f"{table.count(state)} slots are {NAMES[state]}, and {count} are in the list of those"
@@ -104,12 +104,12 @@ def _chains(scope: Scope) -> Iterator[str]:
     for slot in slots:
         if table.children[slot] != named.pop(table.keys[slot], 0):
             yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"
-    if scope.chains.waiting != named:
-        yield f"{len(scope.chains.waiting)} prefixes that are not live are counted, and {len(named)} are named"
+    if scope.prefix_refs.pending != named:
+        yield f"{len(scope.prefix_refs.pending)} prefixes that are not live are counted, and {len(named)} are named"
 
 
 def _order(scope: Scope) -> Iterator[str]:
-    for slot in scope.recency.unreachable():
+    for slot in scope.lru.unreachable():
         yield f"slot {slot} is live, and would never be evicted"
 
 

@@ -155,7 +155,7 @@ class _Runs:
         return kept
 
 
-class Leases:
+class HeldLeases:
     """The leases that are held."""
 
     __slots__ = ("_table", "held", "log", "owners")
@@ -207,6 +207,6 @@ class Leases:
         for slot in slots if self.owners else ():
             self.owners.pop(slot, None)
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """None is held any longer."""
         self.held, self.owners = 0, {}

@@ -139,7 +139,7 @@ def check_limits(request: Columns, limits: Limits) -> None:
     """See that a request is within the limits.
 
     Raises:
-        RefusedError: it is not.
+        RequestError: it is not.
     """
     measure = Measure(limits)
     match request:
@@ -155,11 +155,11 @@ def check_limits(request: Columns, limits: Limits) -> None:
             measure.deleted(request.scopes)
 
 
-def check_slots(request: p.CompatibleConfirm, slots: int) -> None:
+def check_slots(request: p.SglangConfirm, slots: int) -> None:
     """See that the slots of a confirm are some that its scope has.
 
     Raises:
-        RefusedError: one is not.
+        RequestError: one is not.
     """
     confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
     for field, column in (
@@ -176,7 +176,7 @@ def check_earlier_leases(request: p.Initialize) -> dict[str, float]:
     longest.
 
     Raises:
-        RefusedError: the column is not as long as that of the scopes.
+        RequestError: the column is not as long as that of the scopes.
     """
     found = dict[str, float]()
     if request.earlier_lease_seconds and len(request.earlier_lease_seconds) != len(request.scopes):
@@ -198,7 +198,7 @@ def check_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
     """See that pages fit into the slots of their scopes (0: not known).
 
     Raises:
-        RefusedError: one does not.
+        RequestError: one does not.
     """
     for i, (part, most) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
         if 0 < most < max(part.lengths, default=0):

@@ -20,7 +20,7 @@ CHUNK: Final = 1 << BITS
 _NONE: Final = array("Q")
 
 
-class Recency:
+class LruOrder:
     """A queue of slots, the least recently used first, to which each use of a page appends its slot
     again.
 
@@ -140,7 +140,7 @@ class Recency:
         stamps[slot] = 0
         self._pages -= 1
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         """No page is live any longer. Their stamps stay."""
         self._last += 1
         self._chunks, self._current, self._head = (
@@ -151,15 +151,15 @@ class Recency:
         self._ready, self._untidy = [], []
         self._pages = self._entries = 0
 
-    def became_tail(self, slot: int) -> None:
+    def became_leaf(self, slot: int) -> None:
         """Nothing builds upon a live page any more."""
         if (stamp := self._table.stamps[slot]) < self._head:
             heapq.heappush(self._ready, (stamp, slot))
 
     def victims(
-        self, wanted: int, is_pinned: Callable[[int], bool], let_go: Callable[[int], None]
+        self, wanted: int, is_pinned: Callable[[int], bool], evict: Callable[[int], None]
     ) -> int:
-        """Let that many pages go by `let_go`, the least recently used first; returns how many it
+        """Let that many pages go by `evict`, the least recently used first; returns how many it
         could."""
         gone, held = 0, list[tuple[int, int]]()
         while gone < wanted:
@@ -168,7 +168,7 @@ class Recency:
                 slot = self._oldest_in_order(is_pinned, held)
             if slot < 0:
                 break
-            let_go(slot)
+            evict(slot)
             gone += 1
         for entry in held:
             heapq.heappush(self._ready, entry)

@@ -1,9 +1,17 @@
-"""Slots that are to be given to nobody for a time."""
+"""Pins: of one scope by slot, and of all scopes by number."""
 
 from __future__ import annotations
 
+import heapq
+from typing import TYPE_CHECKING
 
-class Pins:
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache_metadata_server.core.changes import PinRecord
+
+
+class SlotPins:
     """The pins on slots of one scope: for each slot, when each of its pins ends."""
 
     __slots__ = ("by_slot",)
@@ -29,3 +37,42 @@ class Pins:
         """Pins on a slot that have not ended."""
         pins = self.by_slot.get(slot)
         return sum(until > now for until in pins.values()) if pins else 0
+
+
+class PinTable:
+    """Pins of all scopes by their number, and which of them are to be written down."""
+
+    def __init__(self) -> None:
+        self._pins: dict[int, PinRecord] = {}
+        self._ends: list[tuple[float, int]] = []
+        self.added: dict[int, PinRecord] = {}
+        self.removed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, record: PinRecord, *, remember: bool = True) -> None:
+        """Keep one."""
+        self._pins[record.pin] = record
+        heapq.heappush(self._ends, (record.until, record.pin))
+        if remember:
+            self.added[record.pin] = record
+
+    def find(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Those that are out."""
+        return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
+
+    def remove(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Let some go; unknown ones are no error."""
+        found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]
+        for record in found:
+            if self.added.pop(record.pin, None) is None:
+                self.removed.append(record.pin)
+        return found
+
+    def ended(self, now: float) -> list[PinRecord]:
+        """Let those go whose time has come."""
+        pins = list[int]()
+        while self._ends and self._ends[0][0] <= now:
+            pins.append(heapq.heappop(self._ends)[1])
+        return self.remove(pins)

@@ -100,8 +100,8 @@ class _Restoring:
                 prefixes[slot] = keys[before]
         scope.leases.log.restore([table.leases[slot] for slot in slots], slots)
         live = [slot for slot in slots if table.states[slot] == LIVE]
-        scope.recency.restore(live)
-        scope.chains.joined(live)
+        scope.lru.restore(live)
+        scope.prefix_refs.add(live)
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
 
@@ -159,7 +159,7 @@ class _Restoring:
                 state = FREE
         table.states[slot], table.until[slot] = state, min(until, self.latest)
         if state == QUARANTINED:
-            scope.resting += 1
+            scope.in_quarantine += 1
             scope.timers.add(table.until[slot], [slot])
         elif state in (LEASED, LIVE):
             self._own(row)

@@ -4,13 +4,13 @@ docs/metadata-protocol.md tells it."""
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.core.free_slots import FreeSlots
-from hicache_metadata_server.core.leases import Leases
-from hicache_metadata_server.core.lru import Recency
-from hicache_metadata_server.core.pins import Pins
-from hicache_metadata_server.core.prefix_refs import Chains
+from hicache_metadata_server.core.leases import HeldLeases
+from hicache_metadata_server.core.lru import LruOrder
+from hicache_metadata_server.core.pins import SlotPins
+from hicache_metadata_server.core.prefix_refs import PrefixRefs
 from hicache_metadata_server.core.slot_table import (
     FREE,
     LEASED,
@@ -36,6 +36,18 @@ SPARE_SHARE: Final = 32
 is asked for comes a quarantine too late. Scopes of fewer than `STEP` slots keep none."""
 
 
+class Totals(NamedTuple):
+    """Slots by state as they are, and what was counted since the start."""
+
+    live: int = 0
+    leased: int = 0
+    quarantined: int = 0
+    free: int = 0
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+
+
 class Scope:
     """The slots of one scope.
 
@@ -51,12 +63,12 @@ class Scope:
         self.quarantine_seconds = quarantine_seconds
         self.table = SlotTable()
         self.free = FreeSlots(self.table, geometry.slots)
-        self.recency = Recency(self.table)
-        self.chains = Chains(self.table, self.recency)
-        self.leases = Leases(self.table)
-        self.pins = Pins()
+        self.lru = LruOrder(self.table)
+        self.prefix_refs = PrefixRefs(self.table, self.lru)
+        self.leases = HeldLeases(self.table)
+        self.pins = SlotPins()
         self.timers = Timers()
-        self.resting = 0
+        self.in_quarantine = 0
         """Quarantined slots."""
         self.changed: list[Sequence[int]] = []
         self.leased: list[Sequence[int]] = []
@@ -76,7 +88,7 @@ class Scope:
         """Keys that were asked for since the start, by whether they were live."""
         self.expired = 0
         """Leases that ended by themselves since the start."""
-        self._detached: list[tuple[float, bytes, dict[str, int]]] = []
+        self._cleared: list[tuple[float, bytes, dict[str, int]]] = []
         """What clears have left to be taken apart, when its quarantine ends, and the states before:
         a leased slot rests longer."""
 
@@ -87,10 +99,10 @@ class Scope:
         slots were looked at."""
         if 0 < self.closed_until <= now:
             self.closed_until = 0.0
-        done = self._take_apart(most) if self._detached else 0
+        done = self._finish_clears(most) if self._cleared else 0
         next_time = self.timers.next_time()
         # What a clear has left does not know the end of its quarantine before it was taken apart.
-        if next_time is None or next_time > now or self._detached:
+        if next_time is None or next_time > now or self._cleared:
             return done
         table, free = self.table, list[int]()
         states, until, expired = table.states, table.until, list[int]()
@@ -107,18 +119,18 @@ class Scope:
                 elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
                     states[slot] = FREE
                     free.append(slot)
-        self.resting -= len(free)
+        self.in_quarantine -= len(free)
         self.free.add(free)
         if expired:
             # A lease that was renewed is due several times.
             slots = list(dict.fromkeys(expired))
             self.expired += len(slots)
-            self._let_go(slots, now, remember=False)
+            self._quarantine(slots, now, remember=False)
         return done
 
     def next_time(self) -> float | None:
         """When `settle` has something to do, if it has."""
-        if self._detached:
+        if self._cleared:
             return 0.0
         due = self.timers.next_time()
         return (
@@ -140,7 +152,7 @@ class Scope:
     @property
     def quarantined(self) -> int:
         """Slots that nobody may be given yet."""
-        return self.resting + len(self.free) - self.available
+        return self.in_quarantine + len(self.free) - self.available
 
     def is_pinned(self, slot: int, now: float) -> bool:
         """Whether any pin on it lasts."""
@@ -176,7 +188,7 @@ class Scope:
                 list(range(first_lease, first_lease + len(given))),
             )
         # Looked up only now: a page of this batch may have gone to make room for another.
-        slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.table.by_key
+        slots, leases, by_key = self.lru.slots(keys), [0] * len(keys), self.table.by_key
         places = places[: self.available]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
@@ -236,8 +248,8 @@ class Scope:
                     checksum,
                 )
         self.leases.end(slots)
-        self.recency.add(slots)
-        self.chains.joined(slots)
+        self.lru.add(slots)
+        self.prefix_refs.add(slots)
         self.changed.append(slots)
 
     def abort(self, leases: Sequence[int], now: float) -> list[bool]:
@@ -249,7 +261,7 @@ class Scope:
         for lease in leases:
             done.append(lease in mine)
             mine.discard(lease)
-        self._let_go(going, now)
+        self._quarantine(going, now)
         return done
 
     def release(self, slots: Sequence[int], now: float) -> list[bool]:
@@ -258,7 +270,7 @@ class Scope:
         states = self.table.states
         used = [slot if slot < len(self.table) else NO_SLOT for slot in slots]
         done = [slot < 0 or states[slot] != LIVE for slot in used]
-        self._let_go(
+        self._quarantine(
             list(dict.fromkeys(slot for slot in used if slot >= 0 and states[slot] == LEASED)), now
         )
         return done
@@ -279,7 +291,7 @@ class Scope:
         """Make live pages go, where generations are given only those of that generation; says which
         went."""
         self.settle(now)
-        slots, seen = self.recency.slots(keys), set[int]()
+        slots, seen = self.lru.slots(keys), set[int]()
         done = list[bool]()
         for i, slot in enumerate(slots):
             meant = (
@@ -290,7 +302,7 @@ class Scope:
             if meant:
                 seen.add(slot)
             done.append(meant)
-        self._let_go([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
+        self._quarantine([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
         return done
 
     def clear(self, now: float) -> int:
@@ -303,16 +315,16 @@ class Scope:
         if self.closed_until:
             # There is nothing in it yet, and a restart is to know that it is closed.
             return 0
-        pages = len(self.recency)
-        self.resting += pages + len(self.leases)
+        pages = len(self.lru)
+        self.in_quarantine += pages + len(self.leases)
         self.epoch += 1
         self.cleared_until = now + self.quarantine_seconds
         before = bytes(self.table.states) if self.leases.held else b""
-        self._detached.append((self.cleared_until, before, self.table.let_all_go()))
-        self.leases.forget_all()
-        self.recency.forget_all()
-        self.chains.waiting = {}
-        self._take_apart(STEP)
+        self._cleared.append((self.cleared_until, before, self.table.quarantine_all()))
+        self.leases.clear()
+        self.lru.clear()
+        self.prefix_refs.pending = {}
+        self._finish_clears(STEP)
         self.settle(now)
         return pages
 
@@ -376,7 +388,7 @@ class Scope:
         by_key = self.table.by_key
         if by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
-        self.recency.touch(keys)
+        self.lru.touch(keys)
         new = {key: i for i, key in reversed(list(enumerate(keys))) if key not in by_key}
         return sorted(new.values())
 
@@ -419,7 +431,7 @@ class Scope:
         table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
             for slot, prefix in zip(slots, prefixes, strict=True):
-                table.prefixes[slot] = self._same(prefix)
+                table.prefixes[slot] = self._interned(prefix)
         if owner:
             self.leases.owners.update(dict.fromkeys(slots, owner))
         self.leases.held += len(slots)
@@ -444,7 +456,7 @@ class Scope:
             and (table.lengths[slot], table.checksums[slot]) == (length, checksum)
         )
 
-    def _let_go(self, slots: list[int], now: float, *, remember: bool = True) -> None:
+    def _quarantine(self, slots: list[int], now: float, *, remember: bool = True) -> None:
         """Live or leased slots go into quarantine. What goes by its time need not be remembered:
         the time tells."""
         if not slots:
@@ -455,8 +467,8 @@ class Scope:
             if table.states[slot] == LEASED:
                 self.leases.end((slot,))
             else:
-                self.recency.remove(slot)
-                self.chains.left(slot)
+                self.lru.remove(slot)
+                self.prefix_refs.remove(slot)
             table.keys[slot] = table.prefixes[slot] = ""
             if self.quarantine_seconds <= 0 and not self.is_pinned(slot, now):
                 table.states[slot] = FREE
@@ -467,28 +479,30 @@ class Scope:
             self.free.add(free)
         else:
             self.timers.add(until, slots)
-        self.resting += len(slots) - len(free)
+        self.in_quarantine += len(slots) - len(free)
         if remember:
             self.changed.append(slots)
 
     def _make_room(self, new: int, now: float) -> int:
         """Evict pages, so that so many slots more are free or at least resting; returns how
         many."""
-        at_hand = len(self.free) + self.resting
+        at_hand = len(self.free) + self.in_quarantine
         wanted = new - at_hand
         if self.geometry.slots >= STEP:
             wanted = max(wanted, min(new, self.geometry.slots // SPARE_SHARE + new - at_hand))
         if wanted <= 0:
             return 0
         # Each goes at once: its prefix may be the next.
-        gone = self.recency.victims(
-            wanted, lambda slot: self.is_pinned(slot, now), lambda slot: self._let_go([slot], now)
+        gone = self.lru.victims(
+            wanted,
+            lambda slot: self.is_pinned(slot, now),
+            lambda slot: self._quarantine([slot], now),
         )
         self.evicted += gone
         self.settle(now)
         return gone
 
-    def _same(self, prefix: str) -> str:
+    def _interned(self, prefix: str) -> str:
         """The prefix as the object that its own slot holds, if it has one: a million of them take
         no memory then."""
         if not prefix:
@@ -496,12 +510,12 @@ class Scope:
         slot = self.table.by_key.get(prefix, NO_SLOT)
         return self.table.keys[slot] if slot >= 0 else prefix
 
-    def _take_apart(self, most: int) -> int:
+    def _finish_clears(self, most: int) -> int:
         """Slots of clears get the end of their quarantine, and what held them is freed bit by
         bit."""
         done, table = 0, self.table
-        while self._detached and done < most:
-            until, before, index = self._detached[0]
+        while self._cleared and done < most:
+            until, before, index = self._cleared[0]
             slots = [index.popitem()[1] for _ in range(min(len(index), most - done))]
             later = list[int]()
             for slot in slots:
@@ -517,5 +531,5 @@ class Scope:
                 self.timers.add(table.until[slot], [slot])
             done += len(slots)
             if not index:
-                self._detached.pop(0)
+                self._cleared.pop(0)
         return done

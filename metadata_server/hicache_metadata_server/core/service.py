@@ -20,8 +20,8 @@ from hicache_metadata_server.core.errors import (
     unknown_scope,
 )
 from hicache_metadata_server.core.export import export_slots
-from hicache_metadata_server.core.id_allocator import Numbers
-from hicache_metadata_server.core.idempotency import AnswerBook
+from hicache_metadata_server.core.id_allocator import IdAllocator
+from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
@@ -31,12 +31,11 @@ from hicache_metadata_server.core.limits import (
     check_limits,
     lease_seconds,
 )
-from hicache_metadata_server.core.pin_table import PinBook
+from hicache_metadata_server.core.pins import PinTable
 from hicache_metadata_server.core.restore import restore
-from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
-from hicache_metadata_server.core.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,7 +63,7 @@ _PartT = TypeVar("_PartT", bound=_Part)
 class MetadataService:
     """All scopes of one server, or of one process that uses them without a server.
 
-    Not for several threads at once. Each operation raises `RefusedError` where the request cannot
+    Not for several threads at once. Each operation raises `RequestError` where the request cannot
     be done, and then has done nothing. `take_changes` gives what a store must keep; a process that
     keeps nothing calls it too, or `forget_changes`.
     """
@@ -73,7 +72,7 @@ class MetadataService:
         self,
         limits: p.Limits = DEFAULTS,
         *,
-        durability: p.Durability = p.Durability.NONE,
+        durability: p.StoreDurability = p.StoreDurability.NONE,
         name: str = "hicache-storage",
         max_scopes: int = MAX_SCOPES,
     ) -> None:
@@ -88,21 +87,21 @@ class MetadataService:
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
         self.tenants = Tenants()
-        self.answers = AnswerBook(limits.idempotency_seconds)
+        self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
         self.recovery_problems: list[str] = []
         """What a restart found to contradict itself, and left out."""
         self._numbers: dict[str, int] = {}
         """The store's names for scopes."""
         self._by_number: dict[int, Scope] = {}
-        self._leases, self._pin_numbers = Numbers(), Numbers()
-        self._pins = PinBook()
+        self._leases, self._pin_numbers = IdAllocator(), IdAllocator()
+        self._pins = PinTable()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
         """New, cleared or described scopes."""
         self._dropped: list[int] = []
         self._gone = set[int]()
-        """Numbers of all scopes that were dropped by this process."""
+        """IdAllocator of all scopes that were dropped by this process."""
         self._last_number = 0
         """Of a scope."""
         self._started: float | None = None
@@ -180,14 +179,14 @@ class MetadataService:
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
         """Every scope that is there for the caller, its geometry, its slots by state."""
         return p.Scopes(
-            scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))]
+            scopes=[self._status(self.scopes[name]) for name in sorted(self._visible_to(caller))]
         )
 
     def totals(self) -> Totals:
         """All scopes together; asked for every second."""
         scopes = self.scopes.values()
         return Totals(
-            live=sum(len(scope.recency) for scope in scopes),
+            live=sum(len(scope.lru) for scope in scopes),
             leased=sum(len(scope.leases) for scope in scopes),
             quarantined=sum(scope.quarantined for scope in scopes),
             free=sum(scope.available for scope in scopes),
@@ -208,11 +207,11 @@ class MetadataService:
         """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its
         scope from being made anew."""
         Measure(self.limits).scopes(request.scopes)
-        self._let_pins_go(self._pins.ended(now), now)
+        self._release_pins(self._pins.ended(now), now)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for i, scope in enumerate(scopes):
             scope.settle(now)
-            if used := len(scope.recency) + len(scope.leases) + scope.quarantined:
+            if used := len(scope.lru) + len(scope.leases) + scope.quarantined:
                 raise in_use(
                     scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
                 )
@@ -234,7 +233,7 @@ class MetadataService:
         """See that a request is within the limits and about scopes that are there.
 
         Raises:
-            RefusedError: it is not.
+            RequestError: it is not.
         """
         check_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
@@ -251,12 +250,10 @@ class MetadataService:
     def do_lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         """The same of a request that was checked."""
         scopes = self._all_known(request.scopes)
-        found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
+        found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = (
-                scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
-            )
+            slots = scope.lru.used(part.keys) if request.touch else scope.lru.slots(part.keys)
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
@@ -339,7 +336,7 @@ class MetadataService:
             pins = [
                 record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
             ]
-        self._let_pins_go(self._pins.remove(pins), now)
+        self._release_pins(self._pins.remove(pins), now)
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Count as use."""
@@ -350,7 +347,7 @@ class MetadataService:
         """The same of a request that was checked."""
         scopes, flags = self._all_known(request.scopes), list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
-            flags.append(p.Flags(done=[slot >= 0 for slot in scope.recency.used(part.keys)]))
+            flags.append(p.Flags(done=[slot >= 0 for slot in scope.lru.used(part.keys)]))
         return p.Marked(scopes=flags)
 
     def delete(self, request: p.Delete, now: float) -> p.Marked:
@@ -380,19 +377,21 @@ class MetadataService:
         slots = [*request.slots, *map(scope.slot_of, request.keys)]
         return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
 
-    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.Checked | None]:
+    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.FsckReport | None]:
         """Check every invariant, in pieces between which other requests may be served; the last is
         the answer, the others None."""
         Measure(self.limits).scopes(request.scopes)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
-        scopes = scopes if request.scopes else [self.scopes[name] for name in self._seen_by(caller)]
+        scopes = (
+            scopes if request.scopes else [self.scopes[name] for name in self._visible_to(caller)]
+        )
         problems = list[str]()
         for scope in scopes:
             for piece in audit(scope):
                 problems += [f"{scope.geometry.scope}: {problem}" for problem in piece]
                 yield None
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        yield p.Checked(
+        yield p.FsckReport(
             slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more
         )
 
@@ -429,8 +428,8 @@ class MetadataService:
 
     def settle(self, now: float, most: int) -> bool:
         """Do what is due, about `most` slots of it; returns whether there is more."""
-        self._let_pins_go(self._pins.ended(now), now)
-        self.answers.forget(now)
+        self._release_pins(self._pins.ended(now), now)
+        self.answers.expire(now)
         for scope in self.scopes.values():
             if most <= 0:
                 return True
@@ -517,8 +516,8 @@ class MetadataService:
         """Take over what a store has kept, before the first request; `rows` gives a scope's by its
         number."""
         self._started = now
-        self._leases = Numbers(recovered.counters.get("lease", 1))
-        self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
+        self._leases = IdAllocator(recovered.counters.get("lease", 1))
+        self._pin_numbers = IdAllocator(recovered.counters.get("pin", 1))
         self._last_number = max(
             [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
         )
@@ -590,7 +589,7 @@ class MetadataService:
             if holder == tenant
         )
 
-    def _seen_by(self, caller: Caller) -> list[str]:
+    def _visible_to(self, caller: Caller) -> list[str]:
         return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
 
     def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
@@ -631,7 +630,7 @@ class MetadataService:
             self._by_number[number].pin(pin, pinned, until)
         return pin
 
-    def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
+    def _release_pins(self, records: Iterable[PinRecord], now: float) -> None:
         for record in records:
             for number, slots in record.slots.items():
                 if number in self._by_number and number not in self._gone:
@@ -647,7 +646,7 @@ class MetadataService:
             identity=geometry.identity,
             free=scope.available,
             leased=len(scope.leases),
-            live=len(scope.recency),
+            live=len(scope.lru),
             quarantined=scope.quarantined,
             hits=scope.hits,
             misses=scope.misses,
@@ -658,21 +657,21 @@ class MetadataService:
         )
 
 
-def _found(scope: Scope, slots: list[int]) -> p.Found:
+def _found(scope: Scope, slots: list[int]) -> p.FoundPages:
     table = scope.table
     generations, lengths, checksums = table.generations, table.lengths, table.checksums
     run = as_run(slots)
     if isinstance(run, range) and run.start >= 0:
         # Often: pages that were written together.
         where = slice(run.start, run.stop)
-        return p.Found(
+        return p.FoundPages(
             slots=slots,
             generations=generations[where].tolist(),
             lengths=lengths[where].tolist(),
             checksums=checksums[where].tolist(),
         )
     if -1 not in slots:
-        return p.Found(
+        return p.FoundPages(
             slots=slots,
             generations=[generations[slot] for slot in slots],
             lengths=[lengths[slot] for slot in slots],
@@ -683,7 +682,7 @@ def _found(scope: Scope, slots: list[int]) -> p.Found:
         for slot in slots
     ]
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    return p.Found(
+    return p.FoundPages(
         slots=slots,
         generations=list(columns[0]),
         lengths=list(columns[1]),

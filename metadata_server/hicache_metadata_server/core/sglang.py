@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
 
 
-class CompatibleService:
+class SglangService:
     """The compatible part. A reservation is a lease that is named by its key and slot."""
 
     def __init__(self, service: MetadataService) -> None:
         self._service = service
 
-    def check(self, rank: int, request: p.CompatibleKeys | p.CompatibleReserve) -> None:
+    def check(self, rank: int, request: p.SglangKeys | p.SglangReserve) -> None:
         """See that a long request is within the limits as a whole, and its scope there."""
         measure = Measure(self._service.limits)
         measure.keys([key if isinstance(key, str) else key[0] for key in request.keys], "keys")
-        if isinstance(request, p.CompatibleReserve):
+        if isinstance(request, p.SglangReserve):
             measure.lengths([prefix for _, prefix in request.keys], "keys")
         self._service.known(f"{rank}:{request.namespace}")
 
     def initialize(
-        self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY
+        self, rank: int, request: p.SglangInitialize, now: float, caller: Caller = ANYBODY
     ) -> None:
         """Make a scope, or see that it has as many pages."""
         name = f"{rank}:{request.namespace}"
@@ -45,22 +45,22 @@ class CompatibleService:
         elif known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
-    def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+    def exists(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Which keys are live; counts as use."""
         scope = self._with_keys(rank, request)
-        live = [slot >= 0 for slot in scope.recency.used(request.keys)]
+        live = [slot >= 0 for slot in scope.lru.used(request.keys)]
         scope.count(len(live), sum(live))
         return {"exists": live}
 
-    def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
+    def get_page_indices(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
         scope = self._with_keys(rank, request)
-        slots = [slot if slot >= 0 else None for slot in scope.recency.used(request.keys)]
+        slots = [slot if slot >= 0 else None for slot in scope.lru.used(request.keys)]
         scope.count(len(slots), len(slots) - slots.count(None))
         return {"indices": slots}
 
     def reserve_and_allocate_page_indices(
-        self, rank: int, request: p.CompatibleReserve, now: float
+        self, rank: int, request: p.SglangReserve, now: float
     ) -> dict[str, Any]:
         """Slots for new keys, -1 where there are none."""
         # The sequences of a batch in one go: a loop for each takes several times as long.
@@ -75,7 +75,7 @@ class CompatibleService:
             measure.lengths(prefixes, "keys")
         scope = self._service.find(f"{rank}:{request.namespace}")
         if self._service.draining:
-            slots = scope.recency.slots(keys)
+            slots = scope.lru.slots(keys)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
         states, slots, leases = self._service.lease(scope, keys, prefixes, now)
         if all(leases):
@@ -85,7 +85,7 @@ class CompatibleService:
             "indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]
         }
 
-    def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
+    def confirm_write(self, rank: int, request: p.SglangConfirm, now: float) -> None:
         """Make reserved slots live, give others back; what cannot be done is refused after all else
         was done."""
         measure = Measure(self._service.limits)
@@ -103,18 +103,18 @@ class CompatibleService:
         if refused:
             raise stale(refused)
 
-    def delete_keys(self, rank: int, request: p.CompatibleKeys, now: float) -> None:
+    def delete_keys(self, rank: int, request: p.SglangKeys, now: float) -> None:
         """Make keys go."""
         Measure(self._service.limits).keys(request.keys, "keys")
         self._service.find(f"{rank}:{request.namespace}").delete(request.keys, (), now)
 
-    def clear(self, rank: int, request: p.CompatibleClear, now: float) -> None:
+    def clear(self, rank: int, request: p.SglangClear, now: float) -> None:
         """Make everything go."""
         name = f"{rank}:{request.namespace}"
         self._service.find(name)
         self._service.clear(p.Clear(scopes=[name]), now)
 
-    def _with_keys(self, rank: int, request: p.CompatibleKeys) -> Scope:
+    def _with_keys(self, rank: int, request: p.SglangKeys) -> Scope:
         Measure(self._service.limits).keys(request.keys, "keys")
         return self._service.known(f"{rank}:{request.namespace}")
 

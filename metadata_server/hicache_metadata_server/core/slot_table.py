@@ -82,7 +82,7 @@ class SlotTable:
         """Slots in that state, counted one by one (a millisecond for a million)."""
         return self.states.count(state)
 
-    def let_all_go(self) -> dict[str, int]:
+    def quarantine_all(self) -> dict[str, int]:
         """Every live or leased slot becomes quarantined (a millisecond for a million); returns them
         by key, to be taken apart."""
         # In place: others hold on to this bytearray.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.protocol import Token
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Tenants:
         """The tenant of each scope, "" for none."""
         self.quotas = Quotas()
 
-    def see(self, caller: Caller, names: Sequence[str], fields: str) -> None:
+    def check_access(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there.
 
         Args:
@@ -124,12 +124,12 @@ class Tenants:
             fields: how the request calls them, with `{}` for the number of one.
 
         Raises:
-            RefusedError: 403 for the first that is another tenant's.
+            RequestError: 403 for the first that is another tenant's.
         """
         of_scope, tenant = self.of_scope, caller.tenant
         for number, name in enumerate(names):
             if not may_use(caller, of_scope.get(name, tenant)):
-                raise RefusedError(
+                raise RequestError(
                     403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number)
                 )
 
@@ -139,7 +139,7 @@ class Tenants:
         """See that a tenant that has some scopes may have others as well.
 
         Raises:
-            RefusedError: 403 `quota` if it may not.
+            RequestError: 403 `quota` if it may not.
         """
         quota = self.quotas.of(tenant)
         if quota is NO_QUOTA or not new:
@@ -150,8 +150,8 @@ class Tenants:
 
 def beyond_quota(
     tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes"
-) -> RefusedError:
+) -> RequestError:
     """Says why a tenant may not have these scopes as well."""
-    return RefusedError(
+    return RequestError(
         403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field
     )

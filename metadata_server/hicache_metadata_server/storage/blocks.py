@@ -30,7 +30,7 @@ one, too."""
 _ZEROS: Final = bytes(8 * BLOCK)
 
 
-class _Written(NamedTuple):
+class _EncodedBlock(NamedTuple):
     """A block as it is in the file: columns of 8 bytes a slot, `states` of one."""
 
     states: bytes
@@ -45,7 +45,7 @@ class _Written(NamedTuple):
     owners: dict[int, str]
 
 
-class Block:
+class SlotBlock:
     """`BLOCK` neighbours; those that nobody has used are free and of generation 0."""
 
     __slots__ = (
@@ -74,13 +74,13 @@ class Block:
         self.owners: dict[int, str] = {}
 
     @classmethod
-    def decode(cls, blob: bytes) -> Block:
+    def decode(cls, blob: bytes) -> SlotBlock:
         """A block that was encoded.
 
         Raises:
             ValueError: this is none.
         """
-        written = msgspec.msgpack.decode(blob, type=_Written)
+        written = msgspec.msgpack.decode(blob, type=_EncodedBlock)
         if {len(column) for column in written[1:7]} != {8 * BLOCK} or {
             len(written[i]) for i in (0, 7, 8)
         } != {BLOCK}:
@@ -93,7 +93,7 @@ class Block:
         return block
 
     @classmethod
-    def of(cls, scope: Scope, number: int) -> Block:
+    def of(cls, scope: Scope, number: int) -> SlotBlock:
         """A block of a scope as it is now."""
         table, first, end = scope.table, number * BLOCK, (number + 1) * BLOCK
         block = cls.__new__(cls)
@@ -135,7 +135,7 @@ class Block:
                 place: owner for place, owner in self.owners.items() if self.states[place] == LEASED
             }
         return msgspec.msgpack.encode(
-            _Written(
+            _EncodedBlock(
                 bytes(self.states),
                 self.epochs.tobytes(),
                 self.until.tobytes(),
@@ -173,8 +173,8 @@ class Block:
         )
 
 
-class States:
-    """States that a group has written down."""
+class StateColumns:
+    """StateColumns that a group has written down."""
 
     __slots__ = ("_columns", "_states", "epoch", "slots")
 
@@ -192,9 +192,9 @@ class States:
             numbers_of(written.checksums or zeros),
         )
 
-    def merge(self, block: Block, start: int, end: int) -> None:
+    def merge(self, block: SlotBlock, start: int, end: int) -> None:
         """Into the block that its entries from `start` to `end` are of."""
-        put = _putter(self.slots, start, end)
+        put = _column_writer(self.slots, start, end)
         put(block.states, self._states)
         put(block.epochs, array("Q", [self.epoch]) * len(self.slots))
         for column, values in zip(
@@ -203,8 +203,8 @@ class States:
             put(column, values)
 
 
-class Leases:
-    """Leases that a group has written down."""
+class LeaseColumns:
+    """LeaseColumns that a group has written down."""
 
     __slots__ = ("_columns", "_owners", "slots")
 
@@ -219,9 +219,9 @@ class Leases:
         )
         self._owners = written.owners
 
-    def merge(self, block: Block, start: int, end: int) -> None:
+    def merge(self, block: SlotBlock, start: int, end: int) -> None:
         """Into the block that its entries from `start` to `end` are of."""
-        put = _putter(self.slots, start, end)
+        put = _column_writer(self.slots, start, end)
         for column, values in zip(
             (block.generations, block.leases, block.keys, block.prefixes),
             self._columns,
@@ -232,9 +232,11 @@ class Leases:
             block.owners[self.slots[i] % BLOCK] = self._owners[i] if self._owners else ""
 
 
-def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, int]]:
+def split_by_block(
+    changes: SlotChanges,
+) -> Iterator[tuple[int, StateColumns | LeaseColumns, int, int]]:
     """What has changed, block by block: its number, and which entries of what are its."""
-    for written in (States(changes.states), Leases(changes.leases)):
+    for written in (StateColumns(changes.states), LeaseColumns(changes.leases)):
         slots, start = written.slots, 0
         while start < len(slots):
             block = slots[start] // BLOCK
@@ -243,7 +245,7 @@ def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, in
             start = end
 
 
-def touched(changes: SlotChanges) -> Iterable[int]:
+def changed_blocks(changes: SlotChanges) -> Iterable[int]:
     """The numbers of the blocks that these changes are of; what was leased has changed its state,
     too."""
     slots = slots_of(changes.states.slots, len(changes.states.states))
@@ -252,7 +254,7 @@ def touched(changes: SlotChanges) -> Iterable[int]:
     return {slot // BLOCK for slot in slots}
 
 
-def _putter(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:
+def _column_writer(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:
     """What puts the entries from `start` to `end` of a column where they belong in a block's."""
     first, last = slots[start] % BLOCK, slots[end - 1] % BLOCK
 

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 WINDOW_BYTES: Final = 4 << 20
 """Of the log, deleted together once all that they have changed is folded: some 300 batches of 128
 pages."""
-PIECE: Final = 16
+BATCH_BLOCKS: Final = 16
 """Blocks that are folded in one transaction: less than a millisecond."""
 
 
-class Piece(NamedTuple):
+class CompactionBatch(NamedTuple):
     """Some blocks as they were when they were gathered, to be written now."""
 
     blocks: list[tuple[int, bytes]]
@@ -41,7 +41,7 @@ class _Window:
     begun: bool = False
 
 
-class Folds:
+class DirtyBlocks:
     """Blocks that differ from the file, the oldest first.
 
     A block is folded as it is by then, so that one that is changed again before its turn is written
@@ -53,7 +53,7 @@ class Folds:
         self._waiting = set[int]()
         """The places of all windows."""
 
-    def changed(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
+    def mark(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
         """A group was written to the log, which changes those blocks."""
         if (
             not self._windows
@@ -70,7 +70,7 @@ class Folds:
                 self._waiting.add(place)
                 window.places.append(place)
 
-    def take(self, most: int, read: Callable[[int], bytes]) -> Piece:
+    def take(self, most: int, read: Callable[[int], bytes]) -> CompactionBatch:
         """The next blocks, as `read` gives them by their places."""
         window = self._windows[0]
         if not window.begun:
@@ -84,17 +84,17 @@ class Folds:
         del window.places[kept:]
         self._waiting.difference_update(taken)
         if kept:
-            return Piece(blocks, 0, 0, Changes())
+            return CompactionBatch(blocks, 0, 0, Changes())
         self._windows.popleft()
-        return Piece(blocks, window.last_group, window.log_bytes, window.rest)
+        return CompactionBatch(blocks, window.last_group, window.log_bytes, window.rest)
 
-    def put_back(self, piece: Piece) -> None:
-        """A piece was not written: its blocks are the first again."""
-        if piece.last_group:
+    def put_back(self, batch: CompactionBatch) -> None:
+        """A batch was not written: its blocks are the first again."""
+        if batch.last_group:
             self._windows.appendleft(
-                _Window([], piece.last_group, piece.log_bytes, piece.rest, begun=True)
+                _Window([], batch.last_group, batch.log_bytes, batch.rest, begun=True)
             )
-        places = [place for place, _ in reversed(piece.blocks)]
+        places = [place for place, _ in reversed(batch.blocks)]
         # Also those that have changed again meanwhile, and are in a later window: this one's groups
         # need them before.
         self._windows[0].places += places

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.storage.sqlite import SqliteStore, check_database
 from hicache_metadata_server.storage.store import MemoryStore
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.storage.store import Store
+    from hicache_metadata_server.storage.store import MetadataStore
 
 MEMORY: Final = "memory:"
 SQLITE: Final = "sqlite:///"
 
 
-def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
+def open_store(url: str, durability: StoreDurability = StoreDurability.PROCESS) -> MetadataStore:
     """The store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
 
     Raises:
@@ -25,7 +25,7 @@ def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
     if url == MEMORY:
         return MemoryStore()
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
-        if durability is Durability.NONE:
+        if durability is StoreDurability.NONE:
             raise ValueError("a store of durability 'none' is memory:")
         return SqliteStore(url.removeprefix(SQLITE), durability)
     if url.startswith(("redis", "valkey", "unix:")):

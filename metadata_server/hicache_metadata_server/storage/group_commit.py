@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.compaction import Piece
-    from hicache_metadata_server.storage.store import Store
+    from hicache_metadata_server.storage.compaction import CompactionBatch
+    from hicache_metadata_server.storage.store import MetadataStore
 
 _log = structlog.get_logger()
 
@@ -28,11 +28,11 @@ IDLE_SECONDS: Final = 0.05
 RETRY_SECONDS: Final = 1.0
 """The interval at which a failing store is tried again, whether or not changes arrive."""
 
-_Step = Literal["write", "fold", "checkpoint"]
+_Step = Literal["write", "compact", "checkpoint"]
 """A step whose failure makes the store a failing one."""
 
 
-class Journal:
+class GroupCommit:
     """Writes a service's changes to its store; used from the event loop that it was opened in.
 
     A store that writes to memory of the operating system is written from the loop itself, before
@@ -45,7 +45,9 @@ class Journal:
     balancer that has seen the failure sends no changes that would try it.
     """
 
-    def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, service: MetadataService, store: MetadataStore, clock: Callable[[], float]
+    ) -> None:
         self._service, self._store, self._clock = service, store, clock
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
@@ -56,7 +58,7 @@ class Journal:
         """The thread has the store."""
         self._closed = False
         self._last_write = 0.0
-        self._piece: Piece | None = None
+        self._batch: CompactionBatch | None = None
         """What is folded after the group that is being written."""
         self._failed: dict[_Step, StoreError] = {}
         """Why the last try of a step did not succeed."""
@@ -71,7 +73,7 @@ class Journal:
         """The reason why no change is acknowledged, or None."""
         return next(iter(self._failed.values()), None)
 
-    def join(self) -> asyncio.Future[None] | None:
+    def flush(self) -> asyncio.Future[None] | None:
         """See that everything that was changed before this call is in the store: None if it is,
         else done when it is.
 
@@ -105,7 +107,7 @@ class Journal:
         # The last try: it cannot be put off.
         self._next_try = 0.0
         try:
-            if (written := self.join()) is not None:
+            if (written := self.flush()) is not None:
                 await written
         except StoreError as error:
             # Who asked for these changes was told so.
@@ -115,16 +117,16 @@ class Journal:
             self._idle.cancel()
             await asyncio.to_thread(self._thread.shutdown)
             await asyncio.to_thread(self._aside.shutdown)
-        await asyncio.to_thread(_tried, "fold_failed", self._fold_all)
+        await asyncio.to_thread(_try_step, "compaction_failed", self._compact_all)
 
-    def _fold_all(self) -> None:
-        if self._piece is not None:
-            self._store.put_back(self._piece)
+    def _compact_all(self) -> None:
+        if self._batch is not None:
+            self._store.put_back(self._batch)
         # A change that nobody waited for: without it in the journal, what is folded would be ahead.
         if changes := self._service.take_changes():
             self._store.write(changes)
-        while self._store.wants_folding(idle=True):
-            self._store.fold(self._store.gather(self._service.scope_of), self._clock())
+        while self._store.wants_compaction(idle=True):
+            self._store.compact(self._store.collect(self._service.scope_of), self._clock())
 
     def _seal(self) -> None:
         if not self._open or self._busy:
@@ -134,14 +136,14 @@ class Journal:
         if changes:
             self._write_group(group, changes)
         else:
-            _tell(group, None)
+            _resolve(group, None)
 
     def _write_group(self, group: list[asyncio.Future[None]], changes: Changes) -> None:
         if self._failed.keys() - {"write"} and self._loop.time() < self._next_try:
             self._service.put_back(changes)
-            _tell(group, self.error)
+            _resolve(group, self.error)
             return
-        self._gather(idle=False)
+        self._collect(idle=False)
         if self._store.is_quick:
             self._done(group, changes, *self._write(changes))
         else:
@@ -153,7 +155,7 @@ class Journal:
 
     def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
         begin = time.perf_counter()
-        error = _tried("write_failed", lambda: self._store.write(changes))
+        error = _try_step("write_failed", lambda: self._store.write(changes))
         return error, time.perf_counter() - begin
 
     def _written_aside(
@@ -180,17 +182,17 @@ class Journal:
         self._note("write", error)
         if error is not None:
             self._service.put_back(changes)
-            if self._piece is not None:
+            if self._batch is not None:
                 # It has what the store has not.
-                self._store.put_back(self._piece)
-                self._piece = None
-        _tell(group, self.error)
+                self._store.put_back(self._batch)
+                self._batch = None
+        _resolve(group, self.error)
         self._checkpoint_if_due(idle=False)
         if self._store.is_quick:
             # Whoever waits is answered first.
-            self._loop.call_soon(self._fold)
+            self._loop.call_soon(self._compact)
         else:
-            self._fold()
+            self._compact()
 
     def _note(self, step: _Step, error: StoreError | None) -> None:
         """Keep how a step went; the log says when the store begins to fail, and when it serves
@@ -208,35 +210,35 @@ class Journal:
 
     # What the store has put off.
 
-    def _gather(self, *, idle: bool) -> None:
+    def _collect(self, *, idle: bool) -> None:
         """Take down what is to be folded, now that all changes are taken: once they are written,
         the store may have it."""
         # A checkpoint keeps the file busy.
-        may = self._piece is None and not self._checkpointing
-        if may and self._store.wants_folding(idle=idle or "fold" in self._failed):
-            self._piece = self._store.gather(self._service.scope_of)
+        may = self._batch is None and not self._checkpointing
+        if may and self._store.wants_compaction(idle=idle or "compact" in self._failed):
+            self._batch = self._store.collect(self._service.scope_of)
 
-    def _fold(self) -> None:
-        piece, self._piece = self._piece, None
-        if piece is None:
+    def _compact(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
             return
         if self._store.is_quick:
-            self._note("fold", self._fold_piece(piece))
+            self._note("compact", self._compact_batch(batch))
         else:
             self._busy = True
-            self._loop.run_in_executor(self._thread, self._fold_piece, piece).add_done_callback(
-                self._folded
+            self._loop.run_in_executor(self._thread, self._compact_batch, batch).add_done_callback(
+                self._compacted
             )
 
-    def _fold_piece(self, piece: Piece) -> StoreError | None:
-        return _tried("fold_failed", lambda: self._store.fold(piece, self._clock()))
+    def _compact_batch(self, batch: CompactionBatch) -> StoreError | None:
+        return _try_step("compaction_failed", lambda: self._store.compact(batch, self._clock()))
 
-    def _folded(self, done: asyncio.Future[StoreError | None]) -> None:
+    def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
         self._busy = False
-        self._note("fold", done.result())
+        self._note("compact", done.result())
         # Those who wait come first.
         self._seal()
-        self._fold_while_idle()
+        self._compact_while_idle()
 
     def _check_idle(self) -> None:
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
@@ -246,25 +248,25 @@ class Journal:
                 self._begin_checkpoint()
         elif self._is_idle():
             self._checkpoint_if_due(idle=True)
-            self._fold_while_idle()
+            self._compact_while_idle()
 
-    def _fold_while_idle(self) -> None:
+    def _compact_while_idle(self) -> None:
         served = self._busy or self._checkpointing or self._open or not self._is_idle()
         if (
             self._closed
             or served
             or self.error is not None
-            or not self._store.wants_folding(idle=True)
+            or not self._store.wants_compaction(idle=True)
         ):
             return
         if changes := self._service.take_changes():
             # Nobody waits for them; what is folded must not be ahead of the journal.
             self._write_group([], changes)
             return
-        self._gather(idle=True)
-        self._fold()
+        self._collect(idle=True)
+        self._compact()
         # Requests that have come meanwhile are served first.
-        self._loop.call_soon(self._fold_while_idle)
+        self._loop.call_soon(self._compact_while_idle)
 
     def _is_idle(self) -> bool:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
@@ -276,7 +278,7 @@ class Journal:
     def _begin_checkpoint(self) -> None:
         self._checkpointing = True
         checkpoint = self._loop.run_in_executor(
-            self._aside, _tried, "checkpoint_failed", self._store.checkpoint
+            self._aside, _try_step, "checkpoint_failed", self._store.checkpoint
         )
         checkpoint.add_done_callback(self._checkpointed)
 
@@ -284,13 +286,13 @@ class Journal:
         self._checkpointing = False
         self._note("checkpoint", done.result())
         if self.error is None:
-            self._fold_while_idle()
+            self._compact_while_idle()
         elif not self._closed and not self._busy:
             # A group without changes is a try as well.
             self._write_group([], self._service.take_changes())
 
 
-def _tried(event: str, step: Callable[[], None]) -> StoreError | None:
+def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:
     """Run a step of the store; returns why it has failed, or None."""
     try:
         step()
@@ -302,7 +304,7 @@ def _tried(event: str, step: Callable[[], None]) -> StoreError | None:
     return None
 
 
-def _tell(group: list[asyncio.Future[None]], error: StoreError | None) -> None:
+def _resolve(group: list[asyncio.Future[None]], error: StoreError | None) -> None:
     for waiter in group:
         # Somebody may have gone away meanwhile.
         if waiter.done():

@@ -39,5 +39,5 @@ BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1
 """Of a place, the number of the block."""
 LINEAGE: Final = "lineage"
 """The counter that is a random number: logs of this database have it, too."""
-FOLDED: Final = "folded"
+COMPACTED: Final = "folded"
 """The counter that says up to which group of the log everything is in the tables."""

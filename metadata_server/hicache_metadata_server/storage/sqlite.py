@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_metadata_server.core.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.protocol import Durability, ScopeGeometry
-from hicache_metadata_server.storage.blocks import BLOCK, Block, touched
-from hicache_metadata_server.storage.compaction import PIECE, Folds, Piece
+from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
+from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
+from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
 from hicache_metadata_server.storage.replay import replayed
 from hicache_metadata_server.storage.schema import (
     APPLICATION,
     BLOCK_MASK,
     CHANGES,
-    FOLDED,
+    COMPACTED,
     LINEAGE,
     OLDEST,
     SCOPE_BITS,
@@ -31,7 +31,7 @@ from hicache_metadata_server.storage.schema import (
     VERSION,
 )
 from hicache_metadata_server.storage.store import StoreError
-from hicache_metadata_server.storage.wal import Log
+from hicache_metadata_server.storage.wal import WriteAheadLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -55,33 +55,35 @@ class SqliteStore:
     """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server
     out.
 
-    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and
+    `StoreDurability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and
     is whole. `MACHINE` has reached the disk before `write` returns.
     """
 
-    def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
+    def __init__(self, file: str, durability: StoreDurability = StoreDurability.PROCESS) -> None:
         self.durability = durability
         self._file = file
         _check_directory(file)
         self._lock = StoreLock(f"{file}.lock")
-        self._folds = Folds()
-        self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
+        self._dirty = DirtyBlocks()
+        self._last_group = self._compacted_group = self._log_bytes = self._since_checkpoint = 0
         self._is_replayed = False
         try:
             self._database = _open(file)
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-            lineage = _only(
+            lineage = _scalar(
                 self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'"
             )
-            self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
+            self._log = WriteAheadLog(
+                file, lineage, synchronous=durability is StoreDurability.MACHINE
+            )
         except (sqlite3.Error, StoreError, OSError, ValueError) as error:
             self._lock.release()
-            raise StoreError(f"cannot open {file}: {error}{_fix(error, file)}") from error
+            raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
 
     def recover(self, now: float) -> Recovered:
         """Everything but slots."""
         database = self._database
-        with self._told("read"):
+        with self._store_errors("read"):
             self._replay(now)
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
             database.execute("DELETE FROM answers WHERE until <= ?", (now,))
@@ -110,7 +112,7 @@ class SqliteStore:
                 counters=dict(
                     database.execute(
                         "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
-                        (FOLDED, LINEAGE),
+                        (COMPACTED, LINEAGE),
                     )
                 ),
             )
@@ -118,13 +120,13 @@ class SqliteStore:
     def rows(self, scope: int) -> Iterator[SlotRows]:
         """The slots of a scope, in ascending order, some at a time."""
         first = scope << SCOPE_BITS
-        with self._told("read"):
+        with self._store_errors("read"):
             found = self._database.execute(
                 "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
                 (first, first, (scope + 1) << SCOPE_BITS),
             )
             for number, blob in found:
-                rows = Block.decode(blob).rows(number * BLOCK)
+                rows = SlotBlock.decode(blob).rows(number * BLOCK)
                 if rows is not None:
                     yield rows
 
@@ -134,47 +136,48 @@ class SqliteStore:
         # there.
         self._last_group += 1
         payload = _ENCODER.encode(changes)
-        with self._told("written"):
+        with self._store_errors("written"):
             self._log.append(self._last_group, payload)
         self._log_bytes += len(payload)
         places = [
             (scope << SCOPE_BITS) + block
             for scope, slots in changes.slots.items()
-            for block in touched(slots)
+            for block in changed_blocks(slots)
         ]
-        self._folds.changed(places, self._last_group, len(payload), changes)
+        self._dirty.mark(places, self._last_group, len(payload), changes)
 
     @property
     def is_quick(self) -> bool:
         """Whether nothing waits for the disk."""
-        return self.durability is not Durability.MACHINE
+        return self.durability is not StoreDurability.MACHINE
 
-    def wants_folding(self, *, idle: bool) -> bool:
+    def wants_compaction(self, *, idle: bool) -> bool:
         """Whether the log is long, or there is time."""
         return self._log_bytes > (0 if idle else MAX_LOG_BYTES)
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
         """Some of the blocks that the log changes, as they are now."""
         # Where changes are scattered over many blocks, each write has to fold more.
-        most = PIECE * (1 + self._log_bytes // MAX_LOG_BYTES)
-        return self._folds.take(
-            most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode()
+        most = BATCH_BLOCKS * (1 + self._log_bytes // MAX_LOG_BYTES)
+        return self._dirty.take(
+            most,
+            lambda place: SlotBlock.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode(),
         )
 
-    def fold(self, piece: Piece, now: float) -> None:
+    def compact(self, batch: CompactionBatch, now: float) -> None:
         """One transaction."""
         try:
-            with self._told("written"):
-                self._fold(piece, now)
+            with self._store_errors("written"):
+                self._compact(batch, now)
         except BaseException:
-            self._folds.put_back(piece)
+            self._dirty.put_back(batch)
             raise
-        self._log_bytes -= piece.log_bytes
-        self._since_checkpoint += len(piece.blocks)
+        self._log_bytes -= batch.log_bytes
+        self._since_checkpoint += len(batch.blocks)
 
-    def put_back(self, piece: Piece) -> None:
+    def put_back(self, batch: CompactionBatch) -> None:
         """Its blocks are gathered again."""
-        self._folds.put_back(piece)
+        self._dirty.put_back(batch)
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
         """Whether SQLite's own log has become long, or there is time."""
@@ -184,8 +187,8 @@ class SqliteStore:
 
     def checkpoint(self) -> None:
         """Move SQLite's own log into the file, and delete what of ours is in the file then."""
-        self._since_checkpoint, folded = 0, self._folded_group
-        with self._told("written"):
+        self._since_checkpoint, folded = 0, self._compacted_group
+        with self._store_errors("written"):
             # One pass moves nearly all while others write; the next finds so little left that the
             # log can begin anew.
             for _ in range(CHECKPOINT_PASSES):
@@ -194,7 +197,7 @@ class SqliteStore:
                 ).fetchone()
                 if pages == moved:
                     # Only now has the disk what was folded.
-                    self._log.forget(folded)
+                    self._log.delete_through(folded)
                     folded = 0
 
     def sizes(self) -> dict[str, int]:
@@ -220,12 +223,12 @@ class SqliteStore:
 
     def _replay(self, now: float) -> None:
         found = self._database.execute(
-            "SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)
+            "SELECT ceiling FROM counters WHERE name = ?", (COMPACTED,)
         ).fetchone()
-        self._last_group = self._folded_group = found[0] if found else 0
-        for piece in replayed(self._log.groups(self._last_group), self._read):
-            self._fold(piece, now)
-            self._last_group = piece.last_group
+        self._last_group = self._compacted_group = found[0] if found else 0
+        for batch in replayed(self._log.groups(self._last_group), self._read):
+            self._compact(batch, now)
+            self._last_group = batch.last_group
         self._is_replayed = True
         self._settle_log()
 
@@ -242,39 +245,39 @@ class SqliteStore:
         blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if blocked:
             raise StoreError("another program is reading the database; end that, and start again")
-        self._log.forget_all()
+        self._log.delete_all()
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Generator[None]:
+    def _store_errors(self, done: str) -> Generator[None]:
         try:
             yield
         except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
             raise StoreError(
-                f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}"
+                f"the store {self._file} cannot be {done}: {error}{_hint(error, self._file)}"
             ) from error
 
-    def _read(self, place: int) -> Block | None:
+    def _read(self, place: int) -> SlotBlock | None:
         found = self._database.execute(
             "SELECT slots FROM blocks WHERE place = ?", (place,)
         ).fetchone()
-        return Block.decode(found[0]) if found else None
+        return SlotBlock.decode(found[0]) if found else None
 
-    def _fold(self, piece: Piece, now: float) -> None:
+    def _compact(self, batch: CompactionBatch, now: float) -> None:
         run = self._database.execute
         run("BEGIN IMMEDIATE")
         try:
-            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", piece.blocks)
-            if piece.last_group:
-                self._fold_rest(piece.rest, now)
-                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (FOLDED, piece.last_group))
+            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", batch.blocks)
+            if batch.last_group:
+                self._compact_rest(batch.rest, now)
+                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (COMPACTED, batch.last_group))
             run("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 run("ROLLBACK")
             raise
-        self._folded_group = piece.last_group or self._folded_group
+        self._compacted_group = batch.last_group or self._compacted_group
 
-    def _fold_rest(self, changes: Changes, now: float) -> None:
+    def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
         for record in changes.scopes:
             one = record.geometry
@@ -329,7 +332,7 @@ class SqliteStore:
         )
 
 
-def _fix(error: Exception, file: str) -> str:
+def _hint(error: Exception, file: str) -> str:
     """The end of a message about a disk that has no room, or ""."""
     # SQLite's text is the same for a full disk and a full quota.
     no_room = isinstance(error, sqlite3.Error) and "disk is full" in str(error)
@@ -390,10 +393,10 @@ def check_database(file: str) -> None:
 def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
     """The schema's version, and how many tables there are."""
     version, application = (
-        _only(database, "PRAGMA user_version"),
-        _only(database, "PRAGMA application_id"),
+        _scalar(database, "PRAGMA user_version"),
+        _scalar(database, "PRAGMA application_id"),
     )
-    tables = _only(database, "SELECT count(*) FROM sqlite_master")
+    tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
     if tables and version < OLDEST:
@@ -434,7 +437,7 @@ def _prepare(database: sqlite3.Connection) -> None:
         )
 
 
-def _only(database: sqlite3.Connection, query: str) -> int:
+def _scalar(database: sqlite3.Connection, query: str) -> int:
     found: Sequence[int] = database.execute(query).fetchone()
     return found[0]
 

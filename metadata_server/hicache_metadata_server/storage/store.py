@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.protocol import StoreDurability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.changes import Changes, Recovered
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.storage.compaction import Piece
+    from hicache_metadata_server.storage.compaction import CompactionBatch
 
 
 class StoreError(Exception):
     """The store cannot be opened, read or written."""
 
 
-class Store(Protocol):
+class MetadataStore(Protocol):
     """Keeps changes. All methods block; no two of them are called at the same time, but for
     `checkpoint`."""
 
     @property
-    def durability(self) -> Durability:
+    def durability(self) -> StoreDurability:
         """What written changes survive."""
         ...
 
@@ -50,21 +50,21 @@ class Store(Protocol):
         """Whether `write` and `fold` wait for nothing but memory."""
         ...
 
-    def wants_folding(self, *, idle: bool) -> bool:
+    def wants_compaction(self, *, idle: bool) -> bool:
         """Whether there is something to fold that cannot wait, or, if nobody writes just now,
         anything."""
         ...
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
         """What is to be folded next, of scopes by their numbers: less than a millisecond of work,
         here and in `fold`.
 
-        To be called where `wants_folding`, and where everything that has changed was taken to be
+        To be called where `wants_compaction`, and where everything that has changed was taken to be
         written.
         """
         ...
 
-    def fold(self, piece: Piece, now: float) -> None:
+    def compact(self, batch: CompactionBatch, now: float) -> None:
         """Write what was gathered, after all that had been taken to be written by then.
 
         Raises:
@@ -73,7 +73,7 @@ class Store(Protocol):
         """
         ...
 
-    def put_back(self, piece: Piece) -> None:
+    def put_back(self, batch: CompactionBatch) -> None:
         """What was gathered cannot be folded."""
         ...
 
@@ -102,7 +102,7 @@ class Store(Protocol):
 class MemoryStore:
     """Keeps nothing."""
 
-    durability = Durability.NONE
+    durability = StoreDurability.NONE
 
     def recover(self, now: float) -> Recovered:
         from hicache_metadata_server.core.changes import Recovered
@@ -119,16 +119,16 @@ class MemoryStore:
     def is_quick(self) -> bool:
         return True
 
-    def wants_folding(self, *, idle: bool) -> bool:
+    def wants_compaction(self, *, idle: bool) -> bool:
         return False
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
         raise NotImplementedError("there is nothing to fold")
 
-    def fold(self, piece: Piece, now: float) -> None:
+    def compact(self, batch: CompactionBatch, now: float) -> None:
         pass
 
-    def put_back(self, piece: Piece) -> None:
+    def put_back(self, batch: CompactionBatch) -> None:
         pass
 
     def wants_checkpoint(self, *, idle: bool) -> bool:

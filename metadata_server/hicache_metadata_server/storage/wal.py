@@ -1,5 +1,5 @@
 """Groups of changes in files of their own, one behind the other: what was appended is kept, and
-nothing else is touched for it."""
+nothing else is changed_blocks for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Segment(NamedTuple):
     first_group: int
 
 
-class Log:
+class WriteAheadLog:
     """Files `FILE.log-NUMBER`, NUMBER being that of the first group that may be in it.
 
     A record that is cut short or does not fit its checksum ends its file: it was never
@@ -99,19 +99,19 @@ class Log:
             if self._synchronous:
                 os.fdatasync(self._descriptor)
         except OSError:
-            self._give_up()
+            self._discard_partial_record()
             raise
         self._size += written
         self._last_group = group
 
-    def forget(self, group: int) -> None:
+    def delete_through(self, group: int) -> None:
         """Delete the files all of whose groups are up to this one. May be called while another
         thread appends."""
         while len(self._segments) > 1 and self._segments[1].first_group <= group + 1:
             self._segments[0].file.unlink(missing_ok=True)
             self._segments.popleft()
 
-    def forget_all(self) -> None:
+    def delete_all(self) -> None:
         """Delete everything; what is appended next follows nothing."""
         self.close()
         while self._segments:
@@ -157,7 +157,7 @@ class Log:
             raise OSError(errno.ENOSPC, "No space left for the log")
         return written
 
-    def _give_up(self) -> None:
+    def _discard_partial_record(self) -> None:
         """What of a record was written is no record; if it cannot be taken away, the next goes into
         a new file."""
         try:
