@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SlotPins:
-    """The pins on slots of one scope: for each slot, when each of its pins ends."""
+    """Pins on the slots of one scope: the end of each pin, by slot."""
 
     __slots__ = ("by_slot",)
 
@@ -20,12 +20,12 @@ class SlotPins:
         self.by_slot: dict[int, dict[int, float]] = {}
 
     def add(self, pin: int, slots: list[int], until: float) -> None:
-        """Put one pin on some slots."""
+        """Add a pin on slots."""
         for slot in slots:
             self.by_slot.setdefault(slot, {})[pin] = until
 
     def remove(self, pin: int, slots: list[int]) -> None:
-        """Take it off again."""
+        """Remove a pin from slots."""
         for slot in slots:
             pins = self.by_slot.get(slot)
             if pins is not None:
@@ -34,13 +34,13 @@ class SlotPins:
                     del self.by_slot[slot]
 
     def count(self, slot: int, now: float) -> int:
-        """Pins on a slot that have not ended."""
+        """Number of pins on a slot that have not ended."""
         pins = self.by_slot.get(slot)
         return sum(until > now for until in pins.values()) if pins else 0
 
 
 class PinTable:
-    """Pins of all scopes by their number, and which of them are to be written down."""
+    """Pins of all scopes by number, and the changes that are not durable yet."""
 
     def __init__(self) -> None:
         self._pins: dict[int, PinRecord] = {}
@@ -52,26 +52,27 @@ class PinTable:
         return len(self._pins)
 
     def add(self, record: PinRecord, *, remember: bool = True) -> None:
-        """Keep one."""
+        """Add a pin; `remember` if it is not durable yet."""
         self._pins[record.pin] = record
         heapq.heappush(self._ends, (record.until, record.pin))
         if remember:
             self.added[record.pin] = record
 
     def find(self, pins: Iterable[int]) -> list[PinRecord]:
-        """Those that are out."""
+        """Find the pins that exist."""
         return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
 
     def remove(self, pins: Iterable[int]) -> list[PinRecord]:
-        """Let some go; unknown ones are no error."""
+        """Remove pins; unknown ones are no error."""
         found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]
         for record in found:
+            # A pin that the store never got needs no removal there.
             if self.added.pop(record.pin, None) is None:
                 self.removed.append(record.pin)
         return found
 
     def ended(self, now: float) -> list[PinRecord]:
-        """Let those go whose time has come."""
+        """Remove and return the pins that have ended."""
         pins = list[int]()
         while self._ends and self._ends[0][0] <= now:
             pins.append(heapq.heappop(self._ends)[1])

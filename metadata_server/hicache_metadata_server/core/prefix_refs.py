@@ -1,4 +1,4 @@
-"""How many live pages build upon which."""
+"""Prefix reference counts: how many live pages name a page as their prefix."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ if TYPE_CHECKING:
 
 
 class PrefixRefs:
-    """Counts kept with the page that is built upon or, while that is not live, under its key."""
+    """Counts in the slot table for live prefixes, and by key for prefixes that are not live.
+
+    A page may be committed before its prefix, so counts exist before the prefix does.
+    """
 
     __slots__ = ("_lru", "_table", "pending")
 
     def __init__(self, table: SlotTable, lru: LruOrder) -> None:
-        self._table, self._lru = table, lru
+        self._table = table
+        self._lru = lru
         self.pending: dict[str, int] = {}
-        """Pages by the prefix that they name and that is not live."""
+        """Live pages that name a prefix which is not live, by the key of the prefix."""
 
     def add(self, slots: Sequence[int]) -> None:
-        """The pages in those slots have become live."""
+        """Count the prefixes of pages that have become live."""
         keys, prefixes, children, pending = (
             self._table.keys,
             self._table.prefixes,
@@ -30,12 +34,15 @@ class PrefixRefs:
             self.pending,
         )
         if isinstance(slots, range) and not pending and not any(prefixes[slots.start : slots.stop]):
-            # Nearly always: neighbours, and none builds upon another.
+            # One look at the column for a batch without prefixes.
             return
+        # First all counts that wait for these pages, then the prefixes of these: a batch may hold a
+        # page before its prefix.
         for slot in slots if pending else ():
             children[slot] = pending.pop(keys[slot], 0)
         named = [prefixes[slot] for slot in slots]
         for slot, prefix in zip(slots, named, strict=True) if any(named) else ():
+            # A page that names itself would never become a leaf.
             if prefix and prefix != keys[slot]:
                 before = self._lru.slot(prefix)
                 if before >= 0:
@@ -44,9 +51,10 @@ class PrefixRefs:
                     pending[prefix] = pending.get(prefix, 0) + 1
 
     def remove(self, slot: int) -> None:
-        """The page in that slot is live no longer."""
+        """Uncount the prefix of a page that is no longer live."""
         table = self._table
         key, prefix = table.keys[slot], table.prefixes[slot]
+        # The children stay live, and the page may be written again.
         if children := table.children[slot]:
             self.pending[key] = children
             table.children[slot] = 0

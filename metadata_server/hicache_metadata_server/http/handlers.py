@@ -12,7 +12,7 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
-from hicache_metadata_server.core.chunking import chunks_of, is_long, joined
+from hicache_metadata_server.core.chunking import chunks_of, is_long, join_responses
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
 from hicache_metadata_server.core.sglang import SglangService
@@ -107,9 +107,8 @@ class Started(NamedTuple):
 
 
 class Desk:
-    """Answers requests. `group_commit` is there while the server runs; a service that keeps nothing
-    has
-    none."""
+    """Answers requests. `group_commit` is set while the server runs; a service that keeps nothing
+    has none."""
 
     def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
         self.service, self.clock = service, clock
@@ -297,7 +296,7 @@ class Desk:
             if request.endpoint.changes:
                 await self._written()
             await asyncio.sleep(0)
-        return joined(pieces, answers)
+        return join_responses(pieces, answers)
 
     def _do_piece(self, request: Request, piece: Any, once: str) -> Any:
         """A piece of a request that a crash has cut short, and that is sent again, is not done

@@ -10,18 +10,18 @@ from hicache_metadata_server.shared.scopes import Task
 from hicache_metadata_server.shared.script_results import columns_of, exact, pages_of, value_of
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.core.chunking import Piece
+    from hicache_metadata_server.core.chunking import Chunk
 
 _RESERVED: Final = (p.Reserved.LEASED, p.Reserved.EXISTS, p.Reserved.BUSY, p.Reserved.FULL)
 
 
-def in_order(request: Any) -> list[Piece]:
+def in_order(request: Any) -> list[Chunk]:
     """The pieces of a request: scopes in their order and, where keys count as used from the last to
     the first, so the pieces of each."""
     return sorted(chunks_of(request), key=lambda piece: piece.scope)
 
 
-def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
+def task_of(piece: Chunk, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
     """The script of a piece; `lasts` is in microseconds, of a lease or a pin."""
     request, pages = piece.request, b""
     part = request.scopes[0]

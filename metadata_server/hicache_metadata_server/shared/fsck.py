@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
-from hicache_metadata_server.core.invariants import AT_ONCE, SHOWN
+from hicache_metadata_server.core.invariants import MAX_WHOLE_SLOTS, SHOWN
 from hicache_metadata_server.core.limits import Measure
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.scopes import Task
@@ -55,7 +55,7 @@ async def _scope(catalog: Scopes, name: str) -> list[str]:
     if wrong_counts:
         for index in _INDEXES:
             problems += await _index(catalog, name, index)
-    if used <= AT_ONCE:
+    if used <= MAX_WHOLE_SLOTS:
         problems += sorted(await _children(catalog, name, named))
     return problems
 
@@ -66,7 +66,7 @@ async def _slots(catalog: Scopes, name: str, used: int) -> tuple[list[str], Coun
     for start in range(0, used, CHUNK_ENTRIES):
         _, found, prefixes = await _ask(catalog, name, "audit_slots", (start, CHUNK_ENTRIES))
         problems += found
-        if used <= AT_ONCE:
+        if used <= MAX_WHOLE_SLOTS:
             named.update(prefixes)
     return problems, named
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
-from hicache_metadata_server.core.chunking import batched, joined
+from hicache_metadata_server.core.chunking import batched, join_responses
 from hicache_metadata_server.core.errors import RequestError, draining, in_use, invalid
 from hicache_metadata_server.core.limits import (
     Measure,
@@ -407,7 +407,7 @@ class SharedService:
                     answer_of(piece.request, reply, seconds)
                     for (piece, _), reply in zip(some, replies, strict=True)
                 ]
-            return joined(pieces, answers)
+            return join_responses(pieces, answers)
 
         return await self._claimed(once, run, alone=not pieces)
 

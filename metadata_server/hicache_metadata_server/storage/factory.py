@@ -16,11 +16,11 @@ SQLITE: Final = "sqlite:///"
 
 
 def open_store(url: str, durability: StoreDurability = StoreDurability.PROCESS) -> MetadataStore:
-    """The store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
+    """Open the store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
 
     Raises:
-        ValueError: the address is not the address of a store.
-        StoreError: it cannot be opened, or another server has it.
+        ValueError: the address is not that of a store of one server.
+        StoreError: the store cannot be opened, or another server has it open.
     """
     if url == MEMORY:
         return MemoryStore()
@@ -30,18 +30,17 @@ def open_store(url: str, durability: StoreDurability = StoreDurability.PROCESS) 
         return SqliteStore(url.removeprefix(SQLITE), durability)
     if url.startswith(("redis", "valkey", "unix:")):
         raise ValueError(
-            f"{url!r} is a store that servers share: no server has it as its own, and it is not "
-            f"opened as one"
+            f"{url!r} is a store that servers share; this command opens stores of one server"
         )
     raise ValueError(_no_address(url))
 
 
 def check_store(url: str) -> None:
-    """See that a server could open the store at `memory:` or `sqlite:///FILE`; nothing is written.
+    """Check that a server could open a store, without writing anything.
 
     Raises:
-        ValueError: it is not the address of a store.
-        StoreError: it could not be opened.
+        ValueError: the address is not that of a store of one server.
+        StoreError: the store could not be opened.
     """
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         check_database(url.removeprefix(SQLITE))

@@ -1,4 +1,7 @@
-"""What a log has and its database has not, when a store is opened."""
+"""Replay of the log at a start: the groups after the last compaction.
+
+A crash during the replay loses nothing: the log stays, and the next start replays it again.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,24 @@ if TYPE_CHECKING:
     from hicache_metadata_server.storage.blocks import LeaseColumns, StateColumns
 
 BYTES: Final = 16 << 20
-"""Of the log, in one transaction."""
+"""Bytes of the log in one transaction."""
 _GROUP: Final = msgspec.msgpack.Decoder(Changes)
 
 
 def replayed(
     groups: Iterator[tuple[int, bytes]], read: Callable[[int], SlotBlock | None]
 ) -> Iterator[CompactionBatch]:
-    """The blocks that these groups have changed, the oldest first; `read` gives the database's.
+    """Yield the blocks that groups have changed, merged into the blocks of the database.
 
-    What a block has of later groups already, these will give it again: it ends as the last of them
-    has left it.
+    A block may have changes of later groups already. Replaying all groups in order repeats them, so
+    the block ends in the state of the last group.
+
+    Args:
+        groups: numbers and payloads, in ascending order.
+        read: returns the database's block at a place.
 
     Raises:
-        msgspec.DecodeError: a group is none.
+        msgspec.DecodeError: a payload is malformed.
     """
     while True:
         batch = _next_piece(groups, read)

@@ -319,7 +319,7 @@ class SqliteStore:
             "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
             [
                 (
-                    answer.once,
+                    answer.idempotency_key,
                     answer.until,
                     answer.digest,
                     answer.content_type,
