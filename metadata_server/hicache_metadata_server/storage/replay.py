@@ -40,13 +40,13 @@ def replayed(
         msgspec.DecodeError: a payload is malformed.
     """
     while True:
-        batch = _next_piece(groups, read)
+        batch = _next_batch(groups, read)
         if not batch.last_group:
             return
         yield batch
 
 
-def _next_piece(
+def _next_batch(
     groups: Iterator[tuple[int, bytes]], read: Callable[[int], SlotBlock | None]
 ) -> CompactionBatch:
     parts: dict[int, list[tuple[StateColumns | LeaseColumns, int, int]]] = {}

@@ -1,5 +1,8 @@
-"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the
-file when there is time."""
+"""The SQLite store: a write-ahead log, compacted into blocks of a SQLite file.
+
+A compaction is one transaction, so a crash leaves all or none of it, and the log has its changes
+until a checkpoint has synced them. docs/design/metadata-storage.md has every step.
+"""
 
 from __future__ import annotations
 
@@ -41,22 +44,27 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 MAX_LOG_BYTES: Final = 64 << 20
-"""Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
+"""Length of the log from which each write also compacts: about 5,000 batches of 128 pages, reserved
+and committed."""
 CHECKPOINT_BLOCKS: Final = 6000
-"""Between checkpoints: some 50 MiB."""
+"""Blocks between checkpoints, about 50 MiB."""
 IDLE_CHECKPOINT_BLOCKS: Final = 500
+"""The same in an idle server whose log is compacted."""
 CHECKPOINT_PASSES: Final = 3
+"""Passes of one checkpoint, each of which moves what was written during the one before."""
 MAX_WAL_PAGES: Final = 200_000
-"""Where the checkpoints beside the writes do not keep up, a write does one."""
+"""Length of SQLite's log at which a compaction does a checkpoint, if the thread cannot keep up."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class SqliteStore:
-    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server
-    out.
+    """A SQLite file, its write-ahead log, SQLite's own files, and a lock file.
 
-    `StoreDurability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and
-    is whole. `MACHINE` has reached the disk before `write` returns.
+    With `StoreDurability.PROCESS` a written group survives kill -9; after a loss of power the last
+    groups may be missing. With `MACHINE` the group is on the disk when `write` returns.
+
+    Raises:
+        StoreError: the file cannot be opened, or another server has it open.
     """
 
     def __init__(self, file: str, durability: StoreDurability = StoreDurability.PROCESS) -> None:
@@ -65,10 +73,16 @@ class SqliteStore:
         _check_directory(file)
         self._lock = StoreLock(f"{file}.lock")
         self._dirty = DirtyBlocks()
-        self._last_group = self._compacted_group = self._log_bytes = self._since_checkpoint = 0
+        self._last_group = 0
+        self._compacted_group = 0
+        self._log_bytes = 0
+        """Bytes of groups in the log that are not compacted."""
+        self._since_checkpoint = 0
+        """Blocks compacted since the last checkpoint."""
         self._is_replayed = False
         try:
             self._database = _open(file)
+            # Of their own: a connection runs one statement at a time.
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
             lineage = _scalar(
                 self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'"
@@ -81,7 +95,7 @@ class SqliteStore:
             raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
 
     def recover(self, now: float) -> Recovered:
-        """Everything but slots."""
+        """Replay the log, then read everything but slots."""
         database = self._database
         with self._store_errors("read"):
             self._replay(now)
@@ -118,7 +132,7 @@ class SqliteStore:
             )
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
-        """The slots of a scope, in ascending order, some at a time."""
+        """Read the slots of a scope, in ascending order, one block at a time."""
         first = scope << SCOPE_BITS
         with self._store_errors("read"):
             found = self._database.execute(
@@ -131,9 +145,8 @@ class SqliteStore:
                     yield rows
 
     def write(self, changes: Changes) -> None:
-        """One record of the log."""
-        # The number of a record that could not be written is not used again: a part of it may be
-        # there.
+        """Append one record to the log."""
+        # The number of a failed record is not used again: a torn record of it may be in the file.
         self._last_group += 1
         payload = _ENCODER.encode(changes)
         with self._store_errors("written"):
@@ -148,16 +161,17 @@ class SqliteStore:
 
     @property
     def is_quick(self) -> bool:
-        """Whether nothing waits for the disk."""
+        """True if `write` does not sync."""
         return self.durability is not StoreDurability.MACHINE
 
     def wants_compaction(self, *, idle: bool) -> bool:
-        """Whether the log is long, or there is time."""
+        """True if the log is long, or, in an idle server, not compacted."""
         return self._log_bytes > (0 if idle else MAX_LOG_BYTES)
 
     def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
-        """Some of the blocks that the log changes, as they are now."""
-        # Where changes are scattered over many blocks, each write has to fold more.
+        """Encode the next dirty blocks, as they are in memory."""
+        # The longer the log, the larger the batches: scattered changes dirty more blocks than
+        # batches of the usual size compact.
         most = BATCH_BLOCKS * (1 + self._log_bytes // MAX_LOG_BYTES)
         return self._dirty.take(
             most,
@@ -165,7 +179,7 @@ class SqliteStore:
         )
 
     def compact(self, batch: CompactionBatch, now: float) -> None:
-        """One transaction."""
+        """Write blocks in one transaction."""
         try:
             with self._store_errors("written"):
                 self._compact(batch, now)
@@ -176,32 +190,34 @@ class SqliteStore:
         self._since_checkpoint += len(batch.blocks)
 
     def put_back(self, batch: CompactionBatch) -> None:
-        """Its blocks are gathered again."""
+        """Queue the blocks of a batch again."""
         self._dirty.put_back(batch)
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
-        """Whether SQLite's own log has become long, or there is time."""
+        """True if SQLite's own log is long; in an idle server earlier."""
         return self._since_checkpoint > (
             IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS
         )
 
     def checkpoint(self) -> None:
-        """Move SQLite's own log into the file, and delete what of ours is in the file then."""
-        self._since_checkpoint, folded = 0, self._compacted_group
+        """Move SQLite's own log into the file, then delete the compacted part of the log."""
+        self._since_checkpoint = 0
+        # Read before the checkpoint begins: later compactions may not be part of it.
+        compacted = self._compacted_group
         with self._store_errors("written"):
-            # One pass moves nearly all while others write; the next finds so little left that the
-            # log can begin anew.
+            # Compactions go on meanwhile. The first pass moves nearly everything, and a later one
+            # catches up with them, so that SQLite can begin its log anew.
             for _ in range(CHECKPOINT_PASSES):
                 _, pages, moved = self._checkpoints.execute(
                     "PRAGMA wal_checkpoint(PASSIVE)"
                 ).fetchone()
                 if pages == moved:
-                    # Only now has the disk what was folded.
-                    self._log.delete_through(folded)
-                    folded = 0
+                    # Only now are the compacted blocks on the disk.
+                    self._log.delete_through(compacted)
+                    compacted = 0
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the database, of SQLite's own log, and of ours."""
+        """Bytes of the database, of SQLite's log (`wal`), and of the write-ahead log (`log`)."""
         return {
             "database": _size(self._file),
             "wal": _size(f"{self._file}-wal"),
@@ -209,9 +225,10 @@ class SqliteStore:
         }
 
     def close(self) -> None:
-        """Let go of the files; where all is folded, only the database remains."""
+        """Close the files. If everything is compacted, only the database remains."""
         try:
-            # What stays in the log is replayed by the next start.
+            # On an error the log stays, and the next start replays it. A log that was never replayed
+            # must stay, too.
             with contextlib.suppress(StoreError, OSError, sqlite3.Error):
                 if self._is_replayed and not self._log_bytes:
                     self._settle_log()
@@ -225,7 +242,8 @@ class SqliteStore:
         found = self._database.execute(
             "SELECT ceiling FROM counters WHERE name = ?", (COMPACTED,)
         ).fetchone()
-        self._last_group = self._compacted_group = found[0] if found else 0
+        self._compacted_group = found[0] if found else 0
+        self._last_group = self._compacted_group
         for batch in replayed(self._log.groups(self._last_group), self._read):
             self._compact(batch, now)
             self._last_group = batch.last_group
@@ -233,12 +251,12 @@ class SqliteStore:
         self._settle_log()
 
     def _settle_log(self) -> None:
-        """Delete the log, all of which is folded.
+        """Checkpoint, then delete the log, all of which is compacted.
 
         Raises:
-            StoreError: the disk cannot have it now. What was appended to a log that stayed would
-            follow what a loss of power has torn
-                out of it, or nothing.
+            StoreError: another program reads the database, so the checkpoint is incomplete. The log
+                must not be appended to: after a loss of power its old part may have lost groups,
+                and the new ones would follow the gap.
         """
         if self._log.is_empty:
             return
@@ -296,8 +314,8 @@ class SqliteStore:
                     record.model,
                 ),
             )
+        # After the scopes: a group may have created and dropped a scope. Numbers are never reused.
         for number in changes.dropped:
-            # After what was written of it before: no number is given twice.
             run("DELETE FROM scopes WHERE number = ?", (number,))
             run(
                 "DELETE FROM blocks WHERE place >= ? AND place < ?",
@@ -333,8 +351,8 @@ class SqliteStore:
 
 
 def _hint(error: Exception, file: str) -> str:
-    """The end of a message about a disk that has no room, or ""."""
-    # SQLite's text is the same for a full disk and a full quota.
+    """Advice for the message about a full disk; "" for other errors."""
+    # SQLite has one text for a full disk and an exceeded quota, and no errno.
     no_room = isinstance(error, sqlite3.Error) and "disk is full" in str(error)
     if no_room or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return f"; free space in {Path(file).absolute().parent}"
@@ -356,7 +374,7 @@ def _check_directory(file: str) -> None:
 
 
 def _open(file: str) -> sqlite3.Connection:
-    # Used by one thread at a time, though not always by the same.
+    # Used by one thread at a time, but not always by the same: the loop, or the group commit's.
     database = sqlite3.connect(
         file, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -369,11 +387,10 @@ def _open(file: str) -> sqlite3.Connection:
 
 
 def check_database(file: str) -> None:
-    """See that a server could open this file, without opening it as one: nothing is written, and no
-    lock is taken.
+    """Check that a server could open this file. Writes nothing, and takes no lock.
 
     Raises:
-        StoreError: it could not.
+        StoreError: the file could not be opened.
     """
     _check_directory(file)
     directory = Path(file).absolute().parent
@@ -391,11 +408,9 @@ def check_database(file: str) -> None:
 
 
 def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
-    """The schema's version, and how many tables there are."""
-    version, application = (
-        _scalar(database, "PRAGMA user_version"),
-        _scalar(database, "PRAGMA application_id"),
-    )
+    """Check that the database is ours; returns its version and the number of tables."""
+    version = _scalar(database, "PRAGMA user_version")
+    application = _scalar(database, "PRAGMA application_id")
     tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
@@ -417,12 +432,12 @@ def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
 def _prepare(database: sqlite3.Connection) -> None:
     version, tables = _check_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
-    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before
-    # the log is deleted.
+    # No sync at a commit: acknowledged changes are in the write-ahead log, which is deleted only
+    # after a checkpoint has synced their blocks.
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
-    # Where it is built in, what is folded would be written once more, as zeros.
+    # Some builds turn it on, and then overwrite every replaced block with zeros first.
     database.execute("PRAGMA secure_delete = OFF")
     if tables and version < VERSION:
         steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
@@ -443,7 +458,11 @@ def _scalar(database: sqlite3.Connection, query: str) -> int:
 
 
 class StoreLock:
-    """Held by one server at a time. The kernel lets it go with the process, however that ends."""
+    """An exclusive lock on a store. The kernel releases it when the process ends.
+
+    Raises:
+        StoreError: another server holds the lock; the message has its process id.
+    """
 
     def __init__(self, file: str) -> None:
         try:
@@ -458,11 +477,12 @@ class StoreLock:
             raise StoreError(
                 f"another server has this store: {file} is locked by process {holder or 'unknown'}"
             ) from error
-        # Its content is for messages only: a full disk is no reason to have no lock.
+        # The content is for messages only, so a full disk is no reason to fail.
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Let it go; the file stays, or two servers could hold two of the same name."""
+        """Release the lock."""
+        # The file stays: one server could lock a deleted file, and another a new one of its name.
         os.close(self._descriptor)

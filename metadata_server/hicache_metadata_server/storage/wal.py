@@ -1,5 +1,9 @@
-"""Groups of changes in files of their own, one behind the other: what was appended is kept, and
-nothing else is changed_blocks for it."""
+"""The write-ahead log: files to which groups of changes are appended.
+
+An appended group survives kill -9, and with fdatasync the loss of power. A crash during an append
+leaves a torn record, which fails its checksum and ends the replay of its file.
+docs/design/metadata-storage.md has the format.
+"""
 
 from __future__ import annotations
 
