@@ -16,7 +16,7 @@ import structlog
 import uvicorn
 
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.core.clock import Clock
+from hicache_metadata_server.core.clock import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.fast_path import DirectProtocol
@@ -24,7 +24,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
-from hicache_metadata_server.storage.store import MEMORY, check_store, open_store
+from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.http.asgi import Front
     from hicache_metadata_server.settings import ServerSettings
-    from hicache_metadata_server.storage.store import Store
+    from hicache_metadata_server.storage.store import MetadataStore
 
 SWITCH_SECONDS: Final = 0.0005
 """The thread that writes the store waits no longer than this for the interpreter."""
@@ -44,7 +44,7 @@ NOT_STARTED: Final = 3
 _log = structlog.get_logger()
 
 
-def restored_service(store: Store, settings: ServerSettings, now: float) -> MetadataService:
+def restored_service(store: MetadataStore, settings: ServerSettings, now: float) -> MetadataService:
     """A service as its store has kept it.
 
     Raises:
@@ -116,7 +116,7 @@ def _begin_log(settings: ServerSettings) -> None:
 
 
 def _app(settings: ServerSettings) -> tuple[Front, Security]:
-    clock = Clock()
+    clock = SteadyClock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
     try:
@@ -125,7 +125,7 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
     except BaseException:
         store.close()
         raise
-    pages = sum(len(scope.recency) for scope in service.scopes.values())
+    pages = sum(len(scope.lru) for scope in service.scopes.values())
     for problem in service.recovery_problems:
         _log.warning("left_out", problem=problem)
     _log.info(

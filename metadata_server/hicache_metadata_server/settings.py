@@ -39,7 +39,7 @@ class ServerSettings(BaseSettings):
     store: str = "memory:"
     """`memory:`; `sqlite:///FILE`, where an absolute path makes four slashes; or a Redis, such as
     `redis://HOST:PORT/DB`."""
-    durability: p.Durability = p.Durability.PROCESS
+    durability: p.StoreDurability = p.StoreDurability.PROCESS
     """What acknowledged changes survive: the death of the process, or of the machine; `none` with a
     Redis that keeps less."""
     store_replicas: Annotated[int, Field(ge=0)] = 0

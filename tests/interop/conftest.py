@@ -106,12 +106,12 @@ def metadata_url():
 def server():
     """A metadata server of the test's own, which it may kill; in order at the end."""
     from hicache_metadata_server.cli.remote_server import Remote
-    from hicache_metadata_server.protocol import Checked, Fsck
+    from hicache_metadata_server.protocol import Fsck, FsckReport
     from tests.interop.metadata import started
 
     with started() as served:
         yield served
-        assert Remote(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
+        assert Remote(served.url).call("/v2/fsck", Fsck(), FsckReport).problems == []
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import random
 import pytest
 
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.sglang_import import import_scopes, read_persistence_file
-from hicache_metadata_server.protocol import CompatibleKeys, Fsck
+from hicache_metadata_server.protocol import Fsck, SglangKeys
 
 pytestmark = pytest.mark.interop
 
@@ -54,8 +54,8 @@ def test_what_sglang_has_written_is_read(tmp_path, form):
     import_scopes(service, found, 100.0)
     assert all(not scope.dropped and not scope.lost for scope in found)
     for (number, namespace), keys in asked.items():
-        answer = CompatibleService(service).get_page_indices(
-            number, CompatibleKeys(keys=keys, namespace=namespace), 101.0
+        answer = SglangService(service).get_page_indices(
+            number, SglangKeys(keys=keys, namespace=namespace), 101.0
         )
         assert answer == {"indices": told[number, namespace]}
     assert list(service.fsck(Fsck()))[-1].problems == []

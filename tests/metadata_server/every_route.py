@@ -7,7 +7,7 @@ import msgspec
 from msgspec import inspect
 
 from hicache_metadata_server.http.asgi import OPEN_PAGES, PAGES
-from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, ROUTES, ReserveScope, Token
+from hicache_metadata_server.protocol import ROUTES, SGLANG_ROUTES, ReserveScope, Token
 
 SCOPE = "0:kv"
 VALUES = {
@@ -52,7 +52,7 @@ def every_route(*, lease, pin):
         body = filled(route.request, values) if route.request else None
         names = body is not None and bool({"scope", "scopes"} & set(body))
         yield Asked(route.method, path, body, route.token, names, path != "/v2/drain")
-    for operation, (kind, right) in COMPATIBLE_ROUTES.items():
+    for operation, (kind, right) in SGLANG_ROUTES.items():
         body = filled(kind, values)
         if operation == "reserve_and_allocate_page_indices":
             body["keys"] = [["new", ""]]

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from hicache_metadata_server.core.codec import changes_of
 from hicache_metadata_server.core.invariants import audit
-from hicache_metadata_server.core.pins import Pins
+from hicache_metadata_server.core.pins import SlotPins
 from hicache_metadata_server.core.restore import SlotRow, restore, rows_from
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
 from hicache_metadata_server.protocol import Reserved, ScopeGeometry
-from hicache_metadata_server.storage.blocks import BLOCK, Block, shares
+from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, split_by_block
 
 if TYPE_CHECKING:
     import random
@@ -41,7 +41,7 @@ class History:
     held: dict[int, tuple[str, int, float]] = field(default_factory=dict)
     """Leases that clients believe to hold: key, slot, end."""
     pins: dict[int, tuple[list[int], float]] = field(default_factory=dict)
-    blocks: dict[int, Block] = field(default_factory=dict)
+    blocks: dict[int, SlotBlock] = field(default_factory=dict)
     rested: dict[int, float] = field(default_factory=dict)
     """Slots that were let go, and when at the latest they may still be written or read."""
     written: dict[int, float] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class History:
 
     def step(self) -> None:
         chance = self.chance
-        live = {key: self.scope.recency.slot(key) for key in self.scope.recency}
+        live = {key: self.scope.lru.slot(key) for key in self.scope.lru}
         # A lease that ends by itself ends at its time, whenever that is seen.
         before = {
             slot: self.scope.table.until[slot] if state == LEASED else float("inf")
@@ -96,7 +96,7 @@ class History:
                     key, slot, end = self.held.pop(lease)
                     assert did == (was_valid and end > self.now)
                     if did:
-                        assert self.scope.recency.slot(key) == slot
+                        assert self.scope.lru.slot(key) == slot
             case "abort" if self.held:
                 lease = chance.choice(list(self.held))
                 self.scope.abort([lease, lease], self.now)
@@ -106,7 +106,7 @@ class History:
             case "delete":
                 self.delete()
             case "touch":
-                self.scope.recency.touch([self.key() for _ in range(3)])
+                self.scope.lru.touch([self.key() for _ in range(3)])
             case "pin" if live:
                 slots = [
                     live[key] for key in chance.sample(list(live), chance.randint(1, len(live)))
@@ -197,7 +197,7 @@ class History:
 
     def delete(self) -> None:
         keys, table = list({self.key(): None for _ in range(2)}), self.scope.table
-        slots = self.scope.recency.slots(keys)
+        slots = self.scope.lru.slots(keys)
         generations = [
             table.generations[slot] + self.chance.randint(0, 1) if slot >= 0 else 1
             for slot in slots
@@ -209,12 +209,12 @@ class History:
         if self.chance.random() < 0.5:
             generations, meant = [], [slot >= 0 for slot in slots]
         assert self.scope.delete(keys, generations, self.now) == meant
-        assert [self.scope.recency.slot(key) >= 0 for key in keys] == [
+        assert [self.scope.lru.slot(key) >= 0 for key in keys] == [
             slot >= 0 and not goes for slot, goes in zip(slots, meant, strict=True)
         ]
 
     def pinned_pages(self) -> set[tuple[str, int]]:
-        live = [(key, self.scope.recency.slot(key)) for key in self.scope.recency]
+        live = [(key, self.scope.lru.slot(key)) for key in self.scope.lru]
         return {
             (key, slot)
             for key, slot in live
@@ -230,10 +230,12 @@ class History:
         changed, leased = self.scope.changed, self.scope.leased
         self.scope.changed, self.scope.leased = [], []
         if changed:
-            for number, written, start, end in shares(changes_of(self.scope, changed, leased)):
-                block = self.blocks.get(number) or Block()
+            for number, written, start, end in split_by_block(
+                changes_of(self.scope, changed, leased)
+            ):
+                block = self.blocks.get(number) or SlotBlock()
                 written.merge(block, start, end)
-                self.blocks[number] = Block.decode(block.encode())
+                self.blocks[number] = SlotBlock.decode(block.encode())
 
     def rows(self) -> Iterator[SlotRow]:
         for number in sorted(self.blocks):
@@ -246,14 +248,14 @@ class History:
         old = self.scope
         old.settle(self.now, 10**6)
         scope = self.scope = Scope(self.geometry, QUARANTINE)
-        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, Pins()
+        scope.epoch, scope.cleared_until, scope.pins = old.epoch, old.cleared_until, SlotPins()
         for pin, (slots, until) in self.pins.items():
             scope.pin(pin, slots, until)
         rows = rows_from(self.rows(), self.chance.randint(1, 5))
         assert restore(scope, rows, self.now, 100.0) == []
-        assert sorted(scope.recency) == sorted(old.recency)
-        for key in scope.recency:
-            slot = scope.recency.slot(key)
+        assert sorted(scope.lru) == sorted(old.lru)
+        for key in scope.lru:
+            slot = scope.lru.slot(key)
             assert scope.status(slot, self.now) == old.status(slot, self.now)
         assert scope.table.by_key == old.table.by_key
         assert len(scope.leases) == len(old.leases)
@@ -271,7 +273,7 @@ class History:
         assert problems_of(self.scope) == []
         leased = [lease for lease in self.held if self.scope.leases.slot(lease) >= 0]
         owned = [
-            *map(self.scope.recency.slot, self.scope.recency),
+            *map(self.scope.lru.slot, self.scope.lru),
             *map(self.scope.leases.slot, leased),
         ]
         assert len(set(owned)) == len(owned), "a slot belongs to two keys"

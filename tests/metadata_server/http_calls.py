@@ -11,7 +11,7 @@ import msgspec
 
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.protocol import JSON, Durability
+from hicache_metadata_server.protocol import JSON, StoreDurability
 from hicache_metadata_server.storage.store import MemoryStore
 
 
@@ -32,7 +32,7 @@ class Caller:
     def __init__(self, app):
         self.app = app
         self.service = app.server.service
-        self.journal = lambda: app.server.desk.journal
+        self.group_commit = lambda: app.server.desk.group_commit
 
     async def send(
         self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""
@@ -110,7 +110,7 @@ async def running_shared(url, limits, *, guard=None, **options):
     """One of several servers on one Redis; `guard` makes what stands before its service."""
     from hicache_metadata_server.shared.assembly import shared_app, shared_service
 
-    service = shared_service(url, limits, Durability.NONE, **options)
+    service = shared_service(url, limits, StoreDurability.NONE, **options)
     app = shared_app(service, security=guard(service) if guard else None)
     async with app.server.running():
         yield Caller(app)
@@ -124,7 +124,7 @@ class SlowStore(MemoryStore):
     """Keeps changes in a list; writing takes as long as it is told, waits for its gate, and fails
     when it is told."""
 
-    durability = Durability.MACHINE
+    durability = StoreDurability.MACHINE
     is_quick = False
 
     def __init__(self):

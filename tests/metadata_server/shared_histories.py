@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
@@ -63,7 +63,7 @@ class SharedHistory:
 
     async def begin(self) -> None:
         self.reference = MetadataService(self.limits)
-        self.old = CompatibleService(self.reference)
+        self.old = SglangService(self.reference)
         self.servers = [self.server(), self.server()]
         await self.servers[0].link.command("FLUSHALL")
         request = p.Initialize(
@@ -78,7 +78,7 @@ class SharedHistory:
             await server.link.close()
 
     def server(self) -> SharedService:
-        made = SharedService(open_link(self.url), self.limits, durability=p.Durability.NONE)
+        made = SharedService(open_link(self.url), self.limits, durability=p.StoreDurability.NONE)
         made.catalog.clock_offset = round(self.now * MICROSECONDS)
         return made
 
@@ -245,13 +245,13 @@ class SharedHistory:
         assert await self.any_server.touch(request) == self.reference.touch(request, self.now)
 
     async def exists(self) -> None:
-        request, new = p.CompatibleKeys(keys=self.some_keys(4)), SharedCompatible(self.any_server)
+        request, new = p.SglangKeys(keys=self.some_keys(4)), SharedCompatible(self.any_server)
         assert await new.exists(0, request) == self.old.exists(0, request, self.now)
 
     async def compatible(self) -> None:
         """Reserve, confirm some and release others by the compatible part, some of them wrong."""
         pairs = [(key, self.chance.choice(("", self.key()))) for key in self.some_keys(4)]
-        request, new = p.CompatibleReserve(keys=pairs), SharedCompatible(self.any_server)
+        request, new = p.SglangReserve(keys=pairs), SharedCompatible(self.any_server)
         ours = (await new.reserve_and_allocate_page_indices(0, request))["indices"]
         theirs = self.old.reserve_and_allocate_page_indices(0, request, self.now)["indices"]
         assert [(there, slot >= 0) for there, slot in ours] == [
@@ -268,7 +268,7 @@ class SharedHistory:
                     columns[choice].append((key, slot))
             confirms = [*columns["confirm"], *(("other", slot) for _, slot in columns["wrong"])]
             said.append(
-                p.CompatibleConfirm(
+                p.SglangConfirm(
                     written_keys_to_confirm=confirms,
                     pages_to_release=[s for _, s in columns["release"]],
                 )
@@ -281,7 +281,7 @@ class SharedHistory:
                 else:
                     self.old.confirm_write(0, said[1], self.now)
                 refused.append("")
-            except RefusedError as error:
+            except RequestError as error:
                 refused.append(error.problem.field)
         assert refused[0] == refused[1]
 
@@ -314,7 +314,7 @@ class SharedHistory:
         assert server.list_scopes() == self.reference.list_scopes()
         for scope in SCOPES:
             state = self.reference.scopes[scope]
-            assert await self.by_use(server, scope) == list(state.recency)
+            assert await self.by_use(server, scope) == list(state.lru)
             await self.check_slots(server, scope, state.table.by_key)
         assert (await fsck(server, p.Fsck())).problems == []
 

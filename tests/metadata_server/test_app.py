@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.codec import slots_of
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -20,7 +20,8 @@ from hicache_metadata_server.http.asgi import HEALTH, PAGES
 from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")
@@ -134,7 +135,7 @@ def test_long_requests_answer_as_short_ones_do(count):
             assert [part["slots"] for part in found] == [part["slots"] for part in leases]
             assert [part["checksums"] for part in found] == [part["leases"] for part in leases]
             # As use goes from the last to the first, the head of the whole list is the latest.
-            assert list(caller.service.scopes["0:kv"].recency)[-1] == some[0]
+            assert list(caller.service.scopes["0:kv"].lru)[-1] == some[0]
             old = await caller.post("/0/get_page_indices", {"keys": some})
             assert old.json == {"indices": leases[0]["slots"]}
             gone = (await caller.post("/v2/delete", {"scopes": both})).json["scopes"]
@@ -201,10 +202,10 @@ def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(
             with pytest.raises(asyncio.CancelledError):
                 await caller.post("/v2/reserve", request, headers=once)
         async with reopened(tmp_path) as caller:
-            assert caller.service.list_scopes().scopes[0].leased == 2 * ENTRIES
+            assert caller.service.list_scopes().scopes[0].leased == 2 * CHUNK_ENTRIES
             first = await caller.post("/v2/reserve", request, headers=once)
             assert set(first.json["scopes"][0]["states"]) == {"leased"}
-            assert first.json["scopes"][0]["leases"][: 2 * ENTRIES] == [
+            assert first.json["scopes"][0]["leases"][: 2 * CHUNK_ENTRIES] == [
                 lease for piece in done for lease in piece.scopes[0].leases
             ]
             assert caller.service.list_scopes().scopes[0].leased == 2000
@@ -407,7 +408,7 @@ def test_the_description_is_that_of_the_types():
             }
             schemas = described["components"]["schemas"]
             assert schemas["ReserveScope"]["properties"]["prefixes"]["type"] == "array"
-            assert {"Problem", "Leased", "Found", "CompatibleKeys"} <= set(schemas)
+            assert {"Problem", "Leased", "FoundPages", "SglangKeys"} <= set(schemas)
 
     run(scenario())
 

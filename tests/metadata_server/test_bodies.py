@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import decoding as bodies
 from hicache_metadata_server.http.body_size import holds_more_values, max_values
@@ -24,7 +24,7 @@ LOOKUP = Body(p.Lookup, CONTENT_TYPES)
 
 
 def refused(body, content_type, reader=LOOKUP):
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(RequestError) as caught:
         reader.decode(body, content_type)
     return caught.value.status, caught.value.problem.field
 
@@ -119,10 +119,10 @@ def test_the_largest_requests_within_the_limits_are_read(content_type):
     ):
         body = ENCODE[content_type](message)
         assert Body(type(message), CONTENT_TYPES).decode(body, content_type) == message
-    pairs = p.CompatibleReserve(keys=[("k" * 30, "p" * 30)] * count)
-    assert Body(p.CompatibleReserve, (JSON,)).decode(msgspec.json.encode(pairs), JSON) == pairs
-    confirm = p.CompatibleConfirm(written_keys_to_confirm=[("k" * 30, 2**40)] * count)
-    assert Body(p.CompatibleConfirm, (JSON,)).decode(msgspec.json.encode(confirm), JSON) == confirm
+    pairs = p.SglangReserve(keys=[("k" * 30, "p" * 30)] * count)
+    assert Body(p.SglangReserve, (JSON,)).decode(msgspec.json.encode(pairs), JSON) == pairs
+    confirm = p.SglangConfirm(written_keys_to_confirm=[("k" * 30, 2**40)] * count)
+    assert Body(p.SglangConfirm, (JSON,)).decode(msgspec.json.encode(confirm), JSON) == confirm
 
 
 VALUES = st.recursive(

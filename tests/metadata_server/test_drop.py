@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.tools.doctor import DoctorTarget, Status
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.metadata_server.http_calls import SlowStore, run, running, running_shared
@@ -198,7 +199,7 @@ def test_nothing_of_it_is_left_in_the_file(tmp_path):
         service.restore(store.recover(now), store.rows, now)
         return store, service
 
-    for folds in (False, True):
+    for compacts in (False, True):
         store, service = opened(NOW)
         for number in range(3):
             service.initialize(
@@ -206,14 +207,14 @@ def test_nothing_of_it_is_left_in_the_file(tmp_path):
             )
             service.reserve(part(p.Reserve, "0:kv", keys=[f"k{i}" for i in range(90)]), NOW)
             store.write(service.take_changes())
-            if folds:
-                store.fold(store.gather(service.scope_of), NOW)
+            if compacts:
+                store.compact(store.collect(service.scope_of), NOW)
             service.clear(p.Clear(scopes=["0:kv"]), NOW)
             service.settle(NOW + 100, 10**6)
             service.drop(p.Drop(scopes=["0:kv"]), NOW + 100)
             store.write(service.take_changes())
-        while folds and store.wants_folding(idle=True):
-            store.fold(store.gather(service.scope_of), NOW)
+        while compacts and store.wants_compaction(idle=True):
+            store.compact(store.collect(service.scope_of), NOW)
         store._lock.release()
         store, service = opened(NOW + 101)
         assert service.scopes == {}
@@ -255,7 +256,7 @@ def test_what_could_not_be_written_of_it_is_not_written_later():
 def test_all_are_dropped_or_none():
     service = MetadataService()
     service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4)]), NOW)
-    with pytest.raises(RefusedError, match="not initialized"):
+    with pytest.raises(RequestError, match="not initialized"):
         service.drop(p.Drop(scopes=["0:kv", "0:none"]), NOW)
     assert list(service.scopes) == ["0:kv"], "all or none"
 

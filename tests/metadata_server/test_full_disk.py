@@ -17,15 +17,15 @@ import pytest
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import app as web_app
-from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.shared import connection as link
 from hicache_metadata_server.shared import handlers as shared_desk
 from hicache_metadata_server.shared import service as shared
-from hicache_metadata_server.storage import group_commit as journal
-from hicache_metadata_server.storage import sqlite
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage import group_commit, sqlite
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import Caller, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
@@ -49,7 +49,7 @@ SERVE = [
 
 
 @dataclass
-class Store:
+class FillableStore:
     """One that can be full, as a server is started with it."""
 
     fill: Callable[[], None]
@@ -60,31 +60,35 @@ class Store:
 
 
 @contextmanager
-def memory_store(_: Path) -> Iterator[Store]:
-    yield Store(lambda: None, lambda: None, running, keeps=False)
+def memory_store(_: Path) -> Iterator[FillableStore]:
+    yield FillableStore(lambda: None, lambda: None, running, keeps=False)
 
 
 @contextmanager
-def sqlite_store(directory: Path, durability: Durability = Durability.PROCESS) -> Iterator[Store]:
+def sqlite_store(
+    directory: Path, durability: StoreDurability = StoreDurability.PROCESS
+) -> Iterator[FillableStore]:
     with small_disk(directory) as disk:
-        yield Store(disk.fill, disk.empty, lambda: on_disk(disk.path, durability))
+        yield FillableStore(disk.fill, disk.empty, lambda: on_disk(disk.path, durability))
 
 
 @contextmanager
-def synchronous_sqlite_store(directory: Path) -> Iterator[Store]:
-    with sqlite_store(directory, Durability.MACHINE) as store:
+def synchronous_sqlite_store(directory: Path) -> Iterator[FillableStore]:
+    with sqlite_store(directory, StoreDurability.MACHINE) as store:
         yield store
 
 
 @contextmanager
-def redis_store(directory: Path) -> Iterator[Store]:
+def redis_store(directory: Path) -> Iterator[FillableStore]:
     with redis_server(directory, maxmemory_policy="noeviction") as redis:
         client = redis.client()
 
         def bound(limit: int) -> None:
             client.config_set("maxmemory", limit)
 
-        yield Store(lambda: bound(1), lambda: bound(0), lambda: running_shared(redis.url, DEFAULTS))
+        yield FillableStore(
+            lambda: bound(1), lambda: bound(0), lambda: running_shared(redis.url, DEFAULTS)
+        )
 
 
 STORES = {
@@ -97,7 +101,7 @@ STORES = {
 
 @asynccontextmanager
 async def on_disk(
-    directory: Path, durability: Durability = Durability.PROCESS
+    directory: Path, durability: StoreDurability = StoreDurability.PROCESS
 ) -> AsyncIterator[Caller]:
     store = open_store(f"sqlite:///{directory}/m.db", durability)
     async with running(store, restored_service(store, ServerSettings(), time.time())) as caller:
@@ -106,7 +110,7 @@ async def on_disk(
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(journal, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(group_commit, "RETRY_SECONDS", 0.1)
     monkeypatch.setattr(shared, "PROBE_SECONDS", 0.1)
 
 
@@ -162,7 +166,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (journal, shared_desk, link, web_app):
+        for module in (group_commit, shared_desk, link, web_app):
             stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
         yield said
 
@@ -176,7 +180,7 @@ def test_a_store_without_room(tmp_path, name):
     """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go
     on."""
 
-    async def scenario(store: Store) -> None:
+    async def scenario(store: FillableStore) -> None:
         async with store.serving() as caller:
             await caller.post("/v2/initialize", SCOPE)
             assert (await caller.store("0:kv", keys(100))).status == 200
@@ -239,8 +243,8 @@ def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
         run(scenario(store))
 
 
-@pytest.mark.parametrize("durability", [Durability.PROCESS, Durability.MACHINE])
-def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
+@pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
+def test_a_disk_that_is_full_during_a_compaction(tmp_path, durability):
     """The log still has room, the database has not: changes are refused, and what was acknowledged
     is there afterwards."""
 
@@ -258,7 +262,7 @@ def test_a_disk_that_is_full_during_a_fold(tmp_path, durability):
                 sum(file.stat().st_size for file in disk.path.glob("m.db.log-*")) < log_bytes + 8192
             )
             assert events(said) == ["store_failing"]
-            assert said[0]["step"] == "fold"
+            assert said[0]["step"] == "compact"
             assert f"free space in {disk.path}" in why
             assert (await measured(caller))["hicache_metadata_store_failing"] == 1
             disk.empty()

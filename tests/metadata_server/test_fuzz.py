@@ -18,7 +18,7 @@ from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Holding, Quota, Quotas
-from hicache_metadata_server.protocol import COMPATIBLE_ROUTES, JSON, MSGPACK, ROUTES
+from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES, SGLANG_ROUTES
 from hicache_metadata_server.storage.sqlite import SqliteStore
 from tests.metadata_server.http_calls import run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
@@ -201,7 +201,7 @@ class Fuzzer:
                 *(path for path in ROUTES if path != "/v2/drain"),
                 *(
                     f"/{chance.choice(('0', '0', '0', '0', '1', 'x', '9' * 30, '٣'))}/{name}"
-                    for name in COMPATIBLE_ROUTES
+                    for name in SGLANG_ROUTES
                 ),
                 "/",
                 "/nope",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.core.totals import Totals
+from hicache_metadata_server.core.scope import Totals
 from hicache_metadata_server.http.slow_log import KEPT, Slowest, named
 from hicache_metadata_server.http.timeseries import MINUTES, SECONDS, Answered, Rings, quantile
 from hicache_metadata_server.protocol.history import History, SlowCall
@@ -149,10 +149,10 @@ def test_what_a_request_names(content_type):
         (p.Clear(scopes=["0:kv", "1:kv"]), (0, 2, "0:kv")),
         (p.Inspect(scope="0:kv", keys=["a"], slots=[1, 2]), (3, 1, "0:kv")),
         (p.Unpin(pins=[4, 5]), (2, 0, "")),
-        (p.CompatibleKeys(keys=["a", "b"]), (2, 0, "")),
-        (p.CompatibleReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
+        (p.SglangKeys(keys=["a", "b"]), (2, 0, "")),
+        (p.SglangReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
         (
-            p.CompatibleConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]),
+            p.SglangConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]),
             (3, 0, ""),
         ),
     ):

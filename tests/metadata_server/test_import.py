@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.sglang_import import (
     ImportFileError,
     import_scopes,
@@ -47,16 +47,16 @@ def test_both_forms_give_the_same_answers(form):
     service, found = imported(
         written({form(0, "kv"): rank(200, stored), form(7, "kv"): rank(10, {"x": 9})})
     )
-    old = CompatibleService(service)
+    old = SglangService(service)
     asked = [*stored, "missing"]
-    answer = old.get_page_indices(0, p.CompatibleKeys(keys=asked), 101.0)
+    answer = old.get_page_indices(0, p.SglangKeys(keys=asked), 101.0)
     assert answer == {"indices": [*stored.values(), None]}
-    assert old.get_page_indices(7, p.CompatibleKeys(keys=["x"]), 101.0) == {"indices": [9]}
+    assert old.get_page_indices(7, p.SglangKeys(keys=["x"]), 101.0) == {"indices": [9]}
     assert [len(scope.dropped) for scope in found] == [0, 0]
     assert list(service.fsck(p.Fsck()))[-1].problems == []
     # All other slots can be had.
     new = old.reserve_and_allocate_page_indices(
-        0, p.CompatibleReserve(keys=[(f"n{i}", "") for i in range(80)]), 101.0
+        0, p.SglangReserve(keys=[(f"n{i}", "") for i in range(80)]), 101.0
     )
     assert sorted(slot for _, slot in new["indices"]) == sorted(set(range(200)) - set(pages))
 
@@ -97,7 +97,7 @@ def test_the_order_of_use_comes_along():
     stored = {"old": 0, "new": 1}
     service, _ = imported(written({"0": rank(2, stored)}))
     service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["next"])]), 101.0)
-    old, new = service.scopes["0:kv"].recency.slots(["old", "new"])
+    old, new = service.scopes["0:kv"].lru.slots(["old", "new"])
     assert old < 0 <= new
 
 

@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.scopes import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import open_store
+from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 
@@ -60,7 +60,9 @@ class OneOfSeveral:
     def __init__(self, redis):
         redis.client().flushall()
         self.now = NOW
-        self.service = SharedService(open_link(redis.url), LIMITS, durability=p.Durability.NONE)
+        self.service = SharedService(
+            open_link(redis.url), LIMITS, durability=p.StoreDurability.NONE
+        )
 
     async def ask(self, name, request):
         self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
@@ -271,7 +273,7 @@ def test_a_closed_scope_stays_closed_over_a_restart(tmp_path):
 
 def test_the_column_is_as_long_as_that_of_the_scopes(server):
     async def steps(one):
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(RequestError) as caught:
             await initialize(one, 1.0, 1.0)
         assert (caught.value.status, caught.value.problem.field) == (422, "earlier_lease_seconds")
 
@@ -281,7 +283,7 @@ def test_the_column_is_as_long_as_that_of_the_scopes(server):
 def test_a_scope_that_gives_no_slot_yet_cannot_be_dropped_and_made_anew_open(server):
     async def steps(one):
         await initialize(one, LEASE)
-        with pytest.raises(RefusedError, match=f"{SLOTS} slots"):
+        with pytest.raises(RequestError, match=f"{SLOTS} slots"):
             await one.ask("drop", p.Drop(scopes=["0:kv"]))
         assert (await initialize(one)).created == [False]
         assert not free(await reserve(one, "a"))

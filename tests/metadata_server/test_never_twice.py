@@ -15,7 +15,7 @@ from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared.assembly import open_link
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import open_store
+from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 
@@ -117,7 +117,7 @@ def test_an_old_lease_is_stale_for_good(tmp_path, store, loss):
 
 def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
     async def scenario(url, client):
-        service = SharedService(open_link(url), DEFAULTS, durability=p.Durability.NONE)
+        service = SharedService(open_link(url), DEFAULTS, durability=p.StoreDurability.NONE)
         try:
             seen = list[int]()
             for _ in range(3):

@@ -55,7 +55,7 @@ def state(service):
                 msgspec.structs.replace(scope.status(slot, now), seconds_left=0)
                 for slot in range(64)
             ],
-            list(scope.recency),
+            list(scope.lru),
             scope.hits,
             scope.misses,
             scope.evicted,

@@ -25,7 +25,7 @@ from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStat
 from hicache_metadata_server.core.restore import SlotRow
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
-from hicache_metadata_server.storage.store import open_store
+from hicache_metadata_server.storage.factory import open_store
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served

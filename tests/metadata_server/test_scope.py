@@ -51,10 +51,10 @@ def test_eviction_takes_the_oldest_tail(seed):
         store(scope, [key], [prefixes[key]], lease=lease)
         lease += 1
         live.append(key)
-        assert set(scope.recency) == set(live), f"after {key}"
+        assert set(scope.lru) == set(live), f"after {key}"
         if chance.random() < 0.5:
             touched = chance.sample(live, chance.randint(1, min(6, len(live))))
-            scope.recency.touch(touched)
+            scope.lru.touch(touched)
             for one in reversed(touched):
                 live.remove(one)
                 live.append(one)
@@ -66,7 +66,7 @@ def test_pages_that_name_themselves_can_be_evicted():
     store(scope, ["a"], ["a"])
     store(scope, ["b"], ["b"], lease=2)
     store(scope, ["c"], lease=3)
-    assert set(scope.recency) == {"b", "c"}
+    assert set(scope.lru) == {"b", "c"}
 
 
 def test_slots_are_given_in_ascending_runs():
@@ -89,25 +89,25 @@ def test_a_large_scope_keeps_some_slots_spare():
         scope.commit(held, [1] * len(held), [1] * len(held), number * 1.0)
         lease += 16
     assert full == 0
-    assert len(scope.recency) > 0.9 * 4096
+    assert len(scope.lru) > 0.9 * 4096
 
 
 def test_a_full_scope_goes_on_evicting_whatever_was_used():
-    """With chunks as large as they are in use: `test_recency.py` has small ones."""
+    """With chunks as large as they are in use: `test_lru.py` has small ones."""
     chance, pages = random.Random(0), 20 * STEP
     scope, lease = scope_of(pages), 1 + pages
     keys = [f"k{i}" for i in range(pages)]
     for start in range(0, pages, 128):
         store(scope, keys[start : start + 128], lease=1 + start)
     for _ in range(800):
-        scope.recency.touch(chance.sample(keys, 128))
-    expected, before = list(scope.recency), scope.evicted
+        scope.lru.touch(chance.sample(keys, 128))
+    expected, before = list(scope.lru), scope.evicted
     for number in range(2 * pages // 128):
         store(scope, [f"{number}-{i}" for i in range(128)], lease=lease)
         lease += 128
         if number % 20 == 0:
             left = expected[scope.evicted - before :]
-            assert list(scope.recency)[: len(left)] == left
+            assert list(scope.lru)[: len(left)] == left
     assert problems_of(scope) == []
 
 
@@ -118,7 +118,7 @@ def test_clearing_a_million_is_done_bit_by_bit(quarantine):
     store(scope, [f"k{i}" for i in range(pages)], [""] + [f"k{i}" for i in range(pages - 1)])
     assert scope.clear(100.0) == pages
     assert (
-        len(scope.recency),
+        len(scope.lru),
         scope.table.count(LIVE),
         scope.table.count(QUARANTINED) + scope.table.count(FREE),
     ) == (
@@ -173,23 +173,23 @@ def plant(scope, fault):
     table = scope.table
     match fault:
         case "free and live":
-            scope.free.returned.append(scope.recency.slot("a"))
+            scope.free.returned.append(scope.lru.slot("a"))
         case "twice free":
             scope.free.returned.append(scope.free.returned[0])
         case "lost":
             scope.free.returned.popleft()
         case "two keys":
-            table.by_key["b"] = scope.recency.slot("a")
+            table.by_key["b"] = scope.lru.slot("a")
         case "unknown key":
-            table.by_key["ghost"] = scope.recency.slot("a")
+            table.by_key["ghost"] = scope.lru.slot("a")
         case "never evicted":
-            table.stamps[scope.recency.slot("a")] += 1
+            table.stamps[scope.lru.slot("a")] += 1
         case "never evicted tail":
-            table.stamps[scope.recency.slot("b")] = 1
+            table.stamps[scope.lru.slot("b")] = 1
         case "state":
-            table.states[scope.recency.slot("a")] = QUARANTINED
+            table.states[scope.lru.slot("a")] = QUARANTINED
         case "no state":
-            table.states[scope.recency.slot("a")] = 9
+            table.states[scope.lru.slot("a")] = 9
         case "lease":
             table.leases[table.by_key["held"]] += 1
         case "count of leases":
@@ -197,17 +197,17 @@ def plant(scope, fault):
         case "lease of nobody":
             table.by_key["ghost"] = table.by_key["held"]
         case "generation":
-            table.generations[scope.recency.slot("a")] = 0
+            table.generations[scope.lru.slot("a")] = 0
         case "length":
-            table.lengths[scope.recency.slot("a")] = 10**9
+            table.lengths[scope.lru.slot("a")] = 10**9
         case "log":
-            table.leases[scope.recency.slot("a")] = 77
-        case "resting":
-            scope.resting += 1
+            table.leases[scope.lru.slot("a")] = 77
+        case "quarantined":
+            scope.in_quarantine += 1
         case "children":
-            table.children[scope.recency.slot("a")] = 5
+            table.children[scope.lru.slot("a")] = 5
         case "prefix":
-            scope.chains.waiting["nobody"] = 1
+            scope.prefix_refs.pending["nobody"] = 1
         case "outside":
             scope.free.returned.append(10**6)
 
@@ -228,7 +228,7 @@ FAULTS = (
     "generation",
     "length",
     "log",
-    "resting",
+    "quarantined",
     "children",
     "prefix",
     "outside",

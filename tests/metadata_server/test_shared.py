@@ -70,7 +70,9 @@ def cluster(tmp_path_factory):
 @asynccontextmanager
 async def service_on(url: str, slots: int = 8, **limits: float) -> AsyncIterator[SharedService]:
     service = SharedService(
-        open_link(url), msgspec.structs.replace(DEFAULTS, **limits), durability=p.Durability.NONE
+        open_link(url),
+        msgspec.structs.replace(DEFAULTS, **limits),
+        durability=p.StoreDurability.NONE,
     )
     try:
         await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)]))
@@ -104,23 +106,23 @@ async def stored(
 def test_more_durability_than_redis_keeps_is_refused(tmp_path):
     with redis_server(tmp_path, appendonly="yes", appendfsync="everysec") as redis:
         client = redis.client()
-        check_store(redis.url, p.Durability.NONE)
+        check_store(redis.url, p.StoreDurability.NONE)
         with pytest.raises(
             StoreError,
             match=r"appendfsync everysec.*keep durability 'none', not 'process'.*`appendfsync no`",
         ):
-            check_store(redis.url, p.Durability.PROCESS)
+            check_store(redis.url, p.StoreDurability.PROCESS)
         client.config_set("appendfsync", "no")
-        check_store(redis.url, p.Durability.PROCESS)
+        check_store(redis.url, p.StoreDurability.PROCESS)
         with pytest.raises(
             StoreError, match=r"keep durability 'process', not 'machine'.*`appendfsync always`"
         ):
-            check_store(redis.url, p.Durability.MACHINE)
+            check_store(redis.url, p.StoreDurability.MACHINE)
         client.config_set("appendfsync", "always")
-        check_store(redis.url, p.Durability.MACHINE)
+        check_store(redis.url, p.StoreDurability.MACHINE)
         client.config_set("appendonly", "no")
         with pytest.raises(StoreError, match="appendonly no"):
-            check_store(redis.url, p.Durability.PROCESS)
+            check_store(redis.url, p.StoreDurability.PROCESS)
 
 
 def test_a_redis_that_evicts_is_refused(tmp_path):
@@ -128,12 +130,12 @@ def test_a_redis_that_evicts_is_refused(tmp_path):
         redis_server(tmp_path, maxmemory_policy="allkeys-lru") as redis,
         pytest.raises(StoreError, match=r"maxmemory-policy is allkeys-lru.*set it to noeviction"),
     ):
-        check_store(redis.url, p.Durability.NONE)
+        check_store(redis.url, p.StoreDurability.NONE)
 
 
 def test_where_settings_are_not_told_the_operator_is_trusted(tmp_path):
     with redis_server(tmp_path, rename_command='CONFIG ""') as redis:
-        check_store(redis.url, p.Durability.MACHINE)
+        check_store(redis.url, p.StoreDurability.MACHINE)
 
 
 def test_a_replica_is_refused(redis, tmp_path):
@@ -141,15 +143,15 @@ def test_a_replica_is_refused(redis, tmp_path):
         redis_server(tmp_path, replicaof=f"127.0.0.1 {redis.port}") as replica,
         pytest.raises(StoreError, match="this is a replica"),
     ):
-        check_store(replica.url, p.Durability.NONE)
+        check_store(replica.url, p.StoreDurability.NONE)
 
 
 def test_a_node_of_a_cluster_is_named_as_one(cluster):
-    check_store(cluster.url, p.Durability.NONE)
+    check_store(cluster.url, p.StoreDurability.NONE)
     with pytest.raises(StoreError, match=r"redis\+cluster://"):
-        check_store(cluster.nodes[0].url, p.Durability.NONE)
+        check_store(cluster.nodes[0].url, p.StoreDurability.NONE)
     with pytest.raises(StoreError, match="keep durability 'none', not 'process'"):
-        check_store(cluster.url, p.Durability.PROCESS)
+        check_store(cluster.url, p.StoreDurability.PROCESS)
 
 
 def test_addresses():
@@ -158,13 +160,13 @@ def test_addresses():
     assert shown("unix:///run/redis.sock") == "unix:///run/redis.sock"
     with pytest.raises(ValueError, match=r"'nohost' is no HOST:PORT"):
         Link("redis+cluster://nohost")
-    assert kept_by("yes", "unheard-of") is p.Durability.NONE
+    assert kept_by("yes", "unheard-of") is p.StoreDurability.NONE
 
 
 def test_valkey_and_sockets_are_addresses_too(redis, tmp_path):
-    check_store(redis.url.replace("redis", "valkey"), p.Durability.NONE)
+    check_store(redis.url.replace("redis", "valkey"), p.StoreDurability.NONE)
     with redis_server(tmp_path, unixsocket=tmp_path / "s"):
-        check_store(f"unix://{tmp_path}/s", p.Durability.NONE)
+        check_store(f"unix://{tmp_path}/s", p.StoreDurability.NONE)
 
 
 # Repeated requests.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.backup import _public
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.address import Kind, Tls, address_of, shown
 from hicache_metadata_server.shared.assembly import check_store
@@ -88,7 +88,7 @@ async def everything(url):
         await service.clear(p.Clear(scopes=["0:kv"]), once=Once("clear", b"digest"))
         await service.look()
         service.draining = True
-        with pytest.raises(RefusedError, match="drains"):
+        with pytest.raises(RequestError, match="drains"):
             await service.reserve(
                 p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["x"], prefixes=[])]),
                 Once("x", b"x"),
@@ -98,7 +98,7 @@ async def everything(url):
 def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
     place, url, tmp_path
 ):
-    check_store(url, p.Durability.NONE)
+    check_store(url, p.StoreDurability.NONE)
     run(everything(url))
     for arguments in (
         ("import", write_import(tmp_path), "--store", url),
@@ -128,7 +128,7 @@ def write_import(tmp_path):
 def test_a_cluster_behind_tls_with_the_documented_user(tmp_path):
     with redis_cluster(tmp_path, **guarded(tmp_path)) as cluster:
         url = with_password(cluster.url_of(LOGIN), tmp_path)
-        check_store(url, p.Durability.NONE)
+        check_store(url, p.StoreDurability.NONE)
         run(everything(url))
         assert [denied(node) for node in cluster.nodes] == [[], [], []]
         assert set().union(*map(used, cluster.nodes)) >= ONLY_CLUSTERS
@@ -183,7 +183,7 @@ def test_what_is_refused_is_said_without_secrets(place, url, what):
     Authority(place.tls.ca.parent, "other")
     change, why = REFUSED[what]
     with pytest.raises(StoreError, match=why) as caught:
-        check_store(change(url), p.Durability.NONE)
+        check_store(change(url), p.StoreDurability.NONE)
     told = "".join(traceback.format_exception(caught.value))
     assert SECRET not in told
     assert PASSWORD not in told
@@ -195,7 +195,7 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
     with redis_server(tmp_path, tls=tls) as server:
         tls.ca = tmp_path / "authority.pem"
         with pytest.raises(StoreError, match="IP address mismatch"):
-            check_store(server.url, p.Durability.NONE)
+            check_store(server.url, p.StoreDurability.NONE)
 
 
 def test_a_user_that_may_not_is_told_what(place, url):
@@ -212,10 +212,10 @@ def test_a_user_that_may_not_is_told_what(place, url):
 def test_a_password_file_that_is_of_no_use(place, url, tmp_path):
     with_password("", tmp_path, "")
     with pytest.raises(StoreError, match=r"redis\.password is empty"):
-        check_store(url, p.Durability.NONE)
+        check_store(url, p.StoreDurability.NONE)
     (tmp_path / "redis.password").unlink()
     with pytest.raises(ValueError, match="password_file: there is no file"):
-        check_store(url, p.Durability.NONE)
+        check_store(url, p.StoreDurability.NONE)
 
 
 # Addresses.

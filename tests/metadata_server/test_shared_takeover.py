@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import preflight as opening
 from hicache_metadata_server.shared.assembly import check_store
@@ -44,7 +44,7 @@ PATIENCE_SECONDS = 30.0
 @asynccontextmanager
 async def service_on(url, *, replicas=0, slots=4000):
     limits = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
-    service = SharedService(Link(url, replicas=replicas), limits, durability=p.Durability.NONE)
+    service = SharedService(Link(url, replicas=replicas), limits, durability=p.StoreDurability.NONE)
     try:
         await eventually(
             lambda: service.initialize(
@@ -107,7 +107,7 @@ def test_nothing_is_told_that_no_replica_has(pair):
                 await committed(service, first.leases, once)
             # A connection that has never written anything asks for the answer that was kept.
             other = SharedService(
-                Link(primary.url, replicas=1), DEFAULTS, durability=p.Durability.NONE
+                Link(primary.url, replicas=1), DEFAULTS, durability=p.StoreDurability.NONE
             )
             with pytest.raises(StoreError, match="0 of 1 replicas"):
                 await committed(other, first.leases, once)
@@ -140,9 +140,9 @@ def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, monkeypatch)
     # Where a line goes depends on what has configured logs in this process before.
     lines = structlog.testing.CapturingLogger()
     monkeypatch.setattr(opening, "_log", lines)
-    check_store(pair[0].url, p.Durability.NONE, 1)
+    check_store(pair[0].url, p.StoreDurability.NONE, 1)
     assert not lines.calls
-    check_store(pair[0].url, p.Durability.NONE, 2)
+    check_store(pair[0].url, p.StoreDurability.NONE, 2)
     [line] = lines.calls
     assert (line.method_name, line.args) == ("warning", ("replicas_missing",))
     assert (line.kwargs["wanted"], line.kwargs["connected"]) == (2, 1)
@@ -314,7 +314,7 @@ async def grows(told, more):
 
 def test_sentinels_tell_who_the_primary_is_now(tmp_path):
     with redis_replicas(tmp_path, 2) as servers, sentinels(tmp_path, servers[0], replicas=2) as url:
-        check_store(url, p.Durability.NONE, 1)
+        check_store(url, p.StoreDurability.NONE, 1)
         run(under_load(url, servers[0].kill, after=400))
 
 
@@ -355,7 +355,7 @@ def test_sentinels_that_know_no_such_primary(pair, tmp_path):
         sentinels(tmp_path, pair[0], replicas=1, number=1) as url,
         pytest.raises(StoreError, match="No master found for 'other'"),
     ):
-        check_store(url.replace("/cache/", "/other/"), p.Durability.NONE)
+        check_store(url.replace("/cache/", "/other/"), p.StoreDurability.NONE)
 
 
 def test_a_cluster_promotes_a_replica(tmp_path):
@@ -363,7 +363,7 @@ def test_a_cluster_promotes_a_replica(tmp_path):
     with redis_cluster(
         tmp_path, replicas=3, cluster_node_timeout=600, cluster_replica_validity_factor=0
     ) as cluster:
-        check_store(cluster.url, p.Durability.NONE, 1)
+        check_store(cluster.url, p.StoreDurability.NONE, 1)
 
         async def scenario():
             keys = [f"k{number}" for number in range(200)]
@@ -389,7 +389,7 @@ def test_a_cluster_promotes_a_replica(tmp_path):
 def test_an_unknown_scope_is_still_one(pair):
     async def scenario():
         async with service_on(pair[0].url, replicas=1) as service:
-            with pytest.raises(RefusedError, match="unknown"):
+            with pytest.raises(RequestError, match="unknown"):
                 await service.lookup(p.Lookup(scopes=[p.LookupScope(scope="9:kv", keys=["a"])]))
 
     run(scenario())

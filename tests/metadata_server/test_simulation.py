@@ -14,9 +14,15 @@ from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.simulation import costs
 from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
 from hicache_metadata_server.simulation.costs import DOCUMENTED, Costs, Line
-from hicache_metadata_server.simulation.events import Event, Op, TraceError, read_trace, written
+from hicache_metadata_server.simulation.events import (
+    Op,
+    TraceError,
+    TraceEvent,
+    read_trace,
+    written,
+)
 from hicache_metadata_server.simulation.load import Load, synthetic
-from hicache_metadata_server.simulation.outcome import Outcome
+from hicache_metadata_server.simulation.result import SimulationResult
 from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 from tests.metadata_server.histories import problems_of
 
@@ -103,7 +109,9 @@ def test_a_trace_says_what_its_source_says(load, chosen, tmp_path_factory):
 def test_more_slots_never_hit_less(keys, slots, chance):
     """Least recently used is a stack algorithm: what a small cache holds, a larger one holds,
     too."""
-    events = [Event(time=float(i), op=Op.PROMPT, keys=[f"k{key}"]) for i, key in enumerate(keys)]
+    events = [
+        TraceEvent(time=float(i), op=Op.PROMPT, keys=[f"k{key}"]) for i, key in enumerate(keys)
+    ]
     chosen = ClusterSettings(
         slots=slots, ranks=1, chains=False, write_seconds=0, quarantine_seconds=0
     )
@@ -127,20 +135,20 @@ def test_what_each_event_does():
     chosen = ClusterSettings(slots=1000, ranks=2, write_seconds=1.0, local_pages=10)
     pages = [f"k{i}" for i in range(200)]
     events = [
-        Event(time=0, op=Op.PROMPT, engine=0, keys=pages),
-        Event(time=2, op=Op.LOOKUP, keys=pages[:3]),
-        Event(time=3, op=Op.PROMPT, engine=0, keys=pages),
-        Event(time=4, op=Op.PROMPT, engine=1, keys=pages),
-        Event(time=5, op=Op.STORE, engine=2, keys=["a", "b"]),
-        Event(time=5.5, op=Op.ENGINE_FAILS, engine=2),
-        Event(time=6, op=Op.STORE, engine=1, keys=["c"]),
-        Event(time=6.5, op=Op.SERVER_FAILS, seconds=2),
-        Event(time=7, op=Op.PROMPT, engine=3, keys=["d"]),
-        Event(time=9, op=Op.DELETE, keys=pages[:50]),
-        Event(time=10, op=Op.LOOKUP, keys=pages[:60]),
-        Event(time=11, op=Op.LOOKUP, rank=1, keys=["k0"]),
-        Event(time=11, op=Op.ENGINE_FAILS, engine=0),
-        Event(time=12, op=Op.PROMPT, engine=0, keys=pages[50:60]),
+        TraceEvent(time=0, op=Op.PROMPT, engine=0, keys=pages),
+        TraceEvent(time=2, op=Op.LOOKUP, keys=pages[:3]),
+        TraceEvent(time=3, op=Op.PROMPT, engine=0, keys=pages),
+        TraceEvent(time=4, op=Op.PROMPT, engine=1, keys=pages),
+        TraceEvent(time=5, op=Op.STORE, engine=2, keys=["a", "b"]),
+        TraceEvent(time=5.5, op=Op.ENGINE_FAILS, engine=2),
+        TraceEvent(time=6, op=Op.STORE, engine=1, keys=["c"]),
+        TraceEvent(time=6.5, op=Op.SERVER_FAILS, seconds=2),
+        TraceEvent(time=7, op=Op.PROMPT, engine=3, keys=["d"]),
+        TraceEvent(time=9, op=Op.DELETE, keys=pages[:50]),
+        TraceEvent(time=10, op=Op.LOOKUP, keys=pages[:60]),
+        TraceEvent(time=11, op=Op.LOOKUP, rank=1, keys=["k0"]),
+        TraceEvent(time=11, op=Op.ENGINE_FAILS, engine=0),
+        TraceEvent(time=12, op=Op.PROMPT, engine=0, keys=pages[50:60]),
     ]
     outcome = Cluster(chosen).run(events)
     assert (outcome.stored, outcome.lost, outcome.full) == (200, 3, 0)
@@ -190,7 +198,7 @@ def test_slots_for_a_hit_ratio():
 
 def test_what_a_cluster_needs():
     known = Costs(Line(100, 1), Line(1000, 10), 400, 1e8, "here")
-    outcome = Outcome(seconds=10, slots=1000, scopes=1, read_pages=50, written_pages=20)
+    outcome = SimulationResult(seconds=10, slots=1000, scopes=1, read_pages=50, written_pages=20)
     outcome.requests.update({"lookup": 10_000, "reserve": 1000, "commit": 1000})
     outcome.keys.update({"lookup": 1_000_000, "reserve": 100_000, "commit": 100_000})
     needs = needs_of(outcome, known, ranks=8, page_bytes=1 << 20, utilization=0.25)

@@ -26,12 +26,13 @@ from hicache_metadata_server.backup.parts import Pages, SnapshotError, Tally
 from hicache_metadata_server.backup.remote import RemoteSource
 from hicache_metadata_server.backup.target import fill, open_target
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import LEASED
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.histories import problems_of
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
@@ -107,7 +108,7 @@ def live(service):
     """Every live page, as clients can see it."""
     found = {}
     for name, scope in service.scopes.items():
-        for key in scope.recency:
+        for key in scope.lru:
             [page] = service.inspect(p.Inspect(scope=name, keys=[key]), NOW).slots
             found[name, key] = page.slot, page.generation, page.length, page.checksum, page.prefix
     return found
@@ -286,13 +287,13 @@ def stored(tmp_path_factory):
     for _ in range(150):
         engine.step()
     # As the compatible part writes them.
-    compatible = CompatibleService(engine.service)
+    compatible = SglangService(engine.service)
     reserved = compatible.reserve_and_allocate_page_indices(
-        0, p.CompatibleReserve(keys=[("plain1", ""), ("plain2", "plain1")]), engine.now
+        0, p.SglangReserve(keys=[("plain1", ""), ("plain2", "plain1")]), engine.now
     )
     slots = [slot for _, slot in reserved["indices"]]
     pairs = list(zip(["plain1", "plain2"], slots, strict=True))
-    compatible.confirm_write(0, p.CompatibleConfirm(written_keys_to_confirm=pairs), engine.now)
+    compatible.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), engine.now)
     engine.reserve("0:kv", ["held"])
     write(directory / "m.db", engine.service)
     done = hicache("backup", address(directory / "m.db"), directory / "m.backup")
@@ -565,7 +566,7 @@ def test_a_piece_is_as_large_as_a_request_may_be():
         [DEFAULTS.quarantine_seconds],
     )
     assert after.digest != told.digest
-    with pytest.raises(RefusedError):
+    with pytest.raises(RequestError):
         service.export(p.Export(scope="9:kv"), NOW)
 
 

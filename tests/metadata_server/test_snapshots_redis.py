@@ -97,11 +97,9 @@ def test_there_and_back(url, tmp_path):
         missing = bare(live(engine.service)).items() - bare(live(service)).items()
         assert len(missing) <= 1, "one may have gone to make room"
         assert service.counters().lease > max(reserved.scopes[0].leases)
-        order = list(service.scopes["1:kv"].recency)
+        order = list(service.scopes["1:kv"].lru)
     before = [
-        key
-        for key in engine.service.scopes["1:kv"].recency
-        if ("1:kv", key) in live(engine.service)
+        key for key in engine.service.scopes["1:kv"].lru if ("1:kv", key) in live(engine.service)
     ]
     by_lease = sorted(
         before,

@@ -15,11 +15,10 @@ from hicache_metadata_server.core.changes import AnswerRecord
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import LIVE
-from hicache_metadata_server.storage import compaction as folds
-from hicache_metadata_server.storage import replay, sqlite
-from hicache_metadata_server.storage import wal as log
-from hicache_metadata_server.storage.blocks import Block
-from hicache_metadata_server.storage.store import StoreError, open_store
+from hicache_metadata_server.storage import compaction, replay, sqlite, wal
+from hicache_metadata_server.storage.blocks import SlotBlock
+from hicache_metadata_server.storage.factory import open_store
+from hicache_metadata_server.storage.store import StoreError
 
 NOW = 1_700_000_000.0
 STRANGE = [
@@ -45,9 +44,9 @@ def opened(tmp_path, now=NOW, **options):
     return store, service
 
 
-def fold_all(store, service):
-    while store.wants_folding(idle=True):
-        store.fold(store.gather(service.scope_of), NOW)
+def compact_all(store, service):
+    while store.wants_compaction(idle=True):
+        store.compact(store.collect(service.scope_of), NOW)
 
 
 def refuse(*_):
@@ -60,7 +59,7 @@ def state(service, now):
         (
             name,
             [scope.status(slot, now) for slot in range(len(scope.table))],
-            scope.recency.slots(["a", "b"]),
+            scope.lru.slots(["a", "b"]),
         )
         for name, scope in sorted(service.scopes.items())
     ]
@@ -90,8 +89,8 @@ def initialize(service, *names, slots=1000):
     )
 
 
-@pytest.mark.parametrize("fold", [False, True])
-def test_everything_comes_back(tmp_path, fold):
+@pytest.mark.parametrize("compacted", [False, True])
+def test_everything_comes_back(tmp_path, compacted):
     store, service = opened(tmp_path)
     initialize(service, "0:kv", "1:kv")
     commit(service, reserve(service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
@@ -103,8 +102,8 @@ def test_everything_comes_back(tmp_path, fold):
     service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
     service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"\x00body"))
     store.write(service.take_changes())
-    if fold:
-        fold_all(store, service)
+    if compacted:
+        compact_all(store, service)
     before = state(service, NOW)
     # Not closed: as after kill -9, but for the lock.
     store._lock.release()
@@ -153,9 +152,9 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
 def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
-    """Killed after every few groups, folded, half folded or not; in one block and in several."""
-    monkeypatch.setattr(sqlite, "PIECE", 1)
-    monkeypatch.setattr(folds, "WINDOW_BYTES", 2000)
+    """Killed after every few groups, compacted, half compacted or not; in one block and in several."""
+    monkeypatch.setattr(sqlite, "BATCH_BLOCKS", 1)
+    monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
     monkeypatch.setattr(replay, "BYTES", 3000)
     chance, now = random.Random(5), NOW
     store, service = opened(tmp_path)
@@ -177,16 +176,16 @@ def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
         if chance.random() < 0.05:
             service.clear(p.Clear(scopes=[scope]), now)
         changes = service.take_changes()
-        piece = (
-            store.gather(service.scope_of)
-            if store.wants_folding(idle=True) and chance.random() < 0.6
+        compaction_batch = (
+            store.collect(service.scope_of)
+            if store.wants_compaction(idle=True) and chance.random() < 0.6
             else None
         )
         store.write(changes)
-        if piece is not None and chance.random() < 0.8:
-            store.fold(piece, now)
-        elif piece is not None:
-            store.put_back(piece)
+        if compaction_batch is not None and chance.random() < 0.8:
+            store.compact(compaction_batch, now)
+        elif compaction_batch is not None:
+            store.put_back(compaction_batch)
         now += chance.choice((0.0, 1.0, 3.0))
         if chance.random() < 0.2:
             service.settle(now, 10**5)
@@ -215,12 +214,12 @@ def test_a_group_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, ca
     with monkeypatch.context() as full:
         # A disk that takes a part of it.
         full.setattr(
-            log.os,
+            wal.os,
             "write",
             lambda descriptor, record, write=os.write: write(descriptor, record[:-9]),
         )
         if not can_be_taken_away:
-            full.setattr(log.os, "ftruncate", refuse)
+            full.setattr(wal.os, "ftruncate", refuse)
         with pytest.raises(StoreError, match=r"cannot be written.*No space left"):
             store.write(changes)
     service.put_back(changes)
@@ -299,18 +298,18 @@ def test_a_file_that_is_no_database_is_refused(tmp_path, content):
 
 def test_durability_is_what_reaches_the_disk(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(log.os, "fdatasync", synced.append)
-    for durability in (p.Durability.PROCESS, p.Durability.MACHINE):
+    monkeypatch.setattr(wal.os, "fdatasync", synced.append)
+    for durability in (p.StoreDurability.PROCESS, p.StoreDurability.MACHINE):
         store, service = opened(tmp_path, durability=durability)
         assert store._database.execute("PRAGMA synchronous").fetchone() == (1,), (
-            "what is folded waits for a checkpoint"
+            "what is compacted waits for a checkpoint"
         )
         assert store._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert store.is_quick == (durability is p.Durability.PROCESS)
+        assert store.is_quick == (durability is p.StoreDurability.PROCESS)
         assert service.about.durability is durability
         initialize(service, f"{len(service.scopes)}:kv")
         store.write(service.take_changes())
-        assert len(synced) == (durability is p.Durability.MACHINE)
+        assert len(synced) == (durability is p.StoreDurability.MACHINE)
         store.close()
 
 
@@ -319,11 +318,11 @@ def test_rows_that_contradict_each_other_are_left_out(tmp_path):
     initialize(service, "0:kv", slots=8)
     commit(service, reserve(service, ["a", "b", "c"]).leases)
     store.write(service.take_changes())
-    fold_all(store, service)
+    compact_all(store, service)
     store.close()
     database = sqlite3.connect(tmp_path / "m.db")
     place, blob = database.execute("SELECT place, slots FROM blocks").fetchone()
-    block, far = Block.decode(blob), Block()
+    block, far = SlotBlock.decode(blob), SlotBlock()
     block.keys[1], block.states[2] = "a", 9
     far.states[0], far.keys[0] = LIVE, "z"
     for number, changed in ((place, block), (place + 1000, far)):
@@ -351,7 +350,7 @@ def test_a_damaged_block_is_refused(tmp_path, blob):
     initialize(service, "0:kv")
     reserve(service, ["a"])
     store.write(service.take_changes())
-    fold_all(store, service)
+    compact_all(store, service)
     store.close()
     database = sqlite3.connect(tmp_path / "m.db")
     database.execute("UPDATE blocks SET slots = ?", (blob,))
@@ -380,27 +379,29 @@ def test_a_store_in_no_directory(tmp_path):
         open_store(f"sqlite:///{tmp_path}/nowhere/m.db")
 
 
-def test_what_is_folded_and_on_the_disk_leaves_the_log(tmp_path, monkeypatch):
+def test_what_is_compacted_and_on_the_disk_leaves_the_log(tmp_path, monkeypatch):
     monkeypatch.setattr(sqlite, "CHECKPOINT_BLOCKS", 5)
-    monkeypatch.setattr(folds, "WINDOW_BYTES", 500)
-    monkeypatch.setattr(log, "SEGMENT_BYTES", 1000)
+    monkeypatch.setattr(compaction, "WINDOW_BYTES", 500)
+    monkeypatch.setattr(wal, "SEGMENT_BYTES", 1000)
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     files, most = set(), 0
     for i in range(200):
         reserve(service, [f"k{i}"])
         changes = service.take_changes()
-        piece = store.gather(service.scope_of) if store.wants_folding(idle=True) else None
+        compaction_batch = (
+            store.collect(service.scope_of) if store.wants_compaction(idle=True) else None
+        )
         store.write(changes)
-        if piece is not None:
-            store.fold(piece, NOW)
+        if compaction_batch is not None:
+            store.compact(compaction_batch, NOW)
         if store.wants_checkpoint(idle=False):
             store.checkpoint()
         now = set(tmp_path.glob("m.db.log-*"))
         files, most = files | now, max(most, len(now))
     assert len(files) > 20
     assert most < 10
-    fold_all(store, service)
+    compact_all(store, service)
     store.close()
     assert not list(tmp_path.glob("m.db.log-*")), "only the database remains"
     store, restored = opened(tmp_path)
@@ -410,7 +411,7 @@ def test_what_is_folded_and_on_the_disk_leaves_the_log(tmp_path, monkeypatch):
 
 def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatch):
     """A checkpoint that others keep from being whole leaves the log."""
-    monkeypatch.setattr(log, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(wal, "SEGMENT_BYTES", 100)
     store, service = opened(tmp_path)
     initialize(service, "0:kv")
     reserve(service, ["a"])
@@ -420,7 +421,7 @@ def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatc
     reader = sqlite3.connect(tmp_path / "m.db")
     reader.execute("BEGIN")
     reader.execute("SELECT * FROM blocks").fetchall()
-    fold_all(store, service)
+    compact_all(store, service)
     before = sorted(tmp_path.glob("m.db.log-*"))
     store.checkpoint()
     assert sorted(tmp_path.glob("m.db.log-*")) == before
@@ -431,7 +432,7 @@ def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatc
 
 
 def test_a_log_that_cannot_be_settled_is_not_appended_to(tmp_path, monkeypatch):
-    """While another program reads the database, what is folded does not reach it; a log that went
+    """While another program reads the database, what is compacted does not reach it; a log that went
     on would follow nothing."""
     store, service = opened(tmp_path)
     initialize(service, "0:kv")

@@ -16,12 +16,12 @@ from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.rate_limits import Rates
 from hicache_metadata_server.auth.tenants_file import read_tenants_file
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Caller, Holding, Quota, Quotas, Tenants
+from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
-from hicache_metadata_server.storage.store import open_store
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded
@@ -43,7 +43,7 @@ def with_quota(**limits):
 def initialize(service, *parts, caller=ACME):
     try:
         service.initialize(p.Initialize(scopes=list(parts)), 0.0, caller)
-    except RefusedError as refused:
+    except RequestError as refused:
         return refused.problem.code
     return "done"
 
@@ -247,7 +247,7 @@ def rates(**quota):
 def admitted(made, route="/v2/lookup", caller=ACME):
     try:
         made.admit(caller, route)
-    except RefusedError as error:
+    except RequestError as error:
         refused = error
     else:
         return 0
@@ -357,14 +357,14 @@ def restored(tmp_path, now=1.0):
     return store, service
 
 
-@pytest.mark.parametrize("folded", [False, True])
-def test_a_store_keeps_whose_a_scope_is(tmp_path, folded):
+@pytest.mark.parametrize("compacted", [False, True])
+def test_a_store_keeps_whose_a_scope_is(tmp_path, compacted):
     store, service = restored(tmp_path)
     assert initialize(service, geometry("0:a")) == "done"
     assert initialize(service, geometry("0:b"), caller=Caller()) == "done"
     store.write(service.take_changes())
-    while folded and store.wants_folding(idle=True):
-        store.fold(store.gather(service.scope_of), 1.0)
+    while compacted and store.wants_compaction(idle=True):
+        store.compact(store.collect(service.scope_of), 1.0)
     store.close()
     store, service = restored(tmp_path)
     assert service.tenants.of_scope == {"0:a": "acme", "0:b": ""}
@@ -376,8 +376,8 @@ def test_a_store_of_schema_3_is_brought_up_to_date(tmp_path):
     initialize(service, geometry("0:a", 8), caller=Caller())
     service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:a", keys=["k"])]), 1.0)
     store.write(service.take_changes())
-    while store.wants_folding(idle=True):
-        store.fold(store.gather(service.scope_of), 1.0)
+    while store.wants_compaction(idle=True):
+        store.compact(store.collect(service.scope_of), 1.0)
     store.close()
     with closing(sqlite3.connect(tmp_path / "m.db")) as database:
         database.executescript(

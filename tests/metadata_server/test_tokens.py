@@ -25,7 +25,7 @@ from hicache_metadata_server.auth.token_file import (
 )
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import ANYBODY
 from hicache_metadata_server.http.reloads import Reloads, Watched
 from hicache_metadata_server.protocol import Token
@@ -45,7 +45,7 @@ def made(file, *options):
 def status(tokens, token, needed=Token.READ):
     try:
         tokens.check(f"Bearer {token}".encode(), needed)
-    except RefusedError as refused:
+    except RequestError as refused:
         return refused.status
     return 200
 
@@ -268,7 +268,7 @@ def test_who_asks():
         b"Bearer \xff",
         b"Bearer " + b"t" * 10_000,
     ):
-        with pytest.raises(RefusedError, match="401"):
+        with pytest.raises(RequestError, match="401"):
             tokens.check(header, Token.READ)
     tokens.take([])
     assert status(tokens, "t") == 401, "no token at all does not mean that none is asked for"

@@ -8,7 +8,7 @@ import threading
 
 from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 from hicache_conformance.protocol.v2_client import V2Client, V2Scope
-from hicache_metadata_server.protocol import Checked, Fsck, Reserved
+from hicache_metadata_server.protocol import Fsck, FsckReport, Reserved
 
 # So many that nothing is evicted.
 SLOTS = 1_000_000
@@ -74,4 +74,4 @@ def check_kept(scope, writers):
                 slot: key for slot, key in zip(found.slots, some, strict=True) if slot not in owners
             }
     assert len(owners) == sum(len(set(writer.live) - writer.unsure) for writer in writers)
-    assert scope.client.call("/v2/fsck", Fsck(), Checked).problems == []
+    assert scope.client.call("/v2/fsck", Fsck(), FsckReport).problems == []

@@ -89,7 +89,7 @@ class Hf3fsStorage(ObjectStorage):
         durability = self._capabilities.durability
         if (
             durability is Durability.PROCESS
-            and store.metadata.about.durability is p.Durability.NONE
+            and store.metadata.about.durability is p.StoreDurability.NONE
         ):
             durability = Durability.REOPEN
         self._capabilities = replace(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_conformance.protocol.rules import Need
-from hicache_metadata_server.protocol import PROTOCOL, About, Durability, Limits, decode
+from hicache_metadata_server.protocol import PROTOCOL, About, Limits, StoreDurability, decode
 
 if TYPE_CHECKING:
     from hicache_conformance.protocol.http_client import HttpClient
@@ -65,7 +65,7 @@ def look(http: HttpClient, server: RemoteServer, lease_seconds: float | None) ->
     native = reply.status not in (404, 405)
     about = _about(reply.body) if reply.status == 200 else None
     limits = about.limits if about else UNKNOWN_LIMITS
-    durable = about.durability is not Durability.NONE if about else server.keeps
+    durable = about.durability is not StoreDurability.NONE if about else server.keeps
     lease = limits.lease_seconds if about else lease_seconds
     found = {
         Need.NATIVE: native,

@@ -21,7 +21,7 @@ from hicache_metadata_server.protocol import (
     CommitScope,
     Delete,
     DeleteScope,
-    Found,
+    FoundPages,
     Initialize,
     Initialized,
     Inspect,
@@ -143,13 +143,13 @@ class V2Scope:
             raise Violation(RULE, f"initialize of one scope answers {len(created)} flags")
         return created[0]
 
-    def lookup(self, keys: Sequence[str], *, touch: bool = True) -> Found:
+    def lookup(self, keys: Sequence[str], *, touch: bool = True) -> FoundPages:
         """Look keys up; their slots."""
         return self.pinned_lookup(keys, 0.0, touch=touch)[0]
 
     def pinned_lookup(
         self, keys: Sequence[str], seconds: float, *, touch: bool = True
-    ) -> tuple[Found, int]:
+    ) -> tuple[FoundPages, int]:
         """Look keys up and pin their slots; the slots, and the pin."""
         request = Lookup(
             scopes=[LookupScope(scope=self.name, keys=list(keys))], pin_seconds=seconds, touch=touch

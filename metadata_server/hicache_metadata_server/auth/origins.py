@@ -12,7 +12,7 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -41,7 +41,7 @@ class Origins:
         """See that no page of another site has sent a request.
 
         Raises:
-            RefusedError: one has, or may have.
+            RequestError: one has, or may have.
         """
         host = headers.get(b"host", b"")
         if host not in self._known:
@@ -95,5 +95,5 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _refused(message: str, field: str) -> RefusedError:
-    return RefusedError(403, "forbidden", message, field)
+def _refused(message: str, field: str) -> RequestError:
+    return RequestError(403, "forbidden", message, field)

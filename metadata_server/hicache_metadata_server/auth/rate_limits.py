@@ -6,7 +6,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import TOO_MANY
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Rates:
         What ends something that was begun is counted ahead, as much as a burst.
 
         Raises:
-            RefusedError: 429, with the time after which it may come again.
+            RequestError: 429, with the time after which it may come again.
         """
         tenant = caller.tenant
         if not tenant:
@@ -68,7 +68,7 @@ class Rates:
         if seconds:
             self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
             message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
-            raise RefusedError(
+            raise RequestError(
                 429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
             )
 

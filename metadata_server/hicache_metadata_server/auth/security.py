@@ -80,7 +80,7 @@ class Security:
         """See that no page of another site has sent a request: where there are tokens, it has none.
 
         Raises:
-            RefusedError: one has, or may have.
+            RequestError: one has, or may have.
         """
         if not self.tokens:
             self.origins.check(headers)

@@ -7,7 +7,7 @@ from hmac import compare_digest
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.auth.token_file import digest
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.protocol import Token
 
@@ -66,14 +66,14 @@ class Tokens:
         """See that a request may be done; returns who asks.
 
         Raises:
-            RefusedError: 401 without a known token, or with one that has expired, 403 with one that
+            RequestError: 401 without a known token, or with one that has expired, 403 with one that
             permits less.
         """
         if not self._wanted or needed is Token.NONE:
             return ANYBODY
         known = self._find(authorization)
         if known is None:
-            raise RefusedError(
+            raise RequestError(
                 401,
                 "unauthorized",
                 "this server needs a bearer token that it knows (header Authorization: Bearer "
@@ -81,10 +81,10 @@ class Tokens:
                 "Authorization",
             )
         if known.expires <= self._clock():
-            raise RefusedError(401, "unauthorized", "this token has expired", "Authorization")
+            raise RequestError(401, "unauthorized", "this token has expired", "Authorization")
         if known.rank < _RANK[needed]:
             message = f"this token permits {known.caller.right}, and that needs {needed}"
-            raise RefusedError(403, "forbidden", message, "Authorization")
+            raise RequestError(403, "forbidden", message, "Authorization")
         return known.caller
 
     def whose(self, authorization: bytes) -> Caller | None:

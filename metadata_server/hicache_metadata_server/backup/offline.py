@@ -11,7 +11,8 @@ from msgspec import structs
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.storage.store import MEMORY, SQLITE, StoreError, open_store
+from hicache_metadata_server.storage.factory import MEMORY, SQLITE, open_store
+from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -203,11 +203,11 @@ class RedisTarget:
 async def _connected(url: str) -> SharedService:
     link = open_link(url)
     try:
-        await check_redis(link, p.Durability.NONE)
+        await check_redis(link, p.StoreDurability.NONE)
     except BaseException:
         await link.close()
         raise
-    return SharedService(link, DEFAULTS, durability=p.Durability.NONE)
+    return SharedService(link, DEFAULTS, durability=p.StoreDurability.NONE)
 
 
 def _note(seen: bytearray, slots: list[int]) -> None:

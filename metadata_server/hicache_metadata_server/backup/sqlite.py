@@ -24,10 +24,11 @@ from hicache_metadata_server.core.changes import Changes, ScopeRecord
 from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
 from hicache_metadata_server.core.invariants import audit
 from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
+from hicache_metadata_server.storage.factory import SQLITE
 from hicache_metadata_server.storage.fsync import sync_directory
 from hicache_metadata_server.storage.schema import APPLICATION
 from hicache_metadata_server.storage.sqlite import SqliteStore, StoreLock
-from hicache_metadata_server.storage.store import SQLITE, StoreError
+from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

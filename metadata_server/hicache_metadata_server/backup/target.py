@@ -57,7 +57,7 @@ def open_target(url: str, *, replace: bool) -> Target:
         SnapshotError: it holds something, and may not be replaced.
     """
     from hicache_metadata_server.shared.address import is_shared
-    from hicache_metadata_server.storage.store import SQLITE
+    from hicache_metadata_server.storage.factory import SQLITE
 
     if url.startswith(SQLITE) and len(url) > len(SQLITE):
         from hicache_metadata_server.backup.sqlite import SqliteTarget

@@ -100,12 +100,11 @@ def fsck_server(
     returns the exit status."""
     from hicache_metadata_server.backup.checking import PageChecker, check
     from hicache_metadata_server.backup.remote import served
-    from hicache_metadata_server.protocol import Checked as CheckedScopes
-    from hicache_metadata_server.protocol import Fsck, Scopes
+    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
 
     with complaints():
         remote = remote_of(url, *shown)
-        problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), CheckedScopes).problems
+        problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), FsckReport).problems
         wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
         with closing(PageChecker(files)) as checker:
             found = check(_some(served(remote, wanted), sample), checker)

@@ -300,7 +300,7 @@ def fsck(
 ) -> None:
     """Check every invariant of some scopes or all, and with --files the bytes of their pages. Exits
     with 1 if something is wrong."""
-    from hicache_metadata_server.protocol import Checked, Fsck
+    from hicache_metadata_server.protocol import Fsck, FsckReport
 
     if files is not None or repair:
         raise typer.Exit(
@@ -313,7 +313,7 @@ def fsck(
         checked = (
             _fsck_store(store, request)
             if store
-            else _remote(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
+            else _remote(url, token_file, ca, certificate).call("/v2/fsck", request, FsckReport)
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -406,7 +406,7 @@ def _import(store: str, scopes: Any, tenant: str) -> None:
 
 
 def _fsck_store(store: str, request: Any) -> Any:
-    from hicache_metadata_server.protocol import Checked
+    from hicache_metadata_server.protocol import FsckReport
     from hicache_metadata_server.shared.address import is_shared
 
     if is_shared(store):
@@ -414,10 +414,10 @@ def _fsck_store(store: str, request: Any) -> Any:
 
         return fsck_store(store, request)
     with _opened(store) as (service, _):
-        checked = Checked(slots=0, problems=[])
+        checked = FsckReport(slots=0, problems=[])
         for piece in service.fsck(request):
             checked = piece or checked
-        return Checked(
+        return FsckReport(
             slots=checked.slots, problems=[*service.recovery_problems, *checked.problems]
         )
 
@@ -426,7 +426,8 @@ def _fsck_store(store: str, request: Any) -> Any:
 def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     """A service as a store has kept it, and what writes its changes there."""
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.store import MEMORY, StoreError, open_store
+    from hicache_metadata_server.storage.factory import MEMORY, open_store
+    from hicache_metadata_server.storage.store import StoreError
 
     if store == MEMORY:
         raise StoreError(

@@ -77,12 +77,12 @@ def remote_of(
 def complaints() -> Generator[None]:
     """Errors that are the operator's to read end the command with a sentence."""
     from hicache_metadata_server.cli.remote_server import RemoteError
-    from hicache_metadata_server.core.errors import RefusedError
+    from hicache_metadata_server.core.errors import RequestError
     from hicache_metadata_server.storage.store import StoreError
 
     try:
         yield
-    except RefusedError as error:
+    except RequestError as error:
         fail(error.problem.message)
     except (RemoteError, StoreError, ValueError, OSError) as error:
         fail(sentence(error))

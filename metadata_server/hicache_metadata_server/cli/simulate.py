@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.simulation.cluster import ClusterSettings
     from hicache_metadata_server.simulation.costs import Costs
-    from hicache_metadata_server.simulation.events import Event
-    from hicache_metadata_server.simulation.outcome import Outcome
+    from hicache_metadata_server.simulation.events import TraceEvent
+    from hicache_metadata_server.simulation.result import SimulationResult
     from hicache_metadata_server.simulation.sizing import Needs, Wanted
 
 LOAD: Final = "Synthetic load"
@@ -138,7 +138,7 @@ def _checked(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
         raise ValueError(f"--{name.rstrip('`').replace('_', '-')}: {what}") from error
 
 
-def _source(trace: Path | None, load: Any) -> Callable[[], Iterable[Event]]:
+def _source(trace: Path | None, load: Any) -> Callable[[], Iterable[TraceEvent]]:
     from hicache_metadata_server.simulation.events import read_trace
     from hicache_metadata_server.simulation.load import synthetic
 
@@ -151,7 +151,7 @@ def _costs(*, measure: bool) -> Costs:
     return costs.measure() if measure else costs.DOCUMENTED
 
 
-def _json(outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs) -> str:
+def _json(outcome: SimulationResult, needs: Needs, wanted: Wanted | None, costs: Costs) -> str:
     import msgspec
 
     found = {
@@ -165,7 +165,11 @@ def _json(outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs) -
 
 
 def _print(
-    outcome: Outcome, needs: Needs, wanted: Wanted | None, costs: Costs, settings: ClusterSettings
+    outcome: SimulationResult,
+    needs: Needs,
+    wanted: Wanted | None,
+    costs: Costs,
+    settings: ClusterSettings,
 ) -> None:
     console, each = (
         Console(highlight=False),

@@ -13,8 +13,8 @@ from msgspec import structs
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import MetadataError, error_of_response
 from hicache_metadata_server.client.metadata_client import MetadataClient
-from hicache_metadata_server.core.clock import Clock
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.clock import SteadyClock
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 
@@ -53,7 +53,7 @@ class _State:
             quarantine_seconds=quarantine_seconds,
         )
         self._service = MetadataService(unbounded)
-        self._clock = Clock()
+        self._clock = SteadyClock()
         self._lock = threading.Lock()
         service = self._service
         self._operations: dict[str, Callable[[Any, float], Any]] = {
@@ -82,7 +82,7 @@ class _State:
             self._service.settle(now, MAX_EXPIRIES)
             try:
                 return self._operations[path](request, now)
-            except RefusedError as error:
+            except RequestError as error:
                 raise error_of_response(
                     error.status, error.problem.code, error.problem.message
                 ) from error

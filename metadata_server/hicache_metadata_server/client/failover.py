@@ -33,7 +33,7 @@ MAX_DOUBLINGS: Final = 10
 """Bound of the exponent: a server that is down for a day fails thousands of times."""
 
 
-class Server:
+class ServerEndpoint:
     """One address and its state.
 
     Only the client's loop thread changes it. The exception is `silent_since`, which the thread of
@@ -92,10 +92,10 @@ class ServerPool:
         urls: Sequence[str],
         *,
         rng: random.Random,
-        is_ready: Callable[[Server], Awaitable[bool]],
+        is_ready: Callable[[ServerEndpoint], Awaitable[bool]],
         on_failover: Callable[[], None],
     ) -> None:
-        self._all = [Server(url) for url in urls]
+        self._all = [ServerEndpoint(url) for url in urls]
         rng.shuffle(self._all)
         self._rng = rng
         self._is_ready = is_ready
@@ -106,12 +106,12 @@ class ServerPool:
         return len(self._all)
 
     @property
-    def first(self) -> Server:
+    def first(self) -> ServerEndpoint:
         """The server of the next request's first attempt."""
         ready = (server for server in self._all if not server.in_backoff)
         return next(ready, None) or min(self._all, key=_backoff_end)
 
-    def after(self, asked: Sequence[Server]) -> Server | None:
+    def after(self, asked: Sequence[ServerEndpoint]) -> ServerEndpoint | None:
         """The next server for a request that has asked some; None if it has asked all.
 
         Without a server outside of backoff, it is the one whose backoff ends first.
@@ -131,7 +131,7 @@ class ServerPool:
             f"{self.first.url}, {away} of {len(self._all)} servers away" if away else self.first.url
         )
 
-    def record_success(self, server: Server) -> None:
+    def record_success(self, server: ServerEndpoint) -> None:
         """Reset a server's failures and end its backoff, after an answered request."""
         server.failures = 0
         if server.in_backoff:
@@ -140,7 +140,7 @@ class ServerPool:
             server.probe.cancel()
             server.probe = None
 
-    def record_timeout(self, server: Server) -> None:
+    def record_timeout(self, server: ServerEndpoint) -> None:
         """Record a request without response: a failure if all requests have been silent for
         long."""
         silent_since = server.silent_since
@@ -148,7 +148,7 @@ class ServerPool:
         if silent_since is not None and time.monotonic() - silent_since >= MIN_ATTEMPT_SECONDS:
             self.record_failure(server, "it does not answer")
 
-    def record_failure(self, server: Server, reason: object) -> None:
+    def record_failure(self, server: ServerEndpoint, reason: object) -> None:
         """Put a server in backoff and start its probe."""
         if server.in_backoff or len(self._all) == 1 or self._closed:
             return
@@ -170,13 +170,13 @@ class ServerPool:
                 server.probe.cancel()
                 server.probe = None
 
-    def _draw_backoff(self, server: Server) -> None:
+    def _draw_backoff(self, server: ServerEndpoint) -> None:
         doubled = FIRST_BACKOFF_SECONDS * 2 ** min(server.failures, MAX_DOUBLINGS)
         bound = min(MAX_BACKOFF_SECONDS, doubled)
         server.failures += 1
         server.backoff_until = time.monotonic() + self._rng.uniform(bound / 2, bound)
 
-    async def _probe(self, server: Server) -> None:
+    async def _probe(self, server: ServerEndpoint) -> None:
         while server.in_backoff:
             await asyncio.sleep(server.backoff_until - time.monotonic())
             if await self._is_ready(server):
@@ -187,7 +187,7 @@ class ServerPool:
                 self._draw_backoff(server)
         server.probe = None
 
-    def _end_backoff(self, server: Server) -> None:
+    def _end_backoff(self, server: ServerEndpoint) -> None:
         server.in_backoff = False
         server.silent_since = None
         if server.failed_over:
@@ -203,14 +203,14 @@ class AttemptPlan:
     def __init__(self, servers: ServerPool) -> None:
         self._servers = servers
         self._current = servers.first
-        self._asked = list[Server]()
+        self._asked = list[ServerEndpoint]()
         self._attempts = 1
         self._all_asked = False
         self.needs_pause = False
         """The next attempt is at a server that was asked before, and follows a pause."""
 
     @property
-    def server(self) -> Server:
+    def server(self) -> ServerEndpoint:
         """The server of the current attempt."""
         return self._current
 
@@ -256,5 +256,5 @@ class AttemptPlan:
             self._servers.record_failure(self._current, error)
 
 
-def _backoff_end(server: Server) -> float:
+def _backoff_end(server: ServerEndpoint) -> float:
     return server.backoff_until

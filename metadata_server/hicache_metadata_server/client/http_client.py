@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from ssl import SSLContext
 
-    from hicache_metadata_server.client.failover import AttemptPlan, Server
+    from hicache_metadata_server.client.failover import AttemptPlan, ServerEndpoint
     from hicache_storage.objects import Call
 
 A = TypeVar("A", bound=p.Answer)
@@ -112,7 +112,7 @@ class HttpMetadataClient(MetadataClient):
 
     @property
     def about(self) -> p.About:
-        """Server information of the last `refresh`.
+        """ServerEndpoint information of the last `refresh`.
 
         Raises:
             MetadataError: `refresh` has not succeeded yet.
@@ -195,7 +195,7 @@ class HttpMetadataClient(MetadataClient):
             self._initialized_at = server.url
         return response
 
-    def _warn_of_separate_stores(self, server: Server) -> None:
+    def _warn_of_separate_stores(self, server: ServerEndpoint) -> None:
         """Log that servers may have separate stores: a client cannot tell that from a lost
         state."""
         if self._initialized_at not in ("", server.url):

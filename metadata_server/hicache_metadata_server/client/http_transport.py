@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from multidict import CIMultiDict
 
-    from hicache_metadata_server.client.failover import Server
+    from hicache_metadata_server.client.failover import ServerEndpoint
     from hicache_storage.observability.otel import Spans
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class HttpTransport:
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
-    async def send(self, server: Server, pending: PendingRequest[T], seconds: float) -> T:
+    async def send(self, server: ServerEndpoint, pending: PendingRequest[T], seconds: float) -> T:
         """Send a request to a server and return its response.
 
         Raises:
@@ -93,7 +93,7 @@ class HttpTransport:
             )
             raise RetryableError(message) from error
 
-    async def is_ready(self, server: Server) -> bool:
+    async def is_ready(self, server: ServerEndpoint) -> bool:
         """Ask a server for its readiness; False for any failure."""
         session = self._session or self._open()
         try:

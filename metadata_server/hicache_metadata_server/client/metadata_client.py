@@ -43,7 +43,7 @@ class MetadataClient(ABC):
     @property
     @abstractmethod
     def about(self) -> p.About:
-        """Server information of the last `refresh`."""
+        """ServerEndpoint information of the last `refresh`."""
 
     @property
     def endpoint(self) -> str:
@@ -99,7 +99,7 @@ class MetadataClient(ABC):
         """Look up the slots of pages, and pin them if `pin_seconds` is not 0."""
         request = p.Lookup(scopes=list(scopes), pin_seconds=pin_seconds, touch=touch)
         done = self._send_split("/v2/lookup", request, p.LookedUp, call)
-        found: list[p.Found] = merge_responses(request, done)
+        found: list[p.FoundPages] = merge_responses(request, done)
         for columns, part in zip(found, scopes, strict=True):
             self._check_slots(part.scope, columns.slots)
         return Located(found, [response.pin for _, response in done if response.pin])
@@ -286,7 +286,7 @@ class Located:
 
     __slots__ = ("pins", "scopes")
 
-    def __init__(self, scopes: list[p.Found], pins: list[int]) -> None:
+    def __init__(self, scopes: list[p.FoundPages], pins: list[int]) -> None:
         self.scopes = scopes
         self.pins = pins
 

@@ -1,2 +1,1 @@
-"""The state machine of the server: scopes and their slots, without I/O and without a clock of its
-own."""
+"""The state machine of the server: scopes and their slots. No I/O; the time is an argument."""

@@ -1,8 +1,10 @@
-"""What has to be written down before the requests that caused it are answered."""
+"""Changes of the state machine that a store writes before their requests are answered."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+import msgspec
 
 from hicache_metadata_server.core.codec import SlotChanges
 from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
@@ -13,19 +15,19 @@ class ScopeRecord:
     """A scope without its slots."""
 
     number: int
-    """Its name in the store; never given twice."""
+    """Number of the scope in the store, never reused."""
     geometry: ScopeGeometry
     epoch: int = 0
     cleared_until: float = 0.0
     tenant: str = ""
-    """Whose token has made it; empty for none."""
+    """Tenant of the token that made it; empty for none."""
     model: str = ""
-    """As `describe` has named it; empty for none."""
+    """Name given by `describe`; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """A pin."""
+    """A pin and its slots."""
 
     pin: int
     until: float
@@ -33,14 +35,15 @@ class PinRecord:
     """By the number of their scope."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerRecord:
+# A Struct, because the field has another name in the log than here: `once` is also a column of the
+# SQLite schema, and logs of earlier versions are replayed.
+class AnswerRecord(msgspec.Struct, frozen=True):
     """The answer to a request with an idempotency key."""
 
-    once: str
+    idempotency_key: str = msgspec.field(name="once")
     until: float
     digest: bytes
-    """Of route, content type and body."""
+    """Digest of route, content type and body."""
     content_type: str
     status: int
     body: bytes
@@ -48,21 +51,22 @@ class AnswerRecord:
 
 @dataclass(slots=True)
 class Changes:
-    """One group of them: all hold after a crash, or none."""
+    """One group of changes: after a crash all of them hold, or none."""
 
     scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
-    """New, cleared or described."""
+    """New, cleared or described scopes."""
     slots: dict[int, SlotChanges] = field(default_factory=dict[int, SlotChanges])
-    """By the number of their scope."""
+    """Changed slots, by the number of their scope."""
     pins: list[PinRecord] = field(default_factory=list[PinRecord])
     unpinned: list[int] = field(default_factory=list[int])
     answers: list[AnswerRecord] = field(default_factory=list[AnswerRecord])
     counters: dict[str, int] = field(default_factory=dict[str, int])
     dropped: list[int] = field(default_factory=list[int])
-    """Scopes that are gone, by their numbers."""
+    """Numbers of dropped scopes."""
 
     def add_all_but_slots(self, later: Changes) -> None:
-        """Join what another group has beside slots."""
+        """Add everything but slots of a later group."""
+        # Slots are left out: compaction reads blocks from memory, which has their latest state.
         if later.scopes or later.pins or later.unpinned or later.answers:
             self.scopes += later.scopes
             self.pins += later.pins
@@ -85,7 +89,7 @@ class Changes:
 
 @dataclass(slots=True)
 class Recovered:
-    """Everything that a store has kept."""
+    """Contents of a store at the start, without slots."""
 
     scopes: list[ScopeRecord] = field(default_factory=list[ScopeRecord])
     pins: list[PinRecord] = field(default_factory=list[PinRecord])

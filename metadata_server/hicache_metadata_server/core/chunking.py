@@ -1,4 +1,4 @@
-"""Long requests, done piece by piece, so that others are served in between."""
+"""Long requests, cut into chunks between which the server answers other requests."""
 
 from __future__ import annotations
 
@@ -13,74 +13,79 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ENTRIES: Final = 256
-"""In a piece: about half a millisecond."""
+CHUNK_ENTRIES: Final = 256
+"""Entries of a chunk, which takes about half a millisecond."""
 
-_FLAT: Final = (p.CompatibleKeys, p.CompatibleReserve)
+_FLAT: Final = (p.SglangKeys, p.SglangReserve)
 
 
 def is_long(request: object) -> bool:
-    """Whether a request is better done in pieces."""
+    """True if a request is to be done in chunks."""
     if isinstance(request, _FLAT):
-        return len(request.keys) > ENTRIES
+        return len(request.keys) > CHUNK_ENTRIES
+    # A pinning lookup is done at once: one pin covers all of its slots, and what an earlier chunk
+    # found could be evicted before the last chunk.
     if isinstance(request, p.Lookup) and request.pin_seconds > 0:
         return False
     columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
     if not columns:
         return False
     parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
-    return sum(len(getattr(part, columns[0])) for part in parts) > ENTRIES
+    return sum(len(getattr(part, columns[0])) for part in parts) > CHUNK_ENTRIES
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a long request that is a request itself."""
 
     scope: int
-    """The number of its scope in the request."""
+    """Index of its scope in the request."""
     start: int
-    """Its first entry there."""
+    """Index of its first entry in that scope."""
     request: Any
 
 
-def pieces_of(request: Any) -> list[Piece]:
-    """The pieces of a long request in the order in which they are to be done; a scope without
-    entries has one of none."""
-    pieces = list(_cut(request))
-    return pieces[::-1] if isinstance(request, (*p.FROM_THE_END, p.CompatibleKeys)) else pieces
+def chunks_of(request: Any) -> list[Chunk]:
+    """Cut a long request into chunks, in the order in which to do them.
+
+    A scope without entries gets one empty chunk, so that the response has an entry for it.
+    """
+    chunks = list(_cut(request))
+    return chunks[::-1] if isinstance(request, (*p.FROM_THE_END, p.SglangKeys)) else chunks
 
 
-def joined(pieces: list[Piece], answers: list[Any]) -> Any:
-    """One answer, made of those to the pieces."""
-    places = sorted(range(len(pieces)), key=lambda place: pieces[place][:2])
-    if isinstance(pieces[0].request, _FLAT):
-        return _joined_dicts([answers[place] for place in places])
-    return _joined([(pieces[place].scope, answers[place]) for place in places])
+def join_responses(chunks: list[Chunk], answers: list[Any]) -> Any:
+    """Join the responses to all chunks into one response."""
+    # Chunks may have been done from the last to the first; entries are in the order of the request.
+    places = sorted(range(len(chunks)), key=lambda place: chunks[place][:2])
+    if isinstance(chunks[0].request, _FLAT):
+        return _join_dicts([answers[place] for place in places])
+    return _join_columns([(chunks[place].scope, answers[place]) for place in places])
 
 
-def groups_of(entries: Sequence[T], most: int = ENTRIES) -> Iterator[Sequence[T]]:
-    """Neighbours, so many at a time."""
-    for start in range(0, len(entries), most):
-        yield entries[start : start + most]
+def batched(entries: Sequence[T], max_length: int = CHUNK_ENTRIES) -> Iterator[Sequence[T]]:
+    """Yield consecutive entries, up to `max_length` at a time."""
+    for start in range(0, len(entries), max_length):
+        yield entries[start : start + max_length]
 
 
-def _cut(request: Any) -> Iterator[Piece]:
+def _cut(request: Any) -> Iterator[Chunk]:
     if isinstance(request, _FLAT):
-        for start in range(0, len(request.keys), ENTRIES):
-            yield Piece(
-                0, start, structs.replace(request, keys=request.keys[start : start + ENTRIES])
+        for start in range(0, len(request.keys), CHUNK_ENTRIES):
+            yield Chunk(
+                0, start, structs.replace(request, keys=request.keys[start : start + CHUNK_ENTRIES])
             )
         return
     columns = p.COLUMNS[type(request)]
     for number, part in enumerate(request.scopes):
-        for start in range(0, max(1, len(getattr(part, columns[0]))), ENTRIES):
-            cut = {name: getattr(part, name)[start : start + ENTRIES] for name in columns}
-            yield Piece(
+        for start in range(0, max(1, len(getattr(part, columns[0]))), CHUNK_ENTRIES):
+            cut = {name: getattr(part, name)[start : start + CHUNK_ENTRIES] for name in columns}
+            yield Chunk(
                 number, start, structs.replace(request, scopes=[structs.replace(part, **cut)])
             )
 
 
-def _joined(answers: list[tuple[int, Any]]) -> Any:
-    """One answer whose columns are those of the pieces, one after the other."""
+def _join_columns(answers: list[tuple[int, Any]]) -> Any:
+    """Concatenate the columns of several responses, scope by scope."""
     parts = dict[int, list[Any]]()
     for number, answer in answers:
         parts.setdefault(number, []).append(answer.scopes[0])
@@ -88,7 +93,7 @@ def _joined(answers: list[tuple[int, Any]]) -> Any:
     return structs.replace(answers[0][1], scopes=scopes)
 
 
-def _joined_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:
+def _join_dicts(answers: list[dict[str, list[Any]] | None]) -> dict[str, list[Any]] | None:
     found = [answer for answer in answers if answer is not None]
     if not found:
         return None

@@ -1,4 +1,7 @@
-"""What is written down of slots: columns as bytes, made and read without a look at each slot."""
+"""Encoding of slot changes for the log: columns as bytes.
+
+Columns are copied as slices of the slot table. A loop over slots would take several times as long.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,35 @@ if TYPE_CHECKING:
 
 
 class SlotStates(NamedTuple):
-    """How some slots are now. Columns have 8 bytes a slot, `states` one."""
+    """Current states of some slots. Columns have 8 bytes a slot, `states` one."""
 
     epoch: int
     slots: bytes
-    """In ascending order, as in all columns; of three neighbours and more the first and the
+    """In ascending order, as in all columns; of three or more neighbours only the first and the
     last."""
     states: bytes
     until: bytes
-    """Empty where all are live."""
+    """Empty if all slots are live."""
     lengths: bytes
-    """Empty where all are 0; so are checksums."""
+    """Empty if all are 0; so are checksums."""
     checksums: bytes
 
 
 class SlotLeases(NamedTuple):
-    """For what some slots were leased: it stays as it is until they are leased again."""
+    """Leases of some slots: constant until the slots are leased again."""
 
     slots: bytes
     generations: bytes
     leases: bytes
     keys: list[str]
     prefixes: list[str]
-    """Empty where none has one."""
+    """Empty if no slot has a prefix."""
     owners: list[str]
-    """Empty where none has a name."""
+    """Empty if no owner has a name."""
 
 
 class SlotChanges(NamedTuple):
-    """What has changed in one scope: the states of all slots that did, and the leases of those that
-    were leased anew."""
+    """Changes of one scope: states of all changed slots, leases of those leased anew."""
 
     states: SlotStates
     leases: SlotLeases
@@ -54,10 +56,12 @@ class SlotChanges(NamedTuple):
 def changes_of(
     scope: Scope, changed: Sequence[Sequence[int]], leased: Sequence[Sequence[int]]
 ) -> SlotChanges:
-    """Some slots as they are now; `leased` are those among them that were leased since they were
-    written down last.
+    """Encode the current state of slots.
 
-    Both come in parts, and slots may come several times.
+    Args:
+        scope: their scope.
+        changed: changed slots, in parts; a slot may occur several times.
+        leased: those of them that were leased since they were encoded last, likewise.
     """
     table, owners = scope.table, scope.leases.owners
     slots = _ascending(changed)
@@ -67,6 +71,7 @@ def changes_of(
         scope.epoch,
         _places(slots),
         now,
+        # A live slot has no end, and batches of commits are nearly all that is written.
         b"" if now.count(LIVE) == len(now) else _wide("d", pick(table.until)),
         _unless_zero(pick(table.lengths)),
         _unless_zero(pick(table.checksums)),
@@ -88,31 +93,31 @@ def changes_of(
 
 
 def slots_of(column: bytes, count: int) -> Sequence[int]:
-    """So many slots, as they were before they were written."""
+    """Decode a column of `count` slots."""
     slots = numbers_of(column)
     return slots if len(slots) == count else range(slots[0], slots[0] + count)
 
 
 def numbers_of(column: bytes) -> array[int]:
-    """A column of whole numbers as it was before it was written."""
+    """Decode a column of integers."""
     return array("Q", column)
 
 
 def times_of(column: bytes) -> array[float]:
-    """The same of times."""
+    """Decode a column of times."""
     return array("d", column)
 
 
 def _ascending(parts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Each once; a range if they are neighbours."""
+    """Sorted slots without duplicates; a range if they are neighbours."""
     if len(parts) == 1 and isinstance(parts[0], range):
-        # Nearly always.
+        # The usual case: one batch of neighbours since the last group.
         return parts[0]
     return as_run(sorted(set(chain.from_iterable(parts))))
 
 
 def _picker(slots: Sequence[int]) -> Callable[[Any], Any]:
-    """What takes those slots, of which there are some, out of a column."""
+    """Return a function that selects slots from a column; there must be at least one slot."""
     # Either is several times as fast as a loop over the slots.
     return (
         itemgetter(slice(slots.start, slots.stop))

@@ -1,4 +1,4 @@
-"""Slots that anybody may be given."""
+"""The free slots of a scope."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ if TYPE_CHECKING:
 
 
 class FreeSlots:
-    """Those that came back, and behind them all that nobody has used yet."""
+    """A queue of returned slots, followed by all slots that were never used."""
 
     __slots__ = ("_table", "returned", "slots")
 
     def __init__(self, table: SlotTable, slots: int) -> None:
-        self._table, self.slots = table, slots
+        self._table = table
+        self.slots = slots
         self.returned = deque[int]()
 
     def __len__(self) -> int:
         return len(self.returned) + self.slots - len(self._table)
 
     def add(self, slots: Iterable[int]) -> None:
-        """Take slots back."""
+        """Return slots."""
         self.returned.extend(slots)
 
     def take(self, count: int) -> Sequence[int]:
-        """Hand out so many, in ascending order, as a range if they are neighbours: those are read
-        and written with one request.
+        """Take `count` slots in ascending order, as a range if they are neighbours.
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: fewer are free.
         """
         returned = self.returned
+        # Sorted, because clients read and write neighbours of a slot file with one system call.
         back = sorted(returned.popleft() for _ in range(min(count, len(returned))))
         new = self._grow(count - len(back))
         return as_run(list(chain(back, new))) if back else new

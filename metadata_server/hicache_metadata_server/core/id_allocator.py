@@ -1,4 +1,4 @@
-"""Numbers that are never given twice, restarts included."""
+"""Allocation of ids that are never reused, not even after a restart."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ import time
 from typing import Final
 
 AHEAD: Final = 1 << 20
+"""Ids between the last one and the durable ceiling."""
 
 
 def first_number() -> int:
-    """Where a server that starts begins to count: the microseconds since 1970, as the scripts in
-    Redis do.
+    """First id of a server that starts: the microseconds since 1970, as in the Redis scripts.
 
-    No server gives a million numbers a second for long, so all that an earlier one gave are below,
-    whether or not its store has survived. They stay below 2^53, up to which JSON's and Lua's
-    numbers are exact, until the year 2255.
+    No server allocates a million ids a second for long, so all ids of an earlier server are
+    smaller, even if its store is lost. They stay below 2^53, up to which numbers of JSON and Lua
+    are exact, until the year 2255.
     """
     return time.time_ns() // 1000
 
 
-class Numbers:
-    """Counts up, from the time of the start or from where a store has kept, whichever is later.
+class IdAllocator:
+    """A counter that starts at the time of the start, or at the durable ceiling if that is later.
 
-    Only a ceiling is written down, and a restart goes on behind it: a million numbers are cheaper
-    than a write each.
+    Only the ceiling is durable. A restart continues behind it, which skips up to a million ids and
+    saves one write for each of them.
     """
 
     __slots__ = ("_next", "ceiling")
 
     def __init__(self, kept: int = 1) -> None:
-        self._next = self.ceiling = max(kept, first_number())
-        """No number from here on was ever given, as far as is written down."""
+        self._next = max(kept, first_number())
+        self.ceiling = self._next
+        """No id from here on was ever given, as far as the store can know."""
 
     def take(self, count: int) -> int:
-        """The first of so many numbers in a row."""
+        """Allocate `count` consecutive ids and return the first."""
         first = self._next
         self._next += count
+        # The service writes the ceiling with the changes that use these ids, so no response names
+        # an id above the durable ceiling.
         if self._next > self.ceiling:
             self.ceiling = self._next + AHEAD
         return first

@@ -1,5 +1,4 @@
-"""Does a scope hold together? Every invariant, looked at from the slots and from the lists of
-them."""
+"""Invariants of a scope, checked from its slots and from its indexes."""
 
 from __future__ import annotations
 
@@ -13,25 +12,27 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.core.scope import Scope
 
-SLICE: Final = 2048
-AT_ONCE: Final = 50_000
-"""Up to so many slots are compared as a whole, which takes some milliseconds; more of them only
-piece by piece."""
+CHUNK_SLOTS: Final = 2048
+MAX_WHOLE_SLOTS: Final = 50_000
+"""Larger scopes are checked in chunks only. Checking all indexes of this many slots in one step
+takes some milliseconds, in which the server answers nothing."""
 SHOWN: Final = 100
+"""Problems that one fsck lists."""
 
 
 def audit(scope: Scope) -> Iterator[list[str]]:
-    """Problems, a sentence for each, in pieces: between two of them the scope may be used and
-    change."""
+    """Yield problems in chunks, one sentence each; the scope may change between two chunks."""
     yield _counts(scope)
-    for start in range(0, len(scope.table), SLICE):
+    for start in range(0, len(scope.table), CHUNK_SLOTS):
         yield [
             problem
-            for slot in range(start, min(start + SLICE, len(scope.table)))
+            for slot in range(start, min(start + CHUNK_SLOTS, len(scope.table)))
             for problem in _slot(scope, slot)
         ]
-    if len(scope.table) <= AT_ONCE:
-        yield [*_free_list(scope), *_index(scope), *_chains(scope), *_order(scope)]
+    # Indexes can be compared with the slots in one step only: a change between two chunks would
+    # look like a contradiction.
+    if len(scope.table) <= MAX_WHOLE_SLOTS:
+        yield [*_free_list(scope), *_index(scope), *_prefix_counts(scope), *_order(scope)]
 
 
 def _counts(scope: Scope) -> list[str]:
@@ -39,8 +40,8 @@ def _counts(scope: Scope) -> list[str]:
     listed = {
         FREE: len(scope.free) - unused,
         LEASED: len(scope.leases),
-        LIVE: len(scope.recency),
-        QUARANTINED: scope.resting,
+        LIVE: len(scope.lru),
+        QUARANTINED: scope.in_quarantine,
     }
     found = [
         f"{table.count(state)} slots are {NAMES[state]}, and {count} are in the list of those"
@@ -59,7 +60,7 @@ def _slot(scope: Scope, slot: int) -> Iterator[str]:
     table, log = scope.table, scope.leases.log
     state, key, lease = table.states[slot], table.keys[slot], table.leases[slot]
     if state not in (FREE, LEASED, LIVE, QUARANTINED):
-        yield f"slot {slot} is in no state that there is: {state}"
+        yield f"slot {slot} has the unknown state {state}"
     if state in (LEASED, LIVE):
         if not key:
             yield f"slot {slot} is {NAMES[state]} without a key"
@@ -71,7 +72,7 @@ def _slot(scope: Scope, slot: int) -> Iterator[str]:
         if 0 < scope.geometry.slot_bytes < table.lengths[slot]:
             yield f"slot {slot} of {scope.geometry.slot_bytes} bytes holds {table.lengths[slot]}"
         if log.slot(lease) != slot:
-            yield f"slot {slot} is live by lease {lease}, which is not known to be its"
+            yield f"slot {slot} is live by lease {lease}, which is not in the lease log"
     elif state == LEASED and log.slot(lease) != slot:
         yield f"slot {slot} is leased by {lease}, which is for {log.slot(lease)}"
 
@@ -92,25 +93,29 @@ def _index(scope: Scope) -> Iterator[str]:
     states, keys = scope.table.states, scope.table.keys
     for key, slot in scope.table.by_key.items():
         if states[slot] not in (LEASED, LIVE) or keys[slot] != key:
-            yield f"key {key!r} is said to own slot {slot}, which is {_named(states[slot])} for {keys[slot]!r}"
+            yield f"key {key!r} maps to slot {slot}, which is {_named(states[slot])} for {keys[slot]!r}"
 
 
-def _chains(scope: Scope) -> Iterator[str]:
+def _prefix_counts(scope: Scope) -> Iterator[str]:
     table = scope.table
     slots = [slot for slot, state in enumerate(table.states) if state == LIVE]
+    # A page that names itself as its prefix counts for nothing; else it could never be evicted.
     named = Counter(
         table.prefixes[slot] for slot in slots if table.prefixes[slot] not in ("", table.keys[slot])
     )
     for slot in slots:
         if table.children[slot] != named.pop(table.keys[slot], 0):
-            yield f"slot {slot} has not as many pages that build upon it as it counts: {table.children[slot]}"
-    if scope.chains.waiting != named:
-        yield f"{len(scope.chains.waiting)} prefixes that are not live are counted, and {len(named)} are named"
+            yield f"slot {slot} has another prefix reference count than {table.children[slot]}"
+    if scope.prefix_refs.pending != named:
+        yield (
+            f"{len(scope.prefix_refs.pending)} prefixes that are not live are counted, and "
+            f"{len(named)} are named"
+        )
 
 
 def _order(scope: Scope) -> Iterator[str]:
-    for slot in scope.recency.unreachable():
-        yield f"slot {slot} is live, and would never be evicted"
+    for slot in scope.lru.unreachable():
+        yield f"slot {slot} is live, and is in no place where eviction finds it"
 
 
 def _named(state: int) -> str:

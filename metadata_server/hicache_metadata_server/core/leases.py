@@ -1,4 +1,4 @@
-"""Who may write which slot, and by which lease a live page was written."""
+"""Leases: the held ones, and a log that finds the slot of a lease."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.slot_table import SlotTable
 
 CHUNK: Final = 512
+"""Runs in one chunk of the lease log."""
 RESTORED: Final = 4096
-"""Slots that are looked at together when a server starts."""
+"""Slots that a start adds to the log in one step."""
 
 
 class LeaseLog:
-    """Slots by the leases that were given for them: neighbours that were leased together take 24
-    bytes, as any other slot does.
+    """Slots by lease, including the leases of live pages.
 
-    A live page is asked for by its lease when a commit is repeated: rarely enough for a search, too
-    often to forget.
+    Runs of neighbours that were leased together take 24 bytes, as single slots do. A dict would
+    take that for each page. Only repeated commits ask for the lease of a live page, so a search is
+    fast enough.
     """
 
     __slots__ = ("_begins", "_chunks", "_cursor", "_entries", "_table")
@@ -33,14 +34,16 @@ class LeaseLog:
         self._table = table
         self._chunks: list[_Runs] = []
         self._begins: list[int] = []
-        """The first lease of each chunk."""
-        self._cursor = self._entries = 0
+        """First lease of each chunk."""
+        self._cursor = 0
+        """Index of the chunk that is cleaned next."""
+        self._entries = 0
 
     def __len__(self) -> int:
         return self._entries
 
     def add(self, first: int, slots: Sequence[int]) -> None:
-        """Slots that were leased under consecutive numbers, greater than all before."""
+        """Add slots leased under consecutive numbers, greater than all before."""
         if isinstance(slots, range):
             self._add((first,), (slots.start,), (len(slots),))
             return
@@ -49,7 +52,7 @@ class LeaseLog:
         self._add([first + begin for begin in begins], [slots[begin] for begin in begins], counts)
 
     def restore(self, leases: Sequence[int], slots: Sequence[int]) -> None:
-        """Fill an empty one, in ascending order of leases."""
+        """Fill an empty log, in ascending order of leases."""
         for start in range(0, len(slots), RESTORED):
             part, numbers = slots[start : start + RESTORED], leases[start : start + RESTORED]
             pairs = zip(pairwise(part), pairwise(numbers), strict=True)
@@ -65,7 +68,7 @@ class LeaseLog:
             )
 
     def slot(self, lease: int) -> int:
-        """The slot that this lease was given for last, or -1 if it has had another since."""
+        """Slot of a lease, or -1 if the slot has had another lease since."""
         chunk, place = self._find(lease)
         if place < 0 or lease >= chunk.leases[place] + chunk.counts[place]:
             return -1
@@ -73,8 +76,8 @@ class LeaseLog:
         return slot if self._table.leases[slot] == lease else -1
 
     def slots(self, leases: range) -> Sequence[int] | None:
-        """The same of several at once, if they were given together and none has had another since;
-        else None."""
+        """Slots of consecutive leases, if all were added together and are still current; else
+        None."""
         chunk, place = self._find(leases.start)
         current, slots = self._table.leases, list[int]()
         if place < 0:
@@ -82,6 +85,7 @@ class LeaseLog:
         first, slot = chunk.leases[place], chunk.slots[place] + leases.start - chunk.leases[place]
         if leases.stop <= first + chunk.counts[place]:
             run = range(slot, slot + len(leases))
+            # One comparison of slices for a batch, which is the usual commit.
             return run if current[run.start : run.stop] == array("Q", leases) else None
         for begin, slot, count in zip(
             chunk.leases[place:], chunk.slots[place:], chunk.counts[place:], strict=True
@@ -93,28 +97,28 @@ class LeaseLog:
         return slots if [current[slot] for slot in slots] == list(leases) else None
 
     def _find(self, lease: int) -> tuple[_Runs, int]:
-        """The last run that begins up to this lease: its place in its chunk, -1 if there is
-        none."""
+        """Find the last run that begins at or before a lease: its chunk and index, or -1."""
         at = bisect_right(self._begins, lease) - 1
         if at < 0:
             return _Runs(), -1
-        # A chunk may have lost what it began with.
+        # `_begins` is kept when cleaning removes the first runs of a chunk, so the index may be -1.
         return self._chunks[at], bisect_right(self._chunks[at].leases, lease) - 1
 
     def _add(self, leases: Sequence[int], slots: Sequence[int], counts: Sequence[int]) -> None:
         if not self._chunks or len(self._chunks[-1]) >= CHUNK:
             self._chunks.append(_Runs())
             self._begins.append(leases[0])
-            # At most one entry a slot is current.
+            # At most one run a slot is current. Each full chunk pays for cleaning two, so the log
+            # stays bounded and no call takes long.
             if self._entries > 2 * len(self._table) + CHUNK:
-                self._tidy()
-                self._tidy()
+                self._clean_chunk()
+                self._clean_chunk()
         self._entries += len(leases)
         self._chunks[-1].extend(leases, slots, counts)
 
-    def _tidy(self) -> None:
-        """Forget what is outdated in one of the chunks, and join it with the one before it if they
-        are small."""
+    def _clean_chunk(self) -> None:
+        """Remove outdated runs of the next chunk, and merge it into the one before if both are
+        small."""
         if self._cursor >= len(self._chunks) - 1:
             self._cursor = 0
         at = self._cursor
@@ -131,12 +135,14 @@ class LeaseLog:
 
 
 class _Runs:
-    """Neighbours that were leased together: the first lease, the first slot, and how many."""
+    """Runs of neighbours leased together: first lease, first slot and count of each."""
 
     __slots__ = ("counts", "leases", "slots")
 
     def __init__(self) -> None:
-        self.leases, self.slots, self.counts = array("Q"), array("Q"), array("Q")
+        self.leases = array("Q")
+        self.slots = array("Q")
+        self.counts = array("Q")
 
     def __len__(self) -> int:
         return len(self.leases)
@@ -147,37 +153,38 @@ class _Runs:
         self.counts.extend(counts)
 
     def current(self, table: SlotTable) -> _Runs:
-        """Those of which any slot has had no other lease since: each other lease is greater."""
+        """Runs with at least one current slot."""
         kept = _Runs()
         for lease, slot, count in zip(self.leases, self.slots, self.counts, strict=True):
+            # A later lease of a slot is greater than all leases of the run.
             if min(table.leases[slot : slot + count]) < lease + count:
                 kept.extend((lease,), (slot,), (count,))
         return kept
 
 
-class Leases:
-    """The leases that are held."""
+class HeldLeases:
+    """Leases of slots in the state LEASED."""
 
     __slots__ = ("_table", "held", "log", "owners")
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
         self.held = 0
-        """How many."""
+        """Number of held leases."""
         self.owners: dict[int, str] = {}
-        """By slot; those that gave no name are not here."""
+        """Names of owners by slot; owners without a name are left out."""
         self.log = LeaseLog(table)
 
     def __len__(self) -> int:
         return self.held
 
     def slot(self, lease: int) -> int:
-        """The slot that is held by this lease, or -1."""
+        """Slot held by a lease, or -1."""
         slot = self.log.slot(lease)
         return slot if slot >= 0 and self._table.states[slot] == LEASED else -1
 
     def slots(self, leases: Sequence[int]) -> Sequence[int]:
-        """The same of several."""
+        """Slots held by leases, -1 where a lease is not held."""
         numbers = as_run(leases)
         states, slots = (
             self._table.states,
@@ -190,7 +197,7 @@ class Leases:
         return [self.slot(lease) for lease in leases]
 
     def are_held(self, slots: Sequence[int], keys: list[str]) -> bool:
-        """Whether those slots are leased for those keys, each once."""
+        """True if each slot is leased for the key beside it, and none occurs twice."""
         table, run = self._table, as_run(slots)
         if isinstance(run, range):
             states = table.states[run.start : run.stop]
@@ -202,11 +209,12 @@ class Leases:
         )
 
     def end(self, slots: Sequence[int]) -> None:
-        """Those slots are leased no longer."""
+        """Remove the leases of slots."""
         self.held -= len(slots)
         for slot in slots if self.owners else ():
             self.owners.pop(slot, None)
 
-    def forget_all(self) -> None:
-        """None is held any longer."""
-        self.held, self.owners = 0, {}
+    def clear(self) -> None:
+        """Remove all leases. The log keeps them: their slots are no longer LEASED."""
+        self.held = 0
+        self.owners = {}

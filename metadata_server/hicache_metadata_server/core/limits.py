@@ -1,4 +1,4 @@
-"""How much a request may hold, beyond what the types of its fields say."""
+"""Limits of requests, beyond the ranges of their fields."""
 
 from __future__ import annotations
 
@@ -33,43 +33,48 @@ DEFAULTS: Final = Limits(
     quarantine_seconds=5,
     idempotency_seconds=60,
 )
-NUMBERS: Final = 2**63
-"""What a store can write down ends before this."""
-CHECKSUMS: Final = 2**64
+MAX_INTEGER: Final = 2**63
+"""Exclusive bound of the integers that SQLite stores."""
+MAX_CHECKSUM: Final = 2**64
+"""Exclusive bound."""
 OWNER_BYTES: Final = 1024
 TEXT_BYTES: Final = 4096
-"""Of a geometry or an identity."""
+"""Length of a geometry or an identity."""
 
 Columns = p.Lookup | p.Touch | p.Reserve | p.Commit | p.Abort | p.Renew | p.Delete
-"""Requests that may be long."""
+"""Requests whose scopes have columns of entries."""
 
 
 class Measure:
-    """Counts the entries of one request against the limits."""
+    """Counts the entries of one request, and checks them against the limits.
+
+    All methods raise `RequestError` if a limit is exceeded.
+    """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits, self._seen = limits, 0
+        self._limits = limits
+        self._seen = 0
 
     def scopes(self, parts: Sequence[object]) -> None:
-        """The scopes of a request."""
+        """Check the number of scopes."""
         if len(parts) > self._limits.scopes:
             raise too_large(f"{len(parts)} scopes; {self._limits.scopes} is the limit", "scopes")
 
     def entries(self, entries: Sequence[object], field: str) -> None:
-        """Keys, leases or slots: all of a request count together."""
+        """Check the number of keys, leases or slots; all of a request count together."""
         self._seen += len(entries)
         if self._seen > self._limits.keys:
             raise too_large(f"more than {self._limits.keys} entries", field)
 
     def keys(self, keys: Sequence[str], field: str) -> None:
-        """Keys, which have a length too."""
+        """Check the number and the lengths of keys."""
         self.entries(keys, field)
         self.lengths(keys, field)
 
     def lengths(self, keys: Sequence[str], field: str) -> None:
-        """Each key within its bytes."""
-        # A character takes four bytes at most, and keys are short: one look at the longest settles
-        # nearly every batch.
+        """Check the lengths of keys in bytes."""
+        # A character takes four bytes at most, and keys are short: the longest one in characters
+        # decides for nearly every batch, without encoding any key.
         if 4 * max(map(len, keys), default=0) > self._limits.key_bytes:
             for i, key in enumerate(keys):
                 if len(key.encode()) > self._limits.key_bytes:
@@ -78,21 +83,21 @@ class Measure:
                     )
 
     def geometry(self, part: ScopeGeometry, where: str) -> None:
-        """What a scope is made of."""
-        if part.slot_bytes >= NUMBERS:
-            raise invalid("more bytes than any file has", f"{where}.slot_bytes")
+        """Check the fields of a scope to be made."""
+        if part.slot_bytes >= MAX_INTEGER:
+            raise invalid("a slot has fewer than 2**63 bytes", f"{where}.slot_bytes")
         for name in ("geometry", "identity"):
             if len(getattr(part, name).encode()) > TEXT_BYTES:
                 raise invalid(f"a text of more than {TEXT_BYTES} bytes", f"{where}.{name}")
 
     def looked_up(self, parts: Sequence[LookupScope]) -> None:
-        """Keys of several scopes."""
+        """Check a lookup or a touch."""
         self.scopes(parts)
         for i, part in enumerate(parts):
             self.keys(part.keys, f"scopes[{i}].keys")
 
     def reserved(self, parts: Sequence[ReserveScope], owner: str) -> None:
-        """Keys with their prefixes."""
+        """Check a reserve: keys, prefixes and owner."""
         self.scopes(parts)
         if len(owner.encode()) > OWNER_BYTES:
             raise invalid(f"a name of more than {OWNER_BYTES} bytes", "owner")
@@ -103,11 +108,11 @@ class Measure:
                 self.lengths(part.prefixes, f"scopes[{i}].prefixes")
 
     def committed(self, parts: Sequence[CommitScope]) -> None:
-        """Leases with lengths and checksums."""
+        """Check a commit: leases, lengths and checksums."""
         self.scopes(parts)
         for i, part in enumerate(parts):
             self.entries(part.leases, f"scopes[{i}].leases")
-            for name, end in (("lengths", NUMBERS), ("checksums", CHECKSUMS)):
+            for name, end in (("lengths", MAX_INTEGER), ("checksums", MAX_CHECKSUM)):
                 column: list[int] = getattr(part, name)
                 self._column(column, part.leases, f"scopes[{i}].{name}")
                 if max(column, default=0) >= end:
@@ -117,13 +122,13 @@ class Measure:
                     )
 
     def leased(self, parts: Sequence[LeaseScope]) -> None:
-        """Leases."""
+        """Check an abort or a renewal."""
         self.scopes(parts)
         for i, part in enumerate(parts):
             self.entries(part.leases, f"scopes[{i}].leases")
 
     def deleted(self, parts: Sequence[DeleteScope]) -> None:
-        """Keys with their generations."""
+        """Check a delete: keys and generations."""
         self.scopes(parts)
         for i, part in enumerate(parts):
             self.keys(part.keys, f"scopes[{i}].keys")
@@ -136,10 +141,10 @@ class Measure:
 
 
 def check_limits(request: Columns, limits: Limits) -> None:
-    """See that a request is within the limits.
+    """Check that a request is within the limits.
 
     Raises:
-        RefusedError: it is not.
+        RequestError: it exceeds one.
     """
     measure = Measure(limits)
     match request:
@@ -155,11 +160,11 @@ def check_limits(request: Columns, limits: Limits) -> None:
             measure.deleted(request.scopes)
 
 
-def check_slots(request: p.CompatibleConfirm, slots: int) -> None:
-    """See that the slots of a confirm are some that its scope has.
+def check_slots(request: p.SglangConfirm, slots: int) -> None:
+    """Check that a confirm names only slots of its scope.
 
     Raises:
-        RefusedError: one is not.
+        RequestError: one is outside the scope.
     """
     confirmed = list(map(itemgetter(1), request.written_keys_to_confirm))
     for field, column in (
@@ -172,11 +177,12 @@ def check_slots(request: p.CompatibleConfirm, slots: int) -> None:
 
 
 def check_earlier_leases(request: p.Initialize) -> dict[str, float]:
-    """How long leases of an earlier server may last, by scope; of one that is named twice, the
-    longest.
+    """Seconds that leases of an earlier server may last, by scope.
+
+    Of a scope that is named twice, the longer time counts.
 
     Raises:
-        RefusedError: the column is not as long as that of the scopes.
+        RequestError: the column is not as long as that of the scopes.
     """
     found = dict[str, float]()
     if request.earlier_lease_seconds and len(request.earlier_lease_seconds) != len(request.scopes):
@@ -187,22 +193,23 @@ def check_earlier_leases(request: p.Initialize) -> dict[str, float]:
     return found
 
 
-def lease_seconds(limits: Limits, wish: float | None) -> float:
-    """How long a lease lasts that is wished so."""
+def lease_seconds(limits: Limits, wanted: float | None) -> float:
+    """Seconds of a lease: the wanted time within the limits, or the default."""
     return min(
-        max(wish or limits.lease_seconds, limits.min_lease_seconds), limits.max_lease_seconds
+        max(wanted or limits.lease_seconds, limits.min_lease_seconds), limits.max_lease_seconds
     )
 
 
 def check_lengths(request: p.Commit, slot_bytes: Sequence[int]) -> None:
-    """See that pages fit into the slots of their scopes (0: not known).
+    """Check that pages fit into the slots of their scopes (0: size not known).
 
     Raises:
-        RefusedError: one does not.
+        RequestError: a page is longer than its slot.
     """
-    for i, (part, most) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
-        if 0 < most < max(part.lengths, default=0):
-            where = next(j for j, length in enumerate(part.lengths) if length > most)
+    for i, (part, max_length) in enumerate(zip(request.scopes, slot_bytes, strict=True)):
+        if 0 < max_length < max(part.lengths, default=0):
+            where = next(j for j, length in enumerate(part.lengths) if length > max_length)
             raise invalid(
-                f"{part.lengths[where]} bytes in slots of {most}", f"scopes[{i}].lengths[{where}]"
+                f"{part.lengths[where]} bytes in slots of {max_length}",
+                f"scopes[{i}].lengths[{where}]",
             )

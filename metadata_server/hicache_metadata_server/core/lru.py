@@ -1,4 +1,4 @@
-"""Live pages in the order of their use, and which of them goes next."""
+"""LRU order of the live pages, and the choice of pages to evict."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.slot_table import SlotTable
 
 BITS: Final = 12
+"""Bits of a stamp that count entries within a chunk."""
 CHUNK: Final = 1 << BITS
+"""Entries of a chunk."""
 _NONE: Final = array("Q")
 
 
-class Recency:
-    """A queue of slots, the least recently used first, to which each use of a page appends its slot
-    again.
+class LruOrder:
+    """A queue of slots in LRU order, to which each use of a page appends its slot again.
 
-    A slot's stamp is the place of its last use: number of the chunk and place within it. An entry
-    that is not where its slot's stamp points is outdated. With each new chunk those that hold
-    nothing else are dropped, and where more than half of all entries are outdated, two are tidied.
+    The stamp of a slot is the position of its last use: number of the chunk, and index in it. An
+    entry whose slot has another stamp is outdated. With each new chunk, chunks that hold only
+    outdated entries are dropped. If more than half of all entries are outdated, two chunks are
+    cleaned.
 
-    A page that others build upon, or that is pinned, cannot go. Where the search for a victim meets
-    one it sets it aside, by going on behind it, so that no later search meets it again before it
-    was used: each eviction is O(log n), amortized. All that was set aside is older than all the
-    rest.
+    A page that other pages name as their prefix, or that is pinned, cannot be evicted. The search
+    for a victim skips such a page: `_head` moves behind its entry, so no later search meets it
+    again. When its last child goes, the page enters a heap. Each eviction is O(log n), amortized.
+    Skipped pages are older than all others.
     """
 
     __slots__ = (
@@ -44,26 +46,27 @@ class Recency:
         "_predecessor",
         "_ready",
         "_table",
-        "_untidy",
+        "_uncleaned",
     )
 
     def __init__(self, table: SlotTable) -> None:
         self._table = table
-        self._pages = self._entries = 0
-        # From 1, so that a stamp of 0 is none.
+        self._pages = 0
+        self._entries = 0
+        # From 1, so that stamp 0 means "not in the queue".
         self._last = 1
         self._chunks: dict[int, array[int]] = {1: array("Q")}
         self._current = {1: 0}
-        """Entries of each chunk that are not outdated, and from `_head` on."""
+        """Entries of each chunk that are neither outdated nor before `_head`."""
         self._head: int = CHUNK
-        """Behind the last entry that a search has set aside or let go."""
+        """Stamp behind the last entry that a search has skipped or evicted."""
         self._ready: list[tuple[int, int]] = []
-        """Of those aside, the ones that may go now: the stamp and the slot of each; entries may be
+        """Heap of skipped pages that can be evicted now, as stamp and slot; entries may be
         outdated."""
-        self._untidy: list[int] = []
-        """Chunks that are still to be tidied in this round, in descending order."""
+        self._uncleaned: list[int] = []
+        """Chunks to be cleaned in this round, in descending order."""
         self._predecessor = 0
-        """The chunk that was tidied last."""
+        """Chunk that was cleaned last."""
 
     def __len__(self) -> int:
         return self._pages
@@ -74,15 +77,16 @@ class Recency:
         yield from (table.keys[slot] for slot in sorted(live, key=table.stamps.__getitem__))
 
     def slot(self, key: str) -> int:
-        """The slot of a live page, or -1."""
+        """Slot of a live page, or -1."""
         slot = self._table.by_key.get(key, -1)
         return slot if slot >= 0 and self._table.states[slot] == LIVE else -1
 
     def slots(self, keys: Sequence[str]) -> list[int]:
-        """The slots of pages, -1 for those that are not live."""
+        """Slots of pages, -1 for those that are not live."""
         by_key, states = self._table.by_key, self._table.states
         slots = list(map(by_key.get, keys, repeat(-1)))
-        # A key that is not there takes the state of the last slot, whatever that is.
+        # Index -1, of a missing key, reads the state of the last slot. That is harmless: a missing
+        # key stays -1, whichever way this is decided.
         if self._pages == len(by_key) or bytes(map(states.__getitem__, slots)).count(LIVE) == len(
             slots
         ):
@@ -90,39 +94,40 @@ class Recency:
         return [slot if slot >= 0 and states[slot] == LIVE else -1 for slot in slots]
 
     def used(self, keys: Sequence[str]) -> list[int]:
-        """The same as `slots`, and counts as use, from the last key to the first."""
+        """Return the same as `slots`, and mark the pages as used, from the last key to the first."""
         slots = self.slots(keys)
         self.use([slot for slot in slots if slot >= 0] if -1 in slots else slots)
         return slots
 
     def touch(self, keys: Sequence[str]) -> None:
-        """Count as use, from the last key to the first."""
+        """Mark pages as used, from the last key to the first."""
         self.used(keys)
 
     def use(self, slots: Sequence[int]) -> None:
-        """Slots of live pages were used, from the last to the first."""
+        """Mark live pages as used, from the last slot to the first."""
         if not slots:
             return
         stamps, run = self._table.stamps, as_run(slots)
         if isinstance(run, range):
             old, end = stamps[run.start : run.stop], self._end
             if old[0] == end - 1 and old == array("Q", range(end - 1, end - len(old) - 1, -1)):
-                # Often: who has asked whether pages are there asks where they are.
+                # These entries are the last ones already: a client often asks for the same batch
+                # twice, first for existence and then for slots.
                 return
             self._outdate(old)
         else:
-            # The first of several is the last to be used.
+            # Slots are used from the last to the first, so the first occurrence is the latest use.
             run = run if len(set(run)) == len(run) else list(dict.fromkeys(run))
             self._outdate([stamps[slot] for slot in run])
         self._append(run)
 
     def add(self, slots: Sequence[int]) -> None:
-        """Pages have become live, which is use, from the last to the first."""
+        """Add pages that have become live, from the last slot to the first."""
         self._pages += len(slots)
         self._append(as_run(slots))
 
     def restore(self, slots: Sequence[int]) -> None:
-        """Fill an empty one with live pages, the least recently used first."""
+        """Fill an empty queue with live pages, the least recently used first."""
         stamps = self._table.stamps
         for start in range(0, len(slots), CHUNK):
             self._begin_chunk()
@@ -133,50 +138,54 @@ class Recency:
         self._pages += len(slots)
 
     def remove(self, slot: int) -> None:
-        """A page is live no longer."""
+        """Remove a page that is no longer live."""
         stamps = self._table.stamps
+        # Entries before `_head` are not counted any more.
         if (stamp := stamps[slot]) >= self._head:
             self._current[stamp >> BITS] -= 1
         stamps[slot] = 0
         self._pages -= 1
 
-    def forget_all(self) -> None:
-        """No page is live any longer. Their stamps stay."""
+    def clear(self) -> None:
+        """Remove all pages. Their stamps stay, and are reset when the clear reaches the slots."""
+        # A new chunk number makes all old stamps outdated without a loop over the pages.
         self._last += 1
-        self._chunks, self._current, self._head = (
-            {self._last: array("Q")},
-            {self._last: 0},
-            self._last << BITS,
-        )
-        self._ready, self._untidy = [], []
-        self._pages = self._entries = 0
+        self._chunks = {self._last: array("Q")}
+        self._current = {self._last: 0}
+        self._head = self._last << BITS
+        self._ready = []
+        self._uncleaned = []
+        self._pages = 0
+        self._entries = 0
 
-    def became_tail(self, slot: int) -> None:
-        """Nothing builds upon a live page any more."""
+    def became_leaf(self, slot: int) -> None:
+        """Note that no live page names this live page as its prefix any more."""
+        # A page that no search has skipped is still ahead in the queue.
         if (stamp := self._table.stamps[slot]) < self._head:
             heapq.heappush(self._ready, (stamp, slot))
 
     def victims(
-        self, wanted: int, is_pinned: Callable[[int], bool], let_go: Callable[[int], None]
+        self, wanted: int, is_pinned: Callable[[int], bool], evict: Callable[[int], None]
     ) -> int:
-        """Let that many pages go by `let_go`, the least recently used first; returns how many it
-        could."""
-        gone, held = 0, list[tuple[int, int]]()
+        """Evict up to `wanted` pages by `evict`, the least recently used first; returns their
+        number."""
+        gone, pinned = 0, list[tuple[int, int]]()
         while gone < wanted:
-            slot = self._oldest_aside(is_pinned, held)
+            # Skipped pages first: all of them are older than the pages ahead in the queue.
+            slot = self._oldest_skipped(is_pinned, pinned)
             if slot < 0:
-                slot = self._oldest_in_order(is_pinned, held)
+                slot = self._oldest_in_order(is_pinned, pinned)
             if slot < 0:
                 break
-            let_go(slot)
+            evict(slot)
             gone += 1
-        for entry in held:
+        # Pinned pages go back to the heap only now, or this search would meet them again.
+        for entry in pinned:
             heapq.heappush(self._ready, entry)
         return gone
 
     def unreachable(self) -> Iterator[int]:
-        """Live pages that no search would meet though nothing builds upon them: there are none.
-        Goes through all of them."""
+        """Live pages that no search would find: none, unless there is a defect. O(n), for fsck."""
         table, ready = self._table, set(self._ready)
         for slot, state in enumerate(table.states):
             if state == LIVE:
@@ -190,24 +199,26 @@ class Recency:
 
     # The search.
 
-    def _oldest_aside(self, is_pinned: Callable[[int], bool], held: list[tuple[int, int]]) -> int:
+    def _oldest_skipped(
+        self, is_pinned: Callable[[int], bool], pinned: list[tuple[int, int]]
+    ) -> int:
         stamps, children = self._table.stamps, self._table.children
         while self._ready:
             stamp, slot = self._ready[0]
             if stamps[slot] == stamp and not children[slot]:
                 if not is_pinned(slot):
                     return slot
-                held.append((stamp, slot))
+                pinned.append((stamp, slot))
             heapq.heappop(self._ready)
         return -1
 
     def _oldest_in_order(
-        self, is_pinned: Callable[[int], bool], held: list[tuple[int, int]]
+        self, is_pinned: Callable[[int], bool], pinned: list[tuple[int, int]]
     ) -> int:
         children, stamps, chunks = self._table.children, self._table.stamps, self._chunks
         while True:
             chunk, place = chunks.get(self._head >> BITS, _NONE), self._head & CHUNK - 1
-            # Nearly always the next entry.
+            # The next entry is current in nearly all cases, so it is tried before the search.
             slot = (
                 chunk[place]
                 if place < len(chunk) and stamps[chunk[place]] == self._head
@@ -215,22 +226,24 @@ class Recency:
             )
             if slot < 0:
                 return -1
-            stamp, self._head = self._head, self._head + 1
+            stamp = self._head
+            self._head += 1
             self._current[stamp >> BITS] -= 1
-            has_children, pinned = children[slot], is_pinned(slot)
-            if not has_children and not pinned:
+            # A page with children needs no entry elsewhere: `became_leaf` puts it into the heap.
+            if children[slot]:
+                continue
+            if not is_pinned(slot):
                 return slot
-            if not has_children:
-                held.append((stamp, slot))
+            pinned.append((stamp, slot))
 
     def _front(self) -> int:
-        """The slot of the first entry that is current, with `_head` moved there, or -1."""
+        """Move `_head` to the first current entry, and return its slot, or -1."""
         stamps, chunks, head = self._table.stamps, self._chunks, self._head
         while (number := head >> BITS) <= self._last:
             if number not in chunks:
                 oldest = next(iter(chunks))
                 if oldest < number:
-                    # It ended where the search stood.
+                    # The search is at the end of a full chunk, and the next number has no chunk.
                     self._drop(oldest)
                     continue
                 number, head = oldest, oldest << BITS
@@ -250,11 +263,11 @@ class Recency:
 
     @property
     def _end(self) -> int:
-        """The stamp of the next entry, unless it begins a chunk."""
+        """Stamp of the next entry, unless it begins a chunk."""
         return (self._last << BITS) + len(self._chunks[self._last])
 
     def _append(self, slots: Sequence[int]) -> None:
-        """Put slots of live pages, each once, behind all others, from the last to the first."""
+        """Append slots of live pages, each once, from the last to the first."""
         stamps = self._table.stamps
         for end in range(len(slots), 0, -CHUNK):
             part = slots[max(0, end - CHUNK) : end]
@@ -274,10 +287,10 @@ class Recency:
         self._entries += len(entries)
 
     def _outdate(self, stamps: Sequence[int]) -> None:
-        """The entries with these stamps."""
+        """Count the entries with these stamps as outdated."""
         first, head, current = min(stamps), self._head, self._current
         if first >= head and first >> BITS == max(stamps) >> BITS:
-            # Often: pages that were used together before.
+            # One chunk in the usual case: the pages were used together before.
             current[first >> BITS] -= len(stamps)
             return
         for stamp in stamps:
@@ -292,21 +305,25 @@ class Recency:
         for number in [number for number, count in self._current.items() if not count]:
             self._drop(number)
         self._last += 1
-        self._chunks[self._last], self._current[self._last] = array("Q"), 0
+        self._chunks[self._last] = array("Q")
+        self._current[self._last] = 0
+        # Two chunks are cleaned for each new one, so entries stay bounded by the number of pages.
         if self._entries > 2 * (self._pages + CHUNK):
-            self._tidy()
-            self._tidy()
+            self._clean_chunk()
+            self._clean_chunk()
 
-    def _tidy(self) -> None:
-        """Forget what is outdated in one of the chunks, and join it with the one before it if they
-        are small."""
-        if not self._untidy:
-            self._untidy, self._predecessor = list(reversed(self._chunks)), 0
-        number = self._untidy.pop()
+    def _clean_chunk(self) -> None:
+        """Remove outdated entries of the next chunk, and merge it into the one before if both are
+        small."""
+        if not self._uncleaned:
+            self._uncleaned = list(reversed(self._chunks))
+            self._predecessor = 0
+        number = self._uncleaned.pop()
         chunk = self._chunks.get(number)
         if chunk is None or number == self._last or number <= self._head >> BITS:
             return
-        # It may keep entries of slots that are just being used: they are not counted.
+        # The caller may have counted entries as outdated whose stamps it has not changed yet. They
+        # are kept here, and their counts are right.
         stamps, first = self._table.stamps, number << BITS
         kept = array(
             "Q",
@@ -326,7 +343,7 @@ class Recency:
             self._current[self._predecessor] += self._current.pop(number)
             del self._chunks[number]
         else:
-            # In its place: the order of the chunks is that of their numbers.
+            # Under its own number: chunks are in the order of their numbers.
             self._chunks[number] = kept
             self._predecessor = number
         for stamp, slot in enumerate(kept, first):

@@ -1,10 +1,18 @@
-"""Slots that are to be given to nobody for a time."""
+"""Pins: of one scope by slot, and of all scopes by number."""
 
 from __future__ import annotations
 
+import heapq
+from typing import TYPE_CHECKING
 
-class Pins:
-    """The pins on slots of one scope: for each slot, when each of its pins ends."""
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache_metadata_server.core.changes import PinRecord
+
+
+class SlotPins:
+    """Pins on the slots of one scope: the end of each pin, by slot."""
 
     __slots__ = ("by_slot",)
 
@@ -12,12 +20,12 @@ class Pins:
         self.by_slot: dict[int, dict[int, float]] = {}
 
     def add(self, pin: int, slots: list[int], until: float) -> None:
-        """Put one pin on some slots."""
+        """Add a pin on slots."""
         for slot in slots:
             self.by_slot.setdefault(slot, {})[pin] = until
 
     def remove(self, pin: int, slots: list[int]) -> None:
-        """Take it off again."""
+        """Remove a pin from slots."""
         for slot in slots:
             pins = self.by_slot.get(slot)
             if pins is not None:
@@ -26,6 +34,46 @@ class Pins:
                     del self.by_slot[slot]
 
     def count(self, slot: int, now: float) -> int:
-        """Pins on a slot that have not ended."""
+        """Number of pins on a slot that have not ended."""
         pins = self.by_slot.get(slot)
         return sum(until > now for until in pins.values()) if pins else 0
+
+
+class PinTable:
+    """Pins of all scopes by number, and the changes that are not durable yet."""
+
+    def __init__(self) -> None:
+        self._pins: dict[int, PinRecord] = {}
+        self._ends: list[tuple[float, int]] = []
+        self.added: dict[int, PinRecord] = {}
+        self.removed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, record: PinRecord, *, remember: bool = True) -> None:
+        """Add a pin; `remember` if it is not durable yet."""
+        self._pins[record.pin] = record
+        heapq.heappush(self._ends, (record.until, record.pin))
+        if remember:
+            self.added[record.pin] = record
+
+    def find(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Find the pins that exist."""
+        return [self._pins[pin] for pin in dict.fromkeys(pins) if pin in self._pins]
+
+    def remove(self, pins: Iterable[int]) -> list[PinRecord]:
+        """Remove pins; unknown ones are no error."""
+        found = [self._pins.pop(pin) for pin in dict.fromkeys(pins) if pin in self._pins]
+        for record in found:
+            # A pin that the store never got needs no removal there.
+            if self.added.pop(record.pin, None) is None:
+                self.removed.append(record.pin)
+        return found
+
+    def ended(self, now: float) -> list[PinRecord]:
+        """Remove and return the pins that have ended."""
+        pins = list[int]()
+        while self._ends and self._ends[0][0] <= now:
+            pins.append(heapq.heappop(self._ends)[1])
+        return self.remove(pins)

@@ -1,4 +1,8 @@
-"""A scope as it was written down: rows in, and out again."""
+"""Restoring a scope from the rows of a store.
+
+Rows that contradict each other are quarantined and reported: after a loss of power, blocks of a
+store may differ in age.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,11 @@ if TYPE_CHECKING:
 
 
 BATCH: Final = 256
-"""Rows that are read together. One that is not like its neighbours makes its whole batch slower."""
+"""Rows that are read together. One row that differs from its neighbours slows its whole batch."""
 
 
 class SlotRow(NamedTuple):
-    """What a restart must know of a slot."""
+    """Durable state of a slot."""
 
     slot: int
     epoch: int
@@ -35,8 +39,7 @@ class SlotRow(NamedTuple):
 
 
 class SlotRows(NamedTuple):
-    """The rows of several slots as columns of one length, which are read much faster than one by
-    one."""
+    """Rows as columns of one length, which are restored much faster than single rows."""
 
     slots: Sequence[int]
     epochs: Sequence[int]
@@ -51,8 +54,7 @@ class SlotRows(NamedTuple):
     checksums: Sequence[int]
 
     def uniform(self, epoch: int) -> bool:
-        """Whether they are neighbours, and live pages of that epoch with all that such a page
-        has."""
+        """True if all are live pages of one epoch in neighbouring slots, without contradictions."""
         return (
             set(self.states) == {LIVE}
             and set(self.epochs) == {epoch}
@@ -64,28 +66,26 @@ class SlotRows(NamedTuple):
 
 
 def rows_from(rows: Iterable[SlotRow], most: int = BATCH) -> Iterator[SlotRows]:
-    """Rows as columns, so many at a time."""
+    """Convert rows to columns, `most` rows at a time."""
     source = iter(rows)
     while some := list(islice(source, most)):
         yield SlotRows(*zip(*some, strict=True))
 
 
 def restore(scope: Scope, batches: Iterable[SlotRows], now: float, max_seconds: float) -> list[str]:
-    """Fill a new scope; `epoch`, `cleared_until` and pins are set already. Returns what contradicts
-    itself and was left out.
+    """Fill a new scope whose `epoch`, `cleared_until` and pins are set; returns contradictions.
 
-    No lease and no quarantine lasts longer than `max_seconds` from now: the clock may have been
-    set back.
-
-    Pages are taken to have been used in the order in which their leases were given: use itself is
-    not written down.
+    No lease and no quarantine lasts longer than `max_seconds` from now, because the clock may have
+    been set back. The LRU order is not durable: pages count as used in the order of their leases.
     """
     return _Restoring(scope, now, max_seconds).run(batches)
 
 
 class _Restoring:
     def __init__(self, scope: Scope, now: float, max_seconds: float) -> None:
-        self.scope, self.now, self.latest = scope, now, now + max_seconds
+        self.scope = scope
+        self.now = now
+        self.latest = now + max_seconds
         self.problems: list[str] = []
 
     def run(self, batches: Iterable[SlotRows]) -> list[str]:
@@ -95,13 +95,14 @@ class _Restoring:
         slots = sorted(table.by_key.values(), key=table.leases.__getitem__)
         find, keys, prefixes = table.by_key.get, table.keys, table.prefixes
         for slot in slots:
-            # A prefix that is a page's key is kept once.
+            # One object for both texts: with long chains, prefixes would double the memory of keys.
             if prefixes[slot] and (before := find(prefixes[slot])) is not None:
                 prefixes[slot] = keys[before]
         scope.leases.log.restore([table.leases[slot] for slot in slots], slots)
         live = [slot for slot in slots if table.states[slot] == LIVE]
-        scope.recency.restore(live)
-        scope.chains.joined(live)
+        scope.lru.restore(live)
+        # After the LRU order, in which the counts look up prefixes.
+        scope.prefix_refs.add(live)
         scope.free.add([slot for slot, state in enumerate(table.states) if state == FREE])
         return self.problems
 
@@ -121,6 +122,7 @@ class _Restoring:
             for row in map(SlotRow, *batch):
                 self._place(row)
             return
+        # Whole slices for uniform batches: a start with millions of pages reads hardly anything else.
         first, end = batch.slots[0], most + 1
         table.states[first:end] = bytes(batch.states)
         for column, values in (
@@ -130,7 +132,8 @@ class _Restoring:
             (table.checksums, batch.checksums),
         ):
             column[first:end] = array("Q", values)
-        table.keys[first:end], table.prefixes[first:end] = batch.keys, batch.prefixes
+        table.keys[first:end] = batch.keys
+        table.prefixes[first:end] = batch.prefixes
         table.by_key.update(zip(batch.keys, batch.slots, strict=True))
 
     def _place(self, row: SlotRow) -> None:
@@ -139,27 +142,28 @@ class _Restoring:
             self.problems.append(f"slot {slot} is outside the {scope.geometry.slots} of the scope")
             return
         table = scope.table
-        table.generations[slot], table.leases[slot] = row.generation, row.lease
+        table.generations[slot] = row.generation
+        table.leases[slot] = row.lease
         state, until = row.state, row.until
         if state in (LEASED, LIVE) and row.epoch != scope.epoch:
-            # Its writer was not asked by the clear.
+            # The clear has ended the lease without its writer, which may write until the old end.
             state, until = QUARANTINED, max(scope.cleared_until, until if state == LEASED else 0.0)
         elif state == LEASED and until <= self.now:
             state, until = QUARANTINED, until + scope.quarantine_seconds
         elif state in (LEASED, LIVE) and self._is_contradiction(row):
             state, until = QUARANTINED, self.now + scope.quarantine_seconds
         elif state not in (FREE, LEASED, LIVE, QUARANTINED):
-            self.problems.append(f"slot {slot} is in no state that there is: {state}")
+            self.problems.append(f"slot {slot} has the unknown state {state}")
             state, until = QUARANTINED, self.now + scope.quarantine_seconds
         if state == QUARANTINED:
-            # A slot that was cleared may have been written down before it was told when its
-            # quarantine ends.
+            # A cleared slot may have been encoded before the clear reached it and set its end.
             until = max(until, scope.cleared_until)
             if until <= self.now and not scope.is_pinned(slot, self.now):
                 state = FREE
-        table.states[slot], table.until[slot] = state, min(until, self.latest)
+        table.states[slot] = state
+        table.until[slot] = min(until, self.latest)
         if state == QUARANTINED:
-            scope.resting += 1
+            scope.in_quarantine += 1
             scope.timers.add(table.until[slot], [slot])
         elif state in (LEASED, LIVE):
             self._own(row)
@@ -176,10 +180,12 @@ class _Restoring:
 
     def _own(self, row: SlotRow) -> None:
         scope, table, slot = self.scope, self.scope.table, row.slot
-        table.keys[slot], table.prefixes[slot] = row.key, row.prefix
+        table.keys[slot] = row.key
+        table.prefixes[slot] = row.prefix
         table.by_key[row.key] = slot
         if table.states[slot] == LIVE:
-            table.lengths[slot], table.checksums[slot] = row.length, row.checksum
+            table.lengths[slot] = row.length
+            table.checksums[slot] = row.checksum
             return
         scope.leases.held += 1
         if row.owner:

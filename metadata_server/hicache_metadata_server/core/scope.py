@@ -1,16 +1,18 @@
-"""One scope: the life of its slots, `free -> leased -> live -> quarantined -> free`, as
-docs/metadata-protocol.md tells it."""
+"""One scope and the states of its slots: free -> leased -> live -> quarantined -> free.
+
+docs/metadata-protocol.md describes the transitions.
+"""
 
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.core.free_slots import FreeSlots
-from hicache_metadata_server.core.leases import Leases
-from hicache_metadata_server.core.lru import Recency
-from hicache_metadata_server.core.pins import Pins
-from hicache_metadata_server.core.prefix_refs import Chains
+from hicache_metadata_server.core.leases import HeldLeases
+from hicache_metadata_server.core.lru import LruOrder
+from hicache_metadata_server.core.pins import SlotPins
+from hicache_metadata_server.core.prefix_refs import PrefixRefs
 from hicache_metadata_server.core.slot_table import (
     FREE,
     LEASED,
@@ -29,75 +31,87 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
 
 STEP: Final = 1024
-"""Slots that one call sees to beside its own work: what more is due, later calls and `settle`
-do."""
+"""Due slots that one call processes beside its own work. Later calls and `settle` do the rest."""
 SPARE_SHARE: Final = 32
-"""One of so many slots is kept free or resting, once a scope is full: what is evicted only when it
-is asked for comes a quarantine too late. Scopes of fewer than `STEP` slots keep none."""
+"""A full scope keeps one of this many slots free or in quarantine. A page that is evicted only when
+its slot is needed frees the slot one quarantine too late. Scopes of fewer than `STEP` slots keep
+none."""
+
+
+class Totals(NamedTuple):
+    """Current slots by state, and counts since the start, of all scopes together."""
+
+    live: int = 0
+    leased: int = 0
+    quarantined: int = 0
+    free: int = 0
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
 
 
 class Scope:
     """The slots of one scope.
 
-    The time is passed in and never goes back. What a client asks for is done after what is due by
-    then, up to `STEP` slots of it. `changed` collects the slots whose state a restart must know;
-    whoever keeps it takes them.
+    The time is an argument and must not decrease. Each operation first processes up to `STEP` due
+    slots. `changed` and `leased` collect the slots that a store has to write; the service takes
+    them.
     """
 
     def __init__(self, geometry: ScopeGeometry, quarantine_seconds: float) -> None:
         self.geometry = geometry
         self.model = ""
-        """The name that `describe` has given; empty for none."""
+        """Name given by `describe`; empty for none."""
         self.quarantine_seconds = quarantine_seconds
         self.table = SlotTable()
         self.free = FreeSlots(self.table, geometry.slots)
-        self.recency = Recency(self.table)
-        self.chains = Chains(self.table, self.recency)
-        self.leases = Leases(self.table)
-        self.pins = Pins()
+        self.lru = LruOrder(self.table)
+        self.prefix_refs = PrefixRefs(self.table, self.lru)
+        self.leases = HeldLeases(self.table)
+        self.pins = SlotPins()
         self.timers = Timers()
-        self.resting = 0
-        """Quarantined slots."""
+        self.in_quarantine = 0
+        """Slots in the state QUARANTINED."""
         self.changed: list[Sequence[int]] = []
         self.leased: list[Sequence[int]] = []
-        """Of these, the ones that were leased anew."""
+        """Those of the changed slots that were leased anew."""
         self.epoch = 0
-        """Times that it was cleared. What was written down in an earlier epoch is live or leased no
-        more."""
+        """Number of clears. A slot that was written in an earlier epoch is quarantined."""
         self.cleared_until = 0.0
-        """When the quarantine of the last clear ends; of a scope that was never cleared, when it
-        gives its first slot."""
+        """End of the last clear's quarantine; before the first clear, the time from which slots are
+        given."""
         self.closed_until = 0.0
-        """No slot is given before: writers may hold leases of an earlier server. 0 once that is
-        over."""
+        """Time before which no slot is given, because writers may hold leases of an earlier server;
+        0 afterwards."""
         self.evicted = 0
         """Pages evicted since the start."""
-        self.hits = self.misses = 0
-        """Keys that were asked for since the start, by whether they were live."""
+        self.hits = 0
+        """Requested keys since the start that were live."""
+        self.misses = 0
+        """Requested keys since the start that were not live."""
         self.expired = 0
-        """Leases that ended by themselves since the start."""
-        self._detached: list[tuple[float, bytes, dict[str, int]]] = []
-        """What clears have left to be taken apart, when its quarantine ends, and the states before:
-        a leased slot rests longer."""
+        """Leases since the start that were neither committed nor given back in time."""
+        self._cleared: list[tuple[float, bytes, dict[str, int]]] = []
+        """Unfinished clears: end of the quarantine, states before (if a slot was leased), and the old
+        index by key."""
 
-    # What time does.
+    # Time.
 
     def settle(self, now: float, most: int = STEP) -> int:
-        """End the leases and quarantines whose time has come, at most so many; returns how many
-        slots were looked at."""
+        """End due leases and quarantines, up to `most` slots; returns the number of slots seen."""
         if 0 < self.closed_until <= now:
             self.closed_until = 0.0
-        done = self._take_apart(most) if self._detached else 0
+        done = self._finish_clears(most) if self._cleared else 0
         next_time = self.timers.next_time()
-        # What a clear has left does not know the end of its quarantine before it was taken apart.
-        if next_time is None or next_time > now or self._detached:
+        # Slots of an unfinished clear have no end of their quarantine yet, so none may be freed.
+        if next_time is None or next_time > now or self._cleared:
             return done
         table, free = self.table, list[int]()
         states, until, expired = table.states, table.until, list[int]()
         for due in self.timers.due(now, most - done):
             done += len(due)
             if isinstance(due, range) and states.count(LIVE, due.start, due.stop) == len(due):
-                # Nearly always: leases that were committed.
+                # The usual case: the timer of a lease whose slot was committed long ago.
                 continue
             for slot in due:
                 if until[slot] > now:
@@ -107,18 +121,18 @@ class Scope:
                 elif states[slot] == QUARANTINED and not self.is_pinned(slot, now):
                     states[slot] = FREE
                     free.append(slot)
-        self.resting -= len(free)
+        self.in_quarantine -= len(free)
         self.free.add(free)
         if expired:
-            # A lease that was renewed is due several times.
+            # A renewed lease has several timers.
             slots = list(dict.fromkeys(expired))
             self.expired += len(slots)
-            self._let_go(slots, now, remember=False)
+            self._quarantine(slots, now, remember=False)
         return done
 
     def next_time(self) -> float | None:
-        """When `settle` has something to do, if it has."""
-        if self._detached:
+        """Time of the next work of `settle`; None if there is none."""
+        if self._cleared:
             return 0.0
         due = self.timers.next_time()
         return (
@@ -128,25 +142,26 @@ class Scope:
         )
 
     def close_until(self, until: float) -> None:
-        """Give no slot of a new scope before then: its file has been written under leases of a
-        server that is gone."""
-        self.closed_until = self.cleared_until = until
+        """Give no slot of a new scope before `until`, the end of leases of an earlier server."""
+        self.closed_until = until
+        # `cleared_until` is durable and `closed_until` is not; a restart derives one from the other.
+        self.cleared_until = until
 
     @property
     def available(self) -> int:
-        """Slots that can be leased now."""
+        """Number of slots that can be leased now."""
         return 0 if self.closed_until else len(self.free)
 
     @property
     def quarantined(self) -> int:
-        """Slots that nobody may be given yet."""
-        return self.resting + len(self.free) - self.available
+        """Number of slots reported as quarantined: also the free slots of a closed scope."""
+        return self.in_quarantine + len(self.free) - self.available
 
     def is_pinned(self, slot: int, now: float) -> bool:
-        """Whether any pin on it lasts."""
+        """True if a pin on a slot has not ended."""
         return bool(self.pins.by_slot) and self.pins.count(slot, now) > 0
 
-    # What clients ask for.
+    # Operations of clients.
 
     def reserve(
         self,
@@ -157,26 +172,33 @@ class Scope:
         now: float,
         until: float,
     ) -> tuple[list[Reserved], list[int], list[int]]:
-        """Lease slots for keys that are neither live nor leased; what reserve says, the slot and
-        the lease of each key.
+        """Lease slots for keys that are neither live nor leased.
 
-        Leases are numbered from `first_lease`; at most one a key. `prefixes` is empty or as long as
-        `keys`.
+        Args:
+            keys: at most one lease each.
+            prefixes: empty, or as long as `keys`.
+            owner: name for operators; may be empty.
+            first_lease: number of the first lease.
+            now: current time.
+            until: end of the leases.
+
+        Returns:
+            Result, slot and lease of each key.
         """
         self.settle(now)
         places = self._places_of_new(keys)
         if places and not self.closed_until:
             self._make_room(len(places), now)
         if len(keys) == len(places) <= self.available:
-            # Nearly always: nothing in the batch is known, and there is room.
+            # The usual case: all keys are new, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
             return (
                 [Reserved.LEASED] * len(given),
                 list(given),
                 list(range(first_lease, first_lease + len(given))),
             )
-        # Looked up only now: a page of this batch may have gone to make room for another.
-        slots, leases, by_key = self.recency.slots(keys), [0] * len(keys), self.table.by_key
+        # Looked up after the evictions, which may have taken a page of this batch.
+        slots, leases, by_key = self.lru.slots(keys), [0] * len(keys), self.table.by_key
         places = places[: self.available]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
@@ -191,15 +213,14 @@ class Scope:
     def commit(
         self, leases: Sequence[int], lengths: Sequence[int], checksums: Sequence[int], now: float
     ) -> list[bool]:
-        """Make leased slots live, with the length and checksum of each. False where the lease is
-        not held.
+        """Make leased slots live, with their lengths and checksums. False for leases not held.
 
-        A lease whose page is live already counts as done if length and checksum are the same.
+        A repeated commit of a live page is done if length and checksum are the same.
         """
         self.settle(now)
         slots = self.leases.slots(leases)
         if isinstance(slots, range) or (NO_SLOT not in slots and len(set(slots)) == len(slots)):
-            # Nearly always.
+            # All leases are held and different.
             self.make_live(slots, lengths, checksums)
             return [True] * len(slots)
         done, first = list[bool](), dict[int, int]()
@@ -217,54 +238,52 @@ class Scope:
     def make_live(
         self, slots: Sequence[int], lengths: Sequence[int], checksums: Sequence[int]
     ) -> None:
-        """Commit slots that are leased, each once; the list is this object's from now on."""
+        """Make leased slots live, each once. The list of slots must not change afterwards."""
         if not slots:
             return
         table, slots = self.table, as_run(slots)
         if isinstance(slots, range):
             first, end = slots.start, slots.stop
             table.states[first:end] = bytes([LIVE]) * len(slots)
-            table.lengths[first:end], table.checksums[first:end] = (
-                array("Q", lengths),
-                array("Q", checksums),
-            )
+            table.lengths[first:end] = array("Q", lengths)
+            table.checksums[first:end] = array("Q", checksums)
         else:
             for slot, length, checksum in zip(slots, lengths, checksums, strict=True):
-                table.states[slot], table.lengths[slot], table.checksums[slot] = (
-                    LIVE,
-                    length,
-                    checksum,
-                )
+                table.states[slot] = LIVE
+                table.lengths[slot] = length
+                table.checksums[slot] = checksum
         self.leases.end(slots)
-        self.recency.add(slots)
-        self.chains.joined(slots)
+        # In this order: a prefix in the same batch is looked up in the LRU order.
+        self.lru.add(slots)
+        self.prefix_refs.add(slots)
         self.changed.append(slots)
 
     def abort(self, leases: Sequence[int], now: float) -> list[bool]:
-        """End leases; False where there is none."""
+        """End leases. False for leases not held."""
         self.settle(now)
         done = list[bool]()
         going = [slot for slot in map(self.leases.slot, dict.fromkeys(leases)) if slot >= 0]
+        # A lease that occurs twice is ended once.
         mine = {self.table.leases[slot] for slot in going}
         for lease in leases:
             done.append(lease in mine)
             mine.discard(lease)
-        self._let_go(going, now)
+        self._quarantine(going, now)
         return done
 
     def release(self, slots: Sequence[int], now: float) -> list[bool]:
-        """End the leases of those slots, whoever holds them; False for live ones, which stay."""
+        """End the leases of slots, regardless of the holder. False for live slots, which stay."""
         self.settle(now)
         states = self.table.states
         used = [slot if slot < len(self.table) else NO_SLOT for slot in slots]
         done = [slot < 0 or states[slot] != LIVE for slot in used]
-        self._let_go(
+        self._quarantine(
             list(dict.fromkeys(slot for slot in used if slot >= 0 and states[slot] == LEASED)), now
         )
         return done
 
     def renew(self, leases: Sequence[int], now: float, until: float) -> list[bool]:
-        """Let leases last until then; False where there is none."""
+        """Renew leases until `until`. False for leases not held."""
         self.settle(now)
         slots = self.leases.slots(leases)
         held = as_run([slot for slot in slots if slot >= 0])
@@ -276,10 +295,9 @@ class Scope:
         return [slot >= 0 for slot in slots]
 
     def delete(self, keys: Sequence[str], generations: Sequence[int], now: float) -> list[bool]:
-        """Make live pages go, where generations are given only those of that generation; says which
-        went."""
+        """Delete live pages; with generations only pages of that generation. False for others."""
         self.settle(now)
-        slots, seen = self.recency.slots(keys), set[int]()
+        slots, seen = self.lru.slots(keys), set[int]()
         done = list[bool]()
         for i, slot in enumerate(slots):
             meant = (
@@ -290,50 +308,52 @@ class Scope:
             if meant:
                 seen.add(slot)
             done.append(meant)
-        self._let_go([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
+        self._quarantine([slot for slot, goes in zip(slots, done, strict=True) if goes], now)
         return done
 
     def clear(self, now: float) -> int:
-        """Make all that is live or leased go; returns the number of pages. Takes no longer for more
-        of them.
+        """Quarantine all live and leased slots; returns the number of live pages.
 
-        A writer is not asked: it may write into its slot until its lease would have ended.
+        Takes constant time: later calls finish the clear, `STEP` slots at a time. A writer does not
+        learn of the clear and may write until its lease would have ended, so a leased slot stays in
+        quarantine until then.
         """
         self.settle(now)
         if self.closed_until:
-            # There is nothing in it yet, and a restart is to know that it is closed.
+            # The scope is still empty. A new epoch would let a restart open it early.
             return 0
-        pages = len(self.recency)
-        self.resting += pages + len(self.leases)
+        pages = len(self.lru)
+        self.in_quarantine += pages + len(self.leases)
         self.epoch += 1
         self.cleared_until = now + self.quarantine_seconds
+        # The states before tell which slots were leased.
         before = bytes(self.table.states) if self.leases.held else b""
-        self._detached.append((self.cleared_until, before, self.table.let_all_go()))
-        self.leases.forget_all()
-        self.recency.forget_all()
-        self.chains.waiting = {}
-        self._take_apart(STEP)
+        self._cleared.append((self.cleared_until, before, self.table.quarantine_all()))
+        self.leases.clear()
+        self.lru.clear()
+        self.prefix_refs.pending = {}
+        self._finish_clears(STEP)
         self.settle(now)
         return pages
 
     def pin(self, pin: int, slots: list[int], until: float) -> None:
-        """Give those slots to nobody until then."""
+        """Keep slots from being given away until `until`."""
         self.pins.add(pin, slots, until)
 
     def unpin(self, pin: int, slots: list[int], now: float) -> None:
-        """Let a pin on some slots go: those whose quarantine is over are free."""
+        """Remove a pin from slots, and free those whose quarantine has ended."""
         self.pins.remove(pin, slots)
         table = self.table
-        resting = [slot for slot in slots if table.states[slot] == QUARANTINED]
-        if resting:
-            # A clear may still have to give them their time.
-            self.timers.add(now, resting)
+        quarantined = [slot for slot in slots if table.states[slot] == QUARANTINED]
+        if quarantined:
+            # Through a timer, not at once: an unfinished clear may still have to set their end.
+            self.timers.add(now, quarantined)
             self.settle(now)
 
-    # Looking.
+    # Inspection.
 
     def status(self, slot: int, now: float) -> SlotStatus:
-        """All about a slot."""
+        """State of a slot, for operators."""
         table = self.table
         state = table.states[slot] if slot < len(table) else FREE
         if self.closed_until and state == FREE:
@@ -360,23 +380,25 @@ class Scope:
         )
 
     def count(self, asked: int, live: int) -> None:
-        """So many keys were asked for, and so many of them were live."""
+        """Count requested keys, and those of them that were live."""
         self.hits += live
         self.misses += asked - live
 
     def slot_of(self, key: str) -> int:
-        """The live or leased slot of a key, or -1."""
+        """Live or leased slot of a key, or -1."""
         return self.table.by_key.get(key, NO_SLOT)
 
-    # How slots change their state.
+    # Transitions of slots.
 
     def _places_of_new(self, keys: Sequence[str]) -> Sequence[int]:
-        """Where in a batch the keys are that are neither live nor leased, the first of several; the
-        live ones count as used."""
+        """Indices of the keys that are neither live nor leased, the first of equal ones.
+
+        Live keys are marked as used.
+        """
         by_key = self.table.by_key
         if by_key.keys().isdisjoint(keys) and len(set(keys)) == len(keys):
             return range(len(keys))
-        self.recency.touch(keys)
+        self.lru.touch(keys)
         new = {key: i for i, key in reversed(list(enumerate(keys))) if key not in by_key}
         return sorted(new.values())
 
@@ -388,38 +410,33 @@ class Scope:
         first_lease: int,
         until: float,
     ) -> Sequence[int]:
-        """Lease a slot for each key, of which there are enough."""
+        """Lease a slot for each key. At least as many must be free."""
         if not keys:
             return []
-        table, slots, leases = (
-            self.table,
-            self.free.take(len(keys)),
-            range(first_lease, first_lease + len(keys)),
-        )
+        table = self.table
+        slots = self.free.take(len(keys))
+        leases = range(first_lease, first_lease + len(keys))
         if isinstance(slots, range):
             first, end, numbers = slots.start, slots.stop, array("Q", leases)
-            table.keys[first:end], table.states[first:end] = keys, bytes([LEASED]) * len(slots)
-            table.leases[first:end], table.until[first:end] = (
-                numbers,
-                array("d", [until]) * len(slots),
-            )
+            table.keys[first:end] = keys
+            table.states[first:end] = bytes([LEASED]) * len(slots)
+            table.leases[first:end] = numbers
+            table.until[first:end] = array("d", [until]) * len(slots)
             if max(table.generations[first:end]) < first_lease:
                 table.generations[first:end] = numbers
             else:
                 self._count_generations(slots, leases)
         else:
             for slot, key, lease in zip(slots, keys, leases, strict=True):
-                table.keys[slot], table.leases[slot], table.until[slot], table.states[slot] = (
-                    key,
-                    lease,
-                    until,
-                    LEASED,
-                )
+                table.keys[slot] = key
+                table.leases[slot] = lease
+                table.until[slot] = until
+                table.states[slot] = LEASED
             self._count_generations(slots, leases)
         table.by_key.update(zip(keys, slots, strict=True))
         if any(prefixes):
             for slot, prefix in zip(slots, prefixes, strict=True):
-                table.prefixes[slot] = self._same(prefix)
+                table.prefixes[slot] = self._interned(prefix)
         if owner:
             self.leases.owners.update(dict.fromkeys(slots, owner))
         self.leases.held += len(slots)
@@ -430,8 +447,9 @@ class Scope:
         return slots
 
     def _count_generations(self, slots: Sequence[int], leases: Sequence[int]) -> None:
-        """The generation is the lease's number, which no other server has given or will give; but
-        for slots that are ahead of it."""
+        """Set the generation of each slot to the number of its lease, or higher."""
+        # A lease number is never reused, by no server, so a page that an earlier server left in the
+        # slot has another generation. Restored slots may be ahead of the number.
         generations = self.table.generations
         for slot, lease in zip(slots, leases, strict=True):
             generations[slot] = max(generations[slot] + 1, lease)
@@ -444,9 +462,12 @@ class Scope:
             and (table.lengths[slot], table.checksums[slot]) == (length, checksum)
         )
 
-    def _let_go(self, slots: list[int], now: float, *, remember: bool = True) -> None:
-        """Live or leased slots go into quarantine. What goes by its time need not be remembered:
-        the time tells."""
+    def _quarantine(self, slots: list[int], now: float, *, remember: bool = True) -> None:
+        """Quarantine live or leased slots.
+
+        `remember` is False for leases that have ended by themselves: their end is in the store, and
+        a restart quarantines them again.
+        """
         if not slots:
             return
         table, until, free = self.table, now + self.quarantine_seconds, list[int]()
@@ -455,58 +476,72 @@ class Scope:
             if table.states[slot] == LEASED:
                 self.leases.end((slot,))
             else:
-                self.recency.remove(slot)
-                self.chains.left(slot)
-            table.keys[slot] = table.prefixes[slot] = ""
+                self.lru.remove(slot)
+                self.prefix_refs.remove(slot)
+            table.keys[slot] = ""
+            table.prefixes[slot] = ""
             if self.quarantine_seconds <= 0 and not self.is_pinned(slot, now):
                 table.states[slot] = FREE
                 free.append(slot)
             else:
-                table.states[slot], table.until[slot] = QUARANTINED, until
+                table.states[slot] = QUARANTINED
+                table.until[slot] = until
         if free:
             self.free.add(free)
         else:
             self.timers.add(until, slots)
-        self.resting += len(slots) - len(free)
+        self.in_quarantine += len(slots) - len(free)
         if remember:
             self.changed.append(slots)
 
     def _make_room(self, new: int, now: float) -> int:
-        """Evict pages, so that so many slots more are free or at least resting; returns how
-        many."""
-        at_hand = len(self.free) + self.resting
+        """Evict pages for `new` leases, so that enough slots are free or in quarantine.
+
+        Returns the number of evicted pages.
+        """
+        # Slots in quarantine count: evicting further pages would free no slot sooner.
+        at_hand = len(self.free) + self.in_quarantine
         wanted = new - at_hand
         if self.geometry.slots >= STEP:
             wanted = max(wanted, min(new, self.geometry.slots // SPARE_SHARE + new - at_hand))
         if wanted <= 0:
             return 0
-        # Each goes at once: its prefix may be the next.
-        gone = self.recency.victims(
-            wanted, lambda slot: self.is_pinned(slot, now), lambda slot: self._let_go([slot], now)
+        # One page at a time: after its eviction, its prefix may be the next victim.
+        gone = self.lru.victims(
+            wanted,
+            lambda slot: self.is_pinned(slot, now),
+            lambda slot: self._quarantine([slot], now),
         )
         self.evicted += gone
         self.settle(now)
         return gone
 
-    def _same(self, prefix: str) -> str:
-        """The prefix as the object that its own slot holds, if it has one: a million of them take
-        no memory then."""
+    def _interned(self, prefix: str) -> str:
+        """Return the string object of the prefix's own slot, if there is one.
+
+        The prefixes of a million pages then take no memory of their own.
+        """
         if not prefix:
             return ""
         slot = self.table.by_key.get(prefix, NO_SLOT)
         return self.table.keys[slot] if slot >= 0 else prefix
 
-    def _take_apart(self, most: int) -> int:
-        """Slots of clears get the end of their quarantine, and what held them is freed bit by
-        bit."""
+    def _finish_clears(self, most: int) -> int:
+        """Set the ends of cleared slots and free the old index, up to `most` slots.
+
+        Returns the number of slots.
+        """
         done, table = 0, self.table
-        while self._detached and done < most:
-            until, before, index = self._detached[0]
+        while self._cleared and done < most:
+            until, before, index = self._cleared[0]
             slots = [index.popitem()[1] for _ in range(min(len(index), most - done))]
             later = list[int]()
             for slot in slots:
-                table.keys[slot] = table.prefixes[slot] = ""
-                table.children[slot] = table.stamps[slot] = 0
+                table.keys[slot] = ""
+                table.prefixes[slot] = ""
+                table.children[slot] = 0
+                table.stamps[slot] = 0
+                # The writer of a leased slot may write until its lease would have ended.
                 if before and before[slot] == LEASED and table.until[slot] > until:
                     later.append(slot)
                 else:
@@ -517,5 +552,5 @@ class Scope:
                 self.timers.add(table.until[slot], [slot])
             done += len(slots)
             if not index:
-                self._detached.pop(0)
+                self._cleared.pop(0)
         return done

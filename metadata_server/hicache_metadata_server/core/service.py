@@ -1,4 +1,4 @@
-"""The operations of the protocol on all scopes, with the time passed in."""
+"""The operations of the protocol on all scopes. No I/O; the time is an argument."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import taken
 from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
 from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
@@ -20,8 +19,9 @@ from hicache_metadata_server.core.errors import (
     too_large,
     unknown_scope,
 )
-from hicache_metadata_server.core.id_allocator import Numbers
-from hicache_metadata_server.core.idempotency import AnswerBook
+from hicache_metadata_server.core.export import export_slots
+from hicache_metadata_server.core.id_allocator import IdAllocator
+from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
@@ -31,12 +31,11 @@ from hicache_metadata_server.core.limits import (
     check_limits,
     lease_seconds,
 )
-from hicache_metadata_server.core.pin_table import PinBook
+from hicache_metadata_server.core.pins import PinTable
 from hicache_metadata_server.core.restore import restore
-from hicache_metadata_server.core.scope import Scope
+from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
-from hicache_metadata_server.core.totals import Totals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,12 +46,12 @@ if TYPE_CHECKING:
 
 MAX_SCOPES: Final = 4096
 LONGEST: Final = "longest"
-"""A counter's name in the store."""
+"""Name of a counter in the store: the longest lease and quarantine, in seconds."""
 _ZEROS: Final = (0, 0, 0)
 
 
 class _Part(Protocol):
-    """One scope's share of a request."""
+    """One scope's part of a request."""
 
     @property
     def scope(self) -> str: ...
@@ -62,18 +61,17 @@ _PartT = TypeVar("_PartT", bound=_Part)
 
 
 class MetadataService:
-    """All scopes of one server, or of one process that uses them without a server.
+    """All scopes of one server, or of one process with embedded metadata.
 
-    Not for several threads at once. Each operation raises `RefusedError` where the request cannot
-    be done, and then has done nothing. `take_changes` gives what a store must keep; a process that
-    keeps nothing calls it too, or `forget_changes`.
+    Not thread-safe. An operation that cannot be done raises `RequestError` and changes nothing. The
+    owner calls `take_changes` and writes the result, or calls `forget_changes`.
     """
 
     def __init__(
         self,
         limits: p.Limits = DEFAULTS,
         *,
-        durability: p.Durability = p.Durability.NONE,
+        durability: p.StoreDurability = p.StoreDurability.NONE,
         name: str = "hicache-storage",
         max_scopes: int = MAX_SCOPES,
     ) -> None:
@@ -88,15 +86,16 @@ class MetadataService:
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
         self.tenants = Tenants()
-        self.answers = AnswerBook(limits.idempotency_seconds)
+        self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
         self.recovery_problems: list[str] = []
-        """What a restart found to contradict itself, and left out."""
+        """Contradictions in the store, whose slots the start has quarantined."""
         self._numbers: dict[str, int] = {}
-        """The store's names for scopes."""
+        """Numbers of scopes in the store, by name."""
         self._by_number: dict[int, Scope] = {}
-        self._leases, self._pin_numbers = Numbers(), Numbers()
-        self._pins = PinBook()
+        self._leases = IdAllocator()
+        self._pin_numbers = IdAllocator()
+        self._pins = PinTable()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
         """New, cleared or described scopes."""
@@ -104,26 +103,26 @@ class MetadataService:
         self._gone = set[int]()
         """Numbers of all scopes that were dropped by this process."""
         self._last_number = 0
-        """Of a scope."""
+        """Number of the newest scope."""
         self._started: float | None = None
-        """Since when it knows of every lease that is given."""
+        """Time since which this service has known every lease of its scopes."""
         self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
-        """Seconds that a slot may be held and rest, by the longest limits that this store has seen:
-        leases outlive a restart."""
+        """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
+        restart, and the restart may have shorter limits."""
         self._ceilings = {
             "lease": self._leases.ceiling,
             "pin": self._pin_numbers.ceiling,
             "scope": 0,
             LONGEST: 0,
         }
-        """As they are written down, or would be found by a restart without them."""
+        """Durable counters, or the values that a restart without them would use."""
 
     # Scopes.
 
     def initialize(
         self, request: p.Initialize, now: float, caller: Caller = ANYBODY
     ) -> p.Initialized:
-        """Make scopes, or see that they are what the client takes them for: all or none."""
+        """Create scopes, or check that existing ones match: all or none."""
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
         earlier = check_earlier_leases(request)
@@ -162,32 +161,36 @@ class MetadataService:
         return p.Initialized(created=created)
 
     def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
-        """Make a scope that is not there."""
-        scope = self.scopes[geometry.scope] = Scope(geometry, self.limits.quarantine_seconds)
+        """Create a scope that does not exist."""
+        scope = Scope(geometry, self.limits.quarantine_seconds)
+        self.scopes[geometry.scope] = scope
         self.tenants.of_scope[geometry.scope] = tenant
-        number = self._numbers[geometry.scope] = self._last_number = self._last_number + 1
+        # Numbers are never reused: the log may still have blocks of a dropped scope.
+        self._last_number += 1
+        number = self._last_number
+        self._numbers[geometry.scope] = number
         self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
 
     def describe(self, request: p.Describe, now: float) -> None:
-        """Name the model whose pages a scope holds; the last name stays."""
+        """Set the name of the model whose pages a scope holds; the last name stays."""
         scope = self._known(request.scope, "scope")
         if scope.model != request.model:
             scope.model = request.model
             self._made[request.scope] = scope
 
     def list_scopes(self, caller: Caller = ANYBODY) -> p.Scopes:
-        """Every scope that is there for the caller, its geometry, its slots by state."""
+        """List the scopes visible to the caller, with their slots by state."""
         return p.Scopes(
-            scopes=[self._status(self.scopes[name]) for name in sorted(self._seen_by(caller))]
+            scopes=[self._status(self.scopes[name]) for name in sorted(self._visible_to(caller))]
         )
 
     def totals(self) -> Totals:
-        """All scopes together; asked for every second."""
+        """Sum over all scopes. Called every second, so it scans no slots."""
         scopes = self.scopes.values()
         return Totals(
-            live=sum(len(scope.recency) for scope in scopes),
+            live=sum(len(scope.lru) for scope in scopes),
             leased=sum(len(scope.leases) for scope in scopes),
             quarantined=sum(scope.quarantined for scope in scopes),
             free=sum(scope.available for scope in scopes),
@@ -201,40 +204,47 @@ class MetadataService:
         Measure(self.limits).scopes(request.scopes)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for name in request.scopes:
-            self._made[name] = self._changed[name] = self.scopes[name]
+            self._made[name] = self.scopes[name]
+            self._changed[name] = self.scopes[name]
         return p.Cleared(pages=[scope.clear(now) for scope in scopes])
 
     def drop(self, request: p.Drop, now: float) -> p.Dropped:
-        """Remove scopes that are empty: all or none. Whoever still reads or writes a slot keeps its
-        scope from being made anew."""
+        """Remove empty scopes: all or none.
+
+        A slot in use, or in quarantine, prevents it: its reader or writer may still be active when
+        the scope is created anew.
+        """
         Measure(self.limits).scopes(request.scopes)
-        self._let_pins_go(self._pins.ended(now), now)
+        self._release_pins(self._pins.ended(now), now)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
         for i, scope in enumerate(scopes):
             scope.settle(now)
-            if used := len(scope.recency) + len(scope.leases) + scope.quarantined:
+            if used := len(scope.lru) + len(scope.leases) + scope.quarantined:
                 raise in_use(
                     scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
                 )
         for name in dict.fromkeys(request.scopes):
-            scope, number = self.scopes.pop(name), self._numbers.pop(name)
+            scope = self.scopes.pop(name)
+            number = self._numbers.pop(name)
             self._made.pop(name, None)
             self._changed.pop(name, None)
             del self.tenants.of_scope[name]
-            # The store may still have blocks of it to fold before it forgets them.
+            # An empty scope stays under the number: the store may still have to compact blocks of
+            # it before it deletes them.
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
             self._gone.add(number)
             self._dropped.append(number)
         return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
-    # Pages. What may be a long list is checked as a whole, and may then be done piece by piece
-    # (`service.slices`).
+    # Pages. A request is checked as a whole by `check`. Its chunks (`core.chunking`) are then done
+    # by the `do_` methods, which check no limits: a chunk that is refused would leave the request
+    # half done.
 
     def check(self, request: Columns) -> None:
-        """See that a request is within the limits and about scopes that are there.
+        """Check that a request is within the limits and names existing scopes.
 
         Raises:
-            RefusedError: it is not.
+            RequestError: it exceeds a limit, a scope is unknown, or the server drains.
         """
         check_limits(request, self.limits)
         scopes = self._all_known(request.scopes)
@@ -244,19 +254,17 @@ class MetadataService:
             check_lengths(request, [scope.geometry.slot_bytes for scope in scopes])
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
-        """Where pages are; pinned for a time, if asked for."""
+        """Look up the slots of pages, and pin them if requested."""
         self.check(request)
         return self.do_lookup(request, now)
 
     def do_lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes = self._all_known(request.scopes)
-        found, slots_by_scope = list[p.Found](), dict[int, list[int]]()
+        found, slots_by_scope = list[p.FoundPages](), dict[int, list[int]]()
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         for part, scope in zip(request.scopes, scopes, strict=True):
-            slots = (
-                scope.recency.used(part.keys) if request.touch else scope.recency.slots(part.keys)
-            )
+            slots = scope.lru.used(part.keys) if request.touch else scope.lru.slots(part.keys)
             scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
             found.append(_found(scope, slots))
             if seconds > 0 and (there := [slot for slot in slots if slot >= 0]):
@@ -265,12 +273,12 @@ class MetadataService:
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
     def reserve(self, request: p.Reserve, now: float) -> p.Leases:
-        """Lease slots for keys that are not there."""
+        """Lease slots for keys that are neither live nor leased."""
         self.check(request)
         return self.do_reserve(request, now)
 
     def do_reserve(self, request: p.Reserve, now: float) -> p.Leases:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes = self._all_known(request.scopes)
         seconds, answers = lease_seconds(self.limits, request.lease_seconds), list[p.Leased]()
         for part, scope in zip(request.scopes, scopes, strict=True):
@@ -297,7 +305,7 @@ class MetadataService:
         return self.do_commit(request, now)
 
     def do_commit(self, request: p.Commit, now: float) -> p.SettledLeases:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes = self._all_known(request.scopes)
 
         def settle(part: p.CommitScope, scope: Scope) -> list[bool]:
@@ -311,19 +319,19 @@ class MetadataService:
         return self.do_abort(request, now)
 
     def do_abort(self, request: p.Abort, now: float) -> p.SettledLeases:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes = self._all_known(request.scopes)
         return self._settled(
             request.scopes, scopes, lambda part, scope: scope.abort(part.leases, now)
         )
 
     def renew(self, request: p.Renew, now: float) -> p.SettledLeases:
-        """Let leases last from now on."""
+        """Renew leases from now on."""
         self.check(request)
         return self.do_renew(request, now)
 
     def do_renew(self, request: p.Renew, now: float) -> p.SettledLeases:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes = self._all_known(request.scopes)
         until = now + lease_seconds(self.limits, request.lease_seconds)
         return self._settled(
@@ -331,35 +339,34 @@ class MetadataService:
         )
 
     def unpin(self, request: p.Unpin, now: float, caller: Caller = ANYBODY) -> None:
-        """Let pins go before their time. Another tenant's are as unknown as any that was never
-        given."""
+        """Release pins before their end. Pins of other tenants are ignored like unknown ones."""
         Measure(self.limits).entries(request.pins, "pins")
         pins = request.pins
         if not caller.sees_all:
             pins = [
                 record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
             ]
-        self._let_pins_go(self._pins.remove(pins), now)
+        self._release_pins(self._pins.remove(pins), now)
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
-        """Count as use."""
+        """Mark pages as used."""
         self.check(request)
         return self.do_touch(request, now)
 
     def do_touch(self, request: p.Touch, now: float) -> p.Marked:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes, flags = self._all_known(request.scopes), list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
-            flags.append(p.Flags(done=[slot >= 0 for slot in scope.recency.used(part.keys)]))
+            flags.append(p.Flags(done=[slot >= 0 for slot in scope.lru.used(part.keys)]))
         return p.Marked(scopes=flags)
 
     def delete(self, request: p.Delete, now: float) -> p.Marked:
-        """Make pages go."""
+        """Delete pages."""
         self.check(request)
         return self.do_delete(request, now)
 
     def do_delete(self, request: p.Delete, now: float) -> p.Marked:
-        """The same of a request that was checked."""
+        """Do a request, or a chunk of one, that was checked."""
         scopes, flags = self._all_known(request.scopes), list[p.Flags]()
         for part, scope in zip(request.scopes, scopes, strict=True):
             self._changed[part.scope] = scope
@@ -369,7 +376,7 @@ class MetadataService:
     # Operators.
 
     def inspect(self, request: p.Inspect, now: float) -> p.Inspected:
-        """All about some slots, then about the slots of some keys."""
+        """State of some slots, then of the slots of some keys."""
         measure = Measure(self.limits)
         measure.keys(request.keys, "keys")
         measure.entries(request.slots, "slots")
@@ -380,24 +387,28 @@ class MetadataService:
         slots = [*request.slots, *map(scope.slot_of, request.keys)]
         return p.Inspected(slots=[scope.status(slot, now) if slot >= 0 else None for slot in slots])
 
-    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.Checked | None]:
-        """Check every invariant, in pieces between which other requests may be served; the last is
-        the answer, the others None."""
+    def fsck(self, request: p.Fsck, caller: Caller = ANYBODY) -> Iterator[p.FsckReport | None]:
+        """Check every invariant in chunks, between which other requests may be served.
+
+        Yields None for each chunk, and the report at the end.
+        """
         Measure(self.limits).scopes(request.scopes)
         scopes = [self._known(name, f"scopes[{i}]") for i, name in enumerate(request.scopes)]
-        scopes = scopes if request.scopes else [self.scopes[name] for name in self._seen_by(caller)]
+        scopes = (
+            scopes if request.scopes else [self.scopes[name] for name in self._visible_to(caller)]
+        )
         problems = list[str]()
         for scope in scopes:
-            for piece in audit(scope):
-                problems += [f"{scope.geometry.scope}: {problem}" for problem in piece]
+            for found in audit(scope):
+                problems += [f"{scope.geometry.scope}: {problem}" for problem in found]
                 yield None
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        yield p.Checked(
+        yield p.FsckReport(
             slots=sum(scope.geometry.slots for scope in scopes), problems=problems[:SHOWN] + more
         )
 
     def drain(self, request: p.Drain, now: float) -> p.Draining:
-        """Give no new leases, while all else goes on."""
+        """Start or stop to refuse new leases; all other operations are served."""
         self.draining = request.enabled
         for scope in self.scopes.values():
             scope.settle(now)
@@ -406,13 +417,13 @@ class MetadataService:
         )
 
     def export(self, request: p.Export, now: float) -> p.Exported:
-        """What some slots of a scope hold."""
+        """Copy some slots of a scope, for backups and copies."""
         scope, limits = self._known(request.scope, "scope"), self.limits
         end = request.first + min(request.count, limits.keys)
-        pages, rests = taken(scope, request.first, end, now, limits.max_lease_seconds)
+        pages, others = export_slots(scope, request.first, end, now, limits.max_lease_seconds)
         return exported(
             pages,
-            rests,
+            others,
             now,
             used=len(scope.table),
             epoch=scope.epoch,
@@ -421,16 +432,16 @@ class MetadataService:
             tenant=self.tenants.of_scope[request.scope],
         )
 
-    # Time, and what is kept.
+    # Time and durability.
 
     def counters(self) -> Counters:
-        """From where on numbers were given to nobody."""
+        """First lease and pin numbers that were certainly never given."""
         return Counters(self._leases.ceiling, self._pin_numbers.ceiling)
 
     def settle(self, now: float, most: int) -> bool:
-        """Do what is due, about `most` slots of it; returns whether there is more."""
-        self._let_pins_go(self._pins.ended(now), now)
-        self.answers.forget(now)
+        """Process about `most` due slots; True if more are due."""
+        self._release_pins(self._pins.ended(now), now)
+        self.answers.expire(now)
         for scope in self.scopes.values():
             if most <= 0:
                 return True
@@ -440,13 +451,13 @@ class MetadataService:
         return most <= 0
 
     def take_changes(self) -> Changes:
-        """What was changed since the last call, as it is now."""
+        """Take the changes since the last call, encoded as the slots are now."""
         changes = Changes(
             answers=self.answers.added,
             pins=list(self._pins.added.values()),
             unpinned=self._pins.removed,
         )
-        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+        self._forget_answers_and_pins()
         for name, scope in self._made.items():
             tenant = self.tenants.of_scope[name]
             changes.scopes.append(
@@ -462,35 +473,45 @@ class MetadataService:
         for name, scope in self._changed.items():
             if scope.changed:
                 changes.slots[self._numbers[name]] = changes_of(scope, scope.changed, scope.leased)
-                scope.changed, scope.leased = [], []
-        self._made, self._changed = {}, {}
-        changes.dropped, self._dropped = self._dropped, []
+                scope.changed = []
+                scope.leased = []
+        self._made = {}
+        self._changed = {}
+        changes.dropped = self._dropped
+        self._dropped = []
         ceilings = {
             "lease": self._leases.ceiling,
             "pin": self._pin_numbers.ceiling,
             "scope": self._last_number,
         }
+        # With other changes only: a service without leases needs no longest lease in its store.
         if changes:
             ceilings[LONGEST] = self._longest
         for name, ceiling in ceilings.items():
             if ceiling != self._ceilings[name]:
-                changes.counters[name] = self._ceilings[name] = ceiling
+                changes.counters[name] = ceiling
+                self._ceilings[name] = ceiling
         return changes
 
     def scope_of(self, number: int) -> Scope:
-        """The scope that has this number in the store."""
+        """Scope with a number of the store; an empty one if it was dropped."""
         return self._by_number[number]
 
     def forget_changes(self) -> None:
-        """For who keeps nothing: drop what `take_changes` would give."""
+        """Discard all changes, for owners without a store."""
         for scope in self._changed.values():
-            scope.changed, scope.leased = [], []
-        self._made, self._changed, self._dropped = {}, {}, []
-        self.answers.added, self._pins.added, self._pins.removed = [], {}, []
+            scope.changed = []
+            scope.leased = []
+        self._made = {}
+        self._changed = {}
+        self._dropped = []
+        self._forget_answers_and_pins()
 
     def put_back(self, changes: Changes) -> None:
-        """Take changes back that could not be written down: they are to be tried again, with what
-        the slots are by then."""
+        """Return changes that could not be written; the next `take_changes` has them again.
+
+        Slots are encoded anew then. Answers are withdrawn, because their requests get an error.
+        """
         self.answers.withdraw(changes.answers)
         self._dropped = changes.dropped + self._dropped
         for record in changes.scopes:
@@ -508,17 +529,22 @@ class MetadataService:
             self._pins.added.setdefault(pin.pin, pin)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
-            # Another than any that there is.
+            # Differs from every value, so that the counter is written again.
             self._ceilings[name] = -1
 
     def restore(
         self, recovered: Recovered, rows: Callable[[int], Iterable[SlotRows]], now: float
     ) -> None:
-        """Take over what a store has kept, before the first request; `rows` gives a scope's by its
-        number."""
+        """Restore the contents of a store, before the first request.
+
+        Args:
+            recovered: everything but slots.
+            rows: returns the slots of a scope by its number.
+            now: current time.
+        """
         self._started = now
-        self._leases = Numbers(recovered.counters.get("lease", 1))
-        self._pin_numbers = Numbers(recovered.counters.get("pin", 1))
+        self._leases = IdAllocator(recovered.counters.get("lease", 1))
+        self._pin_numbers = IdAllocator(recovered.counters.get("pin", 1))
         self._last_number = max(
             [recovered.counters.get("scope", 0), *(record.number for record in recovered.scopes)]
         )
@@ -532,69 +558,80 @@ class MetadataService:
         }
         for record in recovered.scopes:
             name = record.geometry.scope
-            scope = self.scopes[name] = self._by_number[record.number] = Scope(
-                record.geometry, self.limits.quarantine_seconds
-            )
-            self._numbers[name], scope.epoch, scope.cleared_until = (
-                record.number,
-                record.epoch,
-                record.cleared_until,
-            )
+            scope = Scope(record.geometry, self.limits.quarantine_seconds)
+            self.scopes[name] = scope
+            self._by_number[record.number] = scope
+            self._numbers[name] = record.number
+            scope.epoch = record.epoch
+            scope.cleared_until = record.cleared_until
+            # In epoch 0 this is the time until which a new scope is closed, see `close_until`.
             if not record.epoch and record.cleared_until > now:
                 scope.close_until(min(record.cleared_until, now + self._longest))
-            self.tenants.of_scope[name], scope.model = record.tenant, record.model
+            self.tenants.of_scope[name] = record.tenant
+            scope.model = record.model
         for pin in recovered.pins:
             self._pins.add(pin, remember=False)
             for number, slots in pin.slots.items():
-                # A clock that was set back revives a pin, but not its scope.
+                # If the clock was set back, an ended pin is back, but its scope may be dropped.
                 if number in self._by_number:
                     self._by_number[number].pin(pin.pin, slots, pin.until)
+        # After the pins: a pinned slot stays in quarantine.
         for number, scope in self._by_number.items():
             problems = restore(scope, rows(number), now, self._longest)
             self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
         self.answers.restore(recovered.answers)
 
-    # Helpers of these and of the compatible part.
+    # Shared with `core.sglang` and `core.sglang_import`.
 
     def find(self, name: str) -> Scope:
-        """A scope that a call of the compatible part is about to change."""
-        scope = self._changed[name] = self._known(name, "namespace")
+        """Find a scope for a change by SGLang's protocol."""
+        scope = self._known(name, "namespace")
+        self._changed[name] = scope
         return scope
 
     def known(self, name: str) -> Scope:
-        """A scope that a call of the compatible part looks at."""
+        """Find a scope for a read by SGLang's protocol."""
         return self._known(name, "namespace")
 
     def lease(
         self, scope: Scope, keys: Sequence[str], prefixes: Sequence[str], now: float
     ) -> tuple[list[p.Reserved], list[int], list[int]]:
-        """Reserve for the compatible part: as long as leases last by default."""
+        """Reserve by SGLang's protocol, with leases of the default length."""
         first = self._leases.take(len(keys))
         return scope.reserve(keys, prefixes, "", first, now, now + self.limits.lease_seconds)
 
     def take_leases(self, count: int) -> int:
-        """The first of so many new leases, for pages that come from elsewhere."""
+        """Allocate lease numbers for imported pages, and return the first."""
         return self._leases.take(count)
 
     def check_room(self, new: Sequence[p.ScopeGeometry], caller: Caller, field: str) -> None:
-        """See that a caller may make these scopes, none of which is there."""
+        """Check that a caller may create these scopes, none of which exists.
+
+        Raises:
+            RequestError: 413 or 403, a limit of the server or a quota of the tenant is exceeded.
+        """
         if new and len(self.scopes) + len(new) > self.max_scopes:
             raise too_large(f"this server keeps {self.max_scopes} scopes", field)
         self.tenants.check_quota(caller.tenant, self.held_by(caller.tenant), new, field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
-        """The scopes of one tenant, "" for those of none."""
+        """Geometries of the scopes of one tenant, "" for scopes without tenant."""
         return (
             self.scopes[name].geometry
             for name, holder in self.tenants.of_scope.items()
             if holder == tenant
         )
 
-    def _seen_by(self, caller: Caller) -> list[str]:
+    def _forget_answers_and_pins(self) -> None:
+        self.answers.added = []
+        self._pins.added = {}
+        self._pins.removed = []
+
+    def _visible_to(self, caller: Caller) -> list[str]:
         return [name for name, tenant in self.tenants.of_scope.items() if may_use(caller, tenant)]
 
     def _may_unpin(self, caller: Caller, pin: PinRecord) -> bool:
-        # A number whose scope was dropped says nothing of who has one of that name now.
+        # A dropped scope is skipped: its name may belong to another tenant now.
         there = [
             self._by_number[number]
             for number in pin.slots
@@ -631,7 +668,7 @@ class MetadataService:
             self._by_number[number].pin(pin, pinned, until)
         return pin
 
-    def _let_pins_go(self, records: Iterable[PinRecord], now: float) -> None:
+    def _release_pins(self, records: Iterable[PinRecord], now: float) -> None:
         for record in records:
             for number, slots in record.slots.items():
                 if number in self._by_number and number not in self._gone:
@@ -647,7 +684,7 @@ class MetadataService:
             identity=geometry.identity,
             free=scope.available,
             leased=len(scope.leases),
-            live=len(scope.recency),
+            live=len(scope.lru),
             quarantined=scope.quarantined,
             hits=scope.hits,
             misses=scope.misses,
@@ -658,21 +695,21 @@ class MetadataService:
         )
 
 
-def _found(scope: Scope, slots: list[int]) -> p.Found:
+def _found(scope: Scope, slots: list[int]) -> p.FoundPages:
     table = scope.table
     generations, lengths, checksums = table.generations, table.lengths, table.checksums
     run = as_run(slots)
     if isinstance(run, range) and run.start >= 0:
-        # Often: pages that were written together.
+        # Pages that were written together: slices of the columns.
         where = slice(run.start, run.stop)
-        return p.Found(
+        return p.FoundPages(
             slots=slots,
             generations=generations[where].tolist(),
             lengths=lengths[where].tolist(),
             checksums=checksums[where].tolist(),
         )
     if -1 not in slots:
-        return p.Found(
+        return p.FoundPages(
             slots=slots,
             generations=[generations[slot] for slot in slots],
             lengths=[lengths[slot] for slot in slots],
@@ -683,7 +720,7 @@ def _found(scope: Scope, slots: list[int]) -> p.Found:
         for slot in slots
     ]
     columns = list(zip(*rows, strict=True)) or [(), (), ()]
-    return p.Found(
+    return p.FoundPages(
         slots=slots,
         generations=list(columns[0]),
         lengths=list(columns[1]),

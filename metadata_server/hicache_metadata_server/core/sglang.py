@@ -1,4 +1,4 @@
-"""What an unchanged SGLang asks for, on the same scopes."""
+"""SGLang's protocol, on the scopes of the service."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
 
 
-class CompatibleService:
-    """The compatible part. A reservation is a lease that is named by its key and slot."""
+class SglangService:
+    """Operations of SGLang's protocol. A reservation is a lease, named by its key and slot."""
 
     def __init__(self, service: MetadataService) -> None:
         self._service = service
 
-    def check(self, rank: int, request: p.CompatibleKeys | p.CompatibleReserve) -> None:
-        """See that a long request is within the limits as a whole, and its scope there."""
+    def check(self, rank: int, request: p.SglangKeys | p.SglangReserve) -> None:
+        """Check that a long request is within the limits as a whole, and names a known scope."""
         measure = Measure(self._service.limits)
         measure.keys([key if isinstance(key, str) else key[0] for key in request.keys], "keys")
-        if isinstance(request, p.CompatibleReserve):
+        if isinstance(request, p.SglangReserve):
             measure.lengths([prefix for _, prefix in request.keys], "keys")
         self._service.known(f"{rank}:{request.namespace}")
 
     def initialize(
-        self, rank: int, request: p.CompatibleInitialize, now: float, caller: Caller = ANYBODY
+        self, rank: int, request: p.SglangInitialize, now: float, caller: Caller = ANYBODY
     ) -> None:
-        """Make a scope, or see that it has as many pages."""
+        """Create a scope, or check its number of pages."""
         name = f"{rank}:{request.namespace}"
         known = self._service.scopes.get(name)
         if known is None:
@@ -45,25 +45,25 @@ class CompatibleService:
         elif known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
-    def exists(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
-        """Which keys are live; counts as use."""
+    def exists(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
+        """Tell for each key if it is live, and mark live ones as used."""
         scope = self._with_keys(rank, request)
-        live = [slot >= 0 for slot in scope.recency.used(request.keys)]
+        live = [slot >= 0 for slot in scope.lru.used(request.keys)]
         scope.count(len(live), sum(live))
         return {"exists": live}
 
-    def get_page_indices(self, rank: int, request: p.CompatibleKeys, now: float) -> dict[str, Any]:
-        """Slots of live keys; counts as use."""
+    def get_page_indices(self, rank: int, request: p.SglangKeys, now: float) -> dict[str, Any]:
+        """Look up the slots of live keys, and mark them as used."""
         scope = self._with_keys(rank, request)
-        slots = [slot if slot >= 0 else None for slot in scope.recency.used(request.keys)]
+        slots = [slot if slot >= 0 else None for slot in scope.lru.used(request.keys)]
         scope.count(len(slots), len(slots) - slots.count(None))
         return {"indices": slots}
 
     def reserve_and_allocate_page_indices(
-        self, rank: int, request: p.CompatibleReserve, now: float
+        self, rank: int, request: p.SglangReserve, now: float
     ) -> dict[str, Any]:
-        """Slots for new keys, -1 where there are none."""
-        # The sequences of a batch in one go: a loop for each takes several times as long.
+        """Lease slots for new keys; -1 for keys without a slot."""
+        # One transposition: a loop over the pairs for each column takes several times as long.
         keys, prefixes = (
             (list(column) for column in zip(*request.keys, strict=True))
             if request.keys
@@ -74,8 +74,9 @@ class CompatibleService:
         if any(prefixes):
             measure.lengths(prefixes, "keys")
         scope = self._service.find(f"{rank}:{request.namespace}")
+        # This protocol has no error for a draining server: new keys get no slot, as in a full scope.
         if self._service.draining:
-            slots = scope.recency.slots(keys)
+            slots = scope.lru.slots(keys)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
         states, slots, leases = self._service.lease(scope, keys, prefixes, now)
         if all(leases):
@@ -85,9 +86,12 @@ class CompatibleService:
             "indices": [(state is exists, slot) for state, slot in zip(states, slots, strict=True)]
         }
 
-    def confirm_write(self, rank: int, request: p.CompatibleConfirm, now: float) -> None:
-        """Make reserved slots live, give others back; what cannot be done is refused after all else
-        was done."""
+    def confirm_write(self, rank: int, request: p.SglangConfirm, now: float) -> None:
+        """Make reserved slots live, and give others back.
+
+        Raises:
+            RequestError: 409 `stale` if some are not reserved; all others were done.
+        """
         measure = Measure(self._service.limits)
         measure.keys(
             list(map(itemgetter(0), request.written_keys_to_confirm)), "written_keys_to_confirm"
@@ -95,6 +99,7 @@ class CompatibleService:
         measure.entries(request.pages_to_release, "pages_to_release")
         scope = self._service.find(f"{rank}:{request.namespace}")
         check_slots(request, scope.geometry.slots)
+        # A reservation that has ended must be seen as ended before its confirm.
         scope.settle(now)
         refused = self._confirm(scope, request.written_keys_to_confirm)
         for i, done in enumerate(scope.release(request.pages_to_release, now)):
@@ -103,18 +108,18 @@ class CompatibleService:
         if refused:
             raise stale(refused)
 
-    def delete_keys(self, rank: int, request: p.CompatibleKeys, now: float) -> None:
-        """Make keys go."""
+    def delete_keys(self, rank: int, request: p.SglangKeys, now: float) -> None:
+        """Delete keys."""
         Measure(self._service.limits).keys(request.keys, "keys")
         self._service.find(f"{rank}:{request.namespace}").delete(request.keys, (), now)
 
-    def clear(self, rank: int, request: p.CompatibleClear, now: float) -> None:
-        """Make everything go."""
+    def clear(self, rank: int, request: p.SglangClear, now: float) -> None:
+        """Delete all pages of a scope."""
         name = f"{rank}:{request.namespace}"
         self._service.find(name)
         self._service.clear(p.Clear(scopes=[name]), now)
 
-    def _with_keys(self, rank: int, request: p.CompatibleKeys) -> Scope:
+    def _with_keys(self, rank: int, request: p.SglangKeys) -> Scope:
         Measure(self._service.limits).keys(request.keys, "keys")
         return self._service.known(f"{rank}:{request.namespace}")
 
@@ -129,6 +134,7 @@ class CompatibleService:
                 elif table.states[slot] == LEASED:
                     mine[slot] = None
             slots = list(mine)
+        # SGLang's clients send neither lengths nor checksums.
         zeros = array("Q", bytes(8 * len(slots)))
         scope.make_live(slots, zeros, zeros)
         return refused

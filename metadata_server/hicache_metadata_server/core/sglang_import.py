@@ -1,4 +1,4 @@
-"""SGLang's persistence file: read, checked, and made into scopes."""
+"""Import of the persistence file of SGLang's metadata server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCOPE: Final = re.compile(r"([0-9]{1,9})(?::([A-Za-z0-9._-]{1,128}))?", re.ASCI
 
 
 class ImportFileError(ValueError):
-    """The file is not what SGLang's server writes."""
+    """The file cannot be imported."""
 
 
 class _Rank(msgspec.Struct):
@@ -33,24 +33,23 @@ class _Rank(msgspec.Struct):
 
 @dataclass(slots=True)
 class ImportedScope:
-    """One scope of the file, after everything that contradicts itself was dropped."""
+    """One scope of the file, without contradictory keys."""
 
     name: str
     slots: int
     pages: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
-    """Key and slot, the least recently used first."""
+    """Keys and slots, the least recently used first."""
     dropped: Counter[str] = field(default_factory=Counter[str])
-    """Why, and how many keys."""
+    """Number of dropped keys by reason."""
     lost: int = 0
-    """Slots that were neither free nor anybody's; they are free now."""
+    """Slots that were neither free nor of a key; they are free now."""
 
 
 def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[ImportedScope]:
-    """The scopes of a file in either form: `{"rank:namespace": ...}`, or bare ranks, which mean
-    `rank:kv`.
+    """Read the scopes of a file: `{"rank:namespace": ...}`, or bare ranks for `rank:kv`.
 
     Raises:
-        ImportFileError: it is no such file.
+        ImportFileError: the file has another format.
     """
     try:
         found = msgspec.json.decode(body, type=dict[str, _Rank])
@@ -73,8 +72,9 @@ def read_persistence_file(body: bytes, limits: Limits = DEFAULTS) -> list[Import
 
 
 def _checked(name: str, rank: _Rank, limits: Limits) -> ImportedScope:
-    """Whose bytes a page holds is not known if two name it, or if it was free when the file was
-    written: such keys are dropped."""
+    """Drop the keys of pages with unknown contents, and of malformed entries."""
+    # The bytes of a page that two keys name, or that is free as well, are unknown: a key could read
+    # those of another page.
     pairs = (
         list(rank.key_to_index.items())
         if isinstance(rank.key_to_index, dict)
@@ -108,10 +108,11 @@ def _is_page(page: object, pages: int) -> bool:
 def import_scopes(
     service: MetadataService, scopes: list[ImportedScope], now: float, tenant: str = ""
 ) -> None:
-    """Make the scopes in a service that has none of their names, for one tenant or none.
+    """Create the scopes in a service, for one tenant or none.
 
     Raises:
-        ImportFileError: it has; nothing was imported.
+        ImportFileError: a scope exists already, or the tenant's name is invalid; nothing was
+            imported.
     """
     if tenant and not re.fullmatch(NAME, tenant):
         raise ImportFileError(f"a tenant is called {NAME}, not {tenant!r}")

@@ -1,5 +1,4 @@
-"""The slots of a scope as columns: 73 bytes a slot that was ever used, none for the others; and the
-slot of each key."""
+"""Columns of a scope's slots, 73 bytes a used slot, and the index of slots by key."""
 
 from __future__ import annotations
 
@@ -17,13 +16,15 @@ LIVE: Final = 2
 QUARANTINED: Final = 3
 NAMES: Final = (SlotState.FREE, SlotState.LEASED, SlotState.LIVE, SlotState.QUARANTINED)
 
-_LET_GO: Final = bytes((FREE, QUARANTINED, QUARANTINED, QUARANTINED))
-_LET_GO_ALL: Final = _LET_GO + bytes(256 - len(_LET_GO))
+_AFTER_CLEAR: Final = bytes((FREE, QUARANTINED, QUARANTINED, QUARANTINED)) + bytes(252)
+"""State after a clear, by the state before it."""
 
 
 class SlotTable:
-    """One entry a slot in each column. Slots that nobody has used yet have none: `len` says where
-    they begin."""
+    """One entry a used slot in each column; the length is the number of slots ever used.
+
+    Unused slots take no memory, so a scope may declare far more slots than it will ever use.
+    """
 
     __slots__ = (
         "by_key",
@@ -43,20 +44,19 @@ class SlotTable:
         self.states = bytearray()
         self.generations = array("Q")
         self.leases = array("Q")
-        """The lease by which a slot was given out last; 0 where there was none."""
+        """Number of the last lease; 0 for a slot that was never leased."""
         self.until = array("d")
-        """When the lease or the quarantine ends."""
+        """End of the lease or of the quarantine."""
         self.lengths = array("Q")
         self.checksums = array("Q")
         self.children = array("Q")
-        """Live pages that name this live page as their prefix; 0 for what is not live."""
+        """Live pages that name this live page as their prefix; 0 for slots that are not live."""
         self.stamps = array("Q")
-        """The place of a live page in the order of use; 0 for what is not live, but for what a
-        clear has left."""
+        """Position of a live page in the LRU order; else 0, or stale until a clear is finished."""
         self.keys = list[str]()
         self.prefixes = list[str]()
         self.by_key = _new_index()
-        """The slot of every key that is live or leased."""
+        """Slot of every key that is live or leased."""
 
     def __len__(self) -> int:
         return len(self.states)
@@ -79,21 +79,26 @@ class SlotTable:
         self.prefixes.extend([""] * count)
 
     def count(self, state: int) -> int:
-        """Slots in that state, counted one by one (a millisecond for a million)."""
+        """Number of slots in a state; a scan of the column, a millisecond for a million."""
         return self.states.count(state)
 
-    def let_all_go(self) -> dict[str, int]:
-        """Every live or leased slot becomes quarantined (a millisecond for a million); returns them
-        by key, to be taken apart."""
-        # In place: others hold on to this bytearray.
-        self.states[:] = self.states.translate(_LET_GO_ALL)
-        index, self.by_key = self.by_key, _new_index()
+    def quarantine_all(self) -> dict[str, int]:
+        """Quarantine every live or leased slot; returns the old index by key.
+
+        Takes a millisecond for a million slots. The caller frees the index step by step.
+        """
+        # In place, because other objects hold this bytearray.
+        self.states[:] = self.states.translate(_AFTER_CLEAR)
+        index = self.by_key
+        self.by_key = _new_index()
         return index
 
 
 def as_run(slots: Sequence[int]) -> Sequence[int]:
-    """The same as a range if they are a list of neighbours in ascending order: a slice of each
-    column."""
+    """Return a list of ascending neighbours as a range, and anything else unchanged.
+
+    A range selects a slice of each column, which is several times as fast as a loop over slots.
+    """
     if not isinstance(slots, list) or not slots or slots[-1] - slots[0] != len(slots) - 1:
         return slots
     run = range(slots[0], slots[-1] + 1)
@@ -101,9 +106,9 @@ def as_run(slots: Sequence[int]) -> Sequence[int]:
 
 
 def _new_index() -> dict[str, int]:
-    # A dict that has had a key of another type keeps the hash of each key: CPython then looks at a
-    # key itself, which with millions of them is in no cache, only where it is the right one. That
-    # is a quarter of a lookup's time, for 8 bytes a key.
+    # A dict that has had a key of another type stores the hash of each key. CPython then compares
+    # hashes before it reads a key, which with millions of keys is in no CPU cache. That saves a
+    # quarter of a lookup's time, and takes 8 bytes a key.
     index: dict[str | None, int] = {None: 0}
     del index[None]
     return cast("dict[str, int]", index)

@@ -1,11 +1,11 @@
-"""Who asks, whose a scope is, and how much a tenant may have."""
+"""Callers, tenants of scopes, and quotas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.protocol import Token
 
 if TYPE_CHECKING:
@@ -14,38 +14,40 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry
 
 NAME: Final = "[A-Za-z0-9._-]{1,64}"
-"""How a tenant may be called: a regular expression."""
+"""Regular expression of tenant names."""
 QUOTA: Final = "quota"
-"""The code of a refusal by a quota of scopes, slots or bytes."""
+"""Error code of an exceeded quota of scopes, slots or bytes."""
 TOO_MANY: Final = "too_many"
-"""The code of a refusal by a quota of requests."""
+"""Error code of an exceeded request rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, as its token says."""
+    """The sender of a request, as its token identifies it."""
 
     token: str = ""
-    """The token's id; empty where no token is asked for."""
+    """Id of the token; empty on a server without tokens."""
     right: Token = Token.ADMIN
     tenant: str = ""
     """Empty for none."""
     sees_all: bool = False
-    """Scopes of every tenant: an admin without a tenant."""
+    """True for an admin without tenant, who may use scopes of every tenant."""
 
 
 ANYBODY: Final = Caller(sees_all=True)
-"""Of a server without tokens."""
+"""The caller on a server without tokens."""
 
 
 def may_use(caller: Caller, tenant: str) -> bool:
-    """Whether a caller may use the scopes of a tenant ("" for those of none): the one rule,
-    whatever store they are in."""
+    """True if a caller may use the scopes of a tenant, "" for scopes without one.
+
+    The only access rule, for every kind of store.
+    """
     return caller.sees_all or caller.tenant == tenant
 
 
 class Holding(NamedTuple):
-    """What a tenant has in all of its scopes."""
+    """Sums over all scopes of a tenant."""
 
     scopes: int = 0
     slots: int = 0
@@ -54,7 +56,7 @@ class Holding(NamedTuple):
 
     @classmethod
     def of(cls, geometries: Iterable[ScopeGeometry]) -> Holding:
-        """These scopes together."""
+        """Sum over scopes."""
         found = list(geometries)
         return cls(
             len(found),
@@ -65,21 +67,21 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The most that one tenant may have; None for as much as it likes."""
+    """Limits of one tenant; None for no limit."""
 
     scopes: int | None = None
     slots: int | None = None
     bytes: int | None = None
     requests_per_second: float | None = None
-    """Of each server process."""
+    """Rate at each server process."""
     burst: float = 0.0
-    """Requests that may come at once after a pause."""
+    """Requests that may arrive together after a pause."""
 
     def beyond(self, held: Holding, new: Sequence[ScopeGeometry]) -> str:
-        """Why a tenant that has this much may not have these scopes as well; "" if it may.
+        """Explain why new scopes would exceed this quota; "" if they would not.
 
-        A scope that does not say how large its slots are would be one of no bytes, whatever is
-        written into it: where bytes are limited it is refused.
+        A quota of bytes refuses a scope without `slot_bytes`, which would count as empty whatever
+        is written into it.
         """
         if self.bytes is not None and any(not one.slot_bytes for one in new):
             return "its bytes are limited, so that each of its scopes has to say its slot_bytes"
@@ -96,50 +98,50 @@ NO_QUOTA: Final = Quota()
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """Of all tenants."""
+    """Quotas of all tenants."""
 
     by_tenant: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
     default: Quota = NO_QUOTA
-    """Of a tenant that is not named. Who has no tenant has no quota."""
+    """Quota of a tenant that is not named. Callers without tenant have no quota."""
 
     def of(self, tenant: str) -> Quota:
-        """Of one tenant."""
+        """Quota of one tenant."""
         return self.by_tenant.get(tenant, self.default) if tenant else NO_QUOTA
 
 
 class Tenants:
-    """Whose the scopes of one server are."""
+    """Tenants of the scopes of one server, and their quotas."""
 
     def __init__(self) -> None:
         self.of_scope: dict[str, str] = {}
         """The tenant of each scope, "" for none."""
         self.quotas = Quotas()
 
-    def see(self, caller: Caller, names: Sequence[str], fields: str) -> None:
-        """See that a caller may use those of these scopes that are there.
+    def check_access(self, caller: Caller, names: Sequence[str], fields: str) -> None:
+        """Check that a caller may use scopes; unknown ones are skipped.
 
         Args:
-            caller: who asks.
-            names: of scopes.
-            fields: how the request calls them, with `{}` for the number of one.
+            caller: sender of the request.
+            names: names of scopes.
+            fields: name of their field in the request, with `{}` for the index of a scope.
 
         Raises:
-            RefusedError: 403 for the first that is another tenant's.
+            RequestError: 403 for the first scope of another tenant.
         """
         of_scope, tenant = self.of_scope, caller.tenant
         for number, name in enumerate(names):
             if not may_use(caller, of_scope.get(name, tenant)):
-                raise RefusedError(
+                raise RequestError(
                     403, "forbidden", f"scope {name!r} is another tenant's", fields.format(number)
                 )
 
     def check_quota(
         self, tenant: str, held: Iterable[ScopeGeometry], new: Sequence[ScopeGeometry], field: str
     ) -> None:
-        """See that a tenant that has some scopes may have others as well.
+        """Check that a tenant with some scopes may create others.
 
         Raises:
-            RefusedError: 403 `quota` if it may not.
+            RequestError: 403 `quota` if its quota would be exceeded.
         """
         quota = self.quotas.of(tenant)
         if quota is NO_QUOTA or not new:
@@ -150,8 +152,8 @@ class Tenants:
 
 def beyond_quota(
     tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes"
-) -> RefusedError:
-    """Says why a tenant may not have these scopes as well."""
-    return RefusedError(
+) -> RequestError:
+    """Error of a tenant whose quota new scopes would exceed."""
+    return RequestError(
         403, QUOTA, f"tenant {tenant!r} is at its quota: {quota.beyond(held, new)}", field
     )

@@ -1,4 +1,4 @@
-"""When to look again at which slots."""
+"""Timers of slots."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ if TYPE_CHECKING:
 
 
 class Timers:
-    """A heap of times with slots. Nothing is ever taken out before its time: who looks at a slot
-    sees whether it is still meant."""
+    """A heap of times with slots.
+
+    No timer is cancelled: a lease that is committed or renewed keeps its old entry. The caller
+    compares the slot's own end, which is cheaper than a removal from the heap.
+    """
 
     __slots__ = ("_heap", "_numbers")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence[int]]] = []
+        # Breaks ties: slots may be a range or a list, which do not compare.
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, when: float, slots: Sequence[int]) -> None:
-        """Remember slots, which are this object's from now on."""
+        """Add a timer for slots. The sequence must not change afterwards."""
         heapq.heappush(self._heap, (when, next(self._numbers), slots))
 
     def next_time(self) -> float | None:
-        """When the first of them are due."""
+        """Time of the first timer; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float, most: int) -> list[Sequence[int]]:
-        """Slots whose time has come, at most so many of them; the others stay due."""
+        """Take up to `most` due slots; the others stay due."""
         found: list[Sequence[int]] = []
         heap, room = self._heap, most
         while heap and heap[0][0] <= now and room > 0:

@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.core.clock import Clock
-from hicache_metadata_server.core.errors import RefusedError, invalid
+from hicache_metadata_server.core.clock import SteadyClock
+from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_assets
 from hicache_metadata_server.http.asgi import Front, content_types
 from hicache_metadata_server.http.handlers import Desk
@@ -27,7 +27,7 @@ from hicache_metadata_server.http.recorder import Recorder
 from hicache_metadata_server.http.request_log import Watch
 from hicache_metadata_server.protocol.history import AFTER
 from hicache_metadata_server.protocol.history import PATH as HISTORY
-from hicache_metadata_server.storage.group_commit import Journal
+from hicache_metadata_server.storage.group_commit import GroupCommit
 from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.observability import tracing
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.auth.tokens import Tokens
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.store import Store
+    from hicache_metadata_server.storage.store import MetadataStore
 
 TICK_SECONDS: Final = 0.1
 """How often the server looks for what is due where nobody asks for it."""
@@ -54,7 +54,7 @@ class Server:
     def __init__(
         self,
         service: MetadataService,
-        store: Store,
+        store: MetadataStore,
         security: Security,
         clock: Callable[[], float],
         desk: Desk | None = None,
@@ -75,9 +75,11 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
-        """What stands around the requests: the journal, and the clock's work."""
-        if self.store.durability is not p.Durability.NONE:
-            self.desk.journal = self.metrics.journal = Journal(self.service, self.store, self.clock)
+        """What stands around the requests: the group commit, and the clock's work."""
+        if self.store.durability is not p.StoreDurability.NONE:
+            self.desk.group_commit = self.metrics.group_commit = GroupCommit(
+                self.service, self.store, self.clock
+            )
         ticking = asyncio.create_task(self._tick())
         try:
             yield
@@ -118,7 +120,7 @@ class Server:
 
 def create_app(
     service: MetadataService,
-    store: Store,
+    store: MetadataStore,
     *,
     tokens: Tokens | None = None,
     security: Security | None = None,
@@ -133,7 +135,12 @@ def create_app(
     before.
     """
     server = Server(
-        service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds
+        service,
+        store,
+        security or Security(service, tokens),
+        clock or SteadyClock(),
+        desk,
+        slow_seconds,
     )
     version = service.about.server.rpartition(" ")[2]
     # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the
@@ -175,7 +182,7 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
         try:
             told = server.recorder.told(_after(request.query_params.get(AFTER, "0")))
-        except RefusedError as refused:
+        except RequestError as refused:
             return Response(
                 p.encode(refused.problem, content_type), refused.status, media_type=content_type
             )

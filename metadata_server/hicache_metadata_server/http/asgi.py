@@ -11,7 +11,7 @@ import structlog
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.audit_log import Entry, about, peer_of
-from hicache_metadata_server.core.errors import RefusedError, too_large
+from hicache_metadata_server.core.errors import RequestError, too_large
 from hicache_metadata_server.dashboard.assets import is_page
 from hicache_metadata_server.http.handlers import Endpoint, Request, Said, Started, refusal
 from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
@@ -104,7 +104,7 @@ class Front:
             body = await self._body(receive, headers)
             begin = time.perf_counter()
             said = await self.ended(asked, self.start(asked, body))
-        except RefusedError as refused:
+        except RequestError as refused:
             said = refusal(refused, content_types(path, headers)[1])
             if asked is None and said.status in UNAUTHORIZED:
                 caller = self._tokens.whose(headers.get(b"authorization", b""))
@@ -125,7 +125,7 @@ class Front:
         well."""
         try:
             return path if path in PAGES else self._desk.endpoint(path).name
-        except RefusedError:
+        except RequestError:
             return OTHER
 
     def _check_page(self, path: str, headers: dict[bytes, bytes]) -> None:
@@ -133,7 +133,7 @@ class Front:
         caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
         if caller.tenant and path not in OPEN_PAGES:
             message = f"{path} tells of all tenants, and needs a token without one"
-            raise RefusedError(403, "forbidden", message, "Authorization")
+            raise RequestError(403, "forbidden", message, "Authorization")
 
     # The steps of an answer, for whoever goes them without a task.
 
@@ -141,7 +141,7 @@ class Front:
         """What a request's head says.
 
         Raises:
-            RefusedError: nobody answers that, or not for this token.
+            RequestError: nobody answers that, or not for this token.
         """
         request_id, authorization = (
             adopt(headers.get(REQUEST_ID)),
@@ -150,12 +150,12 @@ class Front:
         self._check_browser(headers)
         try:
             endpoint = self._desk.endpoint(path)
-        except RefusedError:
+        except RequestError:
             self._tokens.check(authorization, p.Token.READ)
             raise
         caller = self._tokens.check(authorization, endpoint.token)
         if endpoint.method != method:
-            raise RefusedError(
+            raise RequestError(
                 404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}"
             )
         self._rates.admit(caller, endpoint.name)
@@ -203,7 +203,7 @@ class Front:
             if asked.entry is not None:
                 asked.entry.about = about(request.message, self._desk.names(request))
             return self._desk.start(request) or self._in_turns(asked, request)
-        except RefusedError as refused:
+        except RequestError as refused:
             return Started(refusal(refused, asked.answer_type), False)
         except Exception:  # noqa: BLE001 - a fault of ours must not take the connection, and its trace belongs into the log
             return Started(self._fault(asked), asked.endpoint.changes)
@@ -212,7 +212,7 @@ class Front:
         """Do what the desk has not done at once."""
         try:
             return await self._desk.in_turns(request)
-        except RefusedError as refused:
+        except RequestError as refused:
             return refusal(refused, asked.answer_type)
         except StoreError as error:
             return self.unwritten(asked, error)
@@ -225,7 +225,7 @@ class Front:
 
     def unwritten(self, asked: Asked, error: BaseException) -> Said:
         """The answer where they could not be."""
-        return refusal(RefusedError(503, "unavailable", str(error)), asked.answer_type)
+        return refusal(RequestError(503, "unavailable", str(error)), asked.answer_type)
 
     def count(
         self,
@@ -284,7 +284,7 @@ class Front:
         part: bytes = message.get("body", b"")
         return part
 
-    def _too_large(self) -> RefusedError:
+    def _too_large(self) -> RequestError:
         return too_large(f"a body of more than {self.max_body} bytes", "body")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import inspect
 
-from hicache_metadata_server.core.errors import RefusedError, invalid, too_large
+from hicache_metadata_server.core.errors import RequestError, invalid, too_large
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http.body_size import holds_more_values, max_values
 from hicache_metadata_server.protocol import JSON, MSGPACK
@@ -41,10 +41,10 @@ class Body:
         """The request in a body.
 
         Raises:
-            RefusedError: it is none.
+            RequestError: it is none.
         """
         if content_type not in self._content_types:
-            raise RefusedError(
+            raise RequestError(
                 415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type"
             )
         if holds_more_values(body, content_type, max_values(self._limits)):
@@ -54,20 +54,20 @@ class Body:
         except msgspec.ValidationError as error:
             raise self._invalid(error, body, content_type) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise RefusedError(
+            raise RequestError(
                 400, "malformed", f"the body cannot be read: {error}", "body"
             ) from error
 
     def _invalid(
         self, error: msgspec.ValidationError, body: bytes, content_type: str
-    ) -> RefusedError:
+    ) -> RequestError:
         message, _, _ = str(error).partition(" - at `")
         try:
             raw = (
                 msgspec.json.decode(body) if content_type == JSON else msgspec.msgpack.decode(body)
             )
         except (msgspec.DecodeError, UnicodeError, RecursionError) as unreadable:
-            return RefusedError(400, "malformed", f"the body cannot be read: {unreadable}", "body")
+            return RequestError(400, "malformed", f"the body cannot be read: {unreadable}", "body")
         where = _locate(raw, inspect.type_info(self._kind)).lstrip(".")
         return invalid(message, where)
 

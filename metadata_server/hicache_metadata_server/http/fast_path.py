@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.http.asgi import Asked, Front, headers_of
 from hicache_metadata_server.http.handlers import Started
 
@@ -96,7 +96,7 @@ class DirectProtocol(HttpToolsProtocol):
             asked = front.asked(
                 self.url.decode("latin-1"), parser.get_method().decode("ascii"), headers
             )
-        except RefusedError:
+        except RequestError:
             return None
         return _Exchange(asked, parser.should_keep_alive() and parser.get_http_version() != "1.0")
 

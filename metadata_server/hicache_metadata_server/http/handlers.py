@@ -12,16 +12,16 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
-from hicache_metadata_server.core.chunking import is_long, joined, pieces_of
-from hicache_metadata_server.core.errors import RefusedError, invalid
-from hicache_metadata_server.core.idempotency import check_once, digest_of
-from hicache_metadata_server.core.sglang import CompatibleService
+from hicache_metadata_server.core.chunking import chunks_of, is_long, join_responses
+from hicache_metadata_server.core.errors import RequestError, invalid
+from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
+from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.group_commit import Journal
+    from hicache_metadata_server.storage.group_commit import GroupCommit
 
 LONG_BODY: Final = 16_384
 """Shorter bodies are not looked at for whether they are long."""
@@ -107,16 +107,16 @@ class Started(NamedTuple):
 
 
 class Desk:
-    """Answers requests. `journal` is there while the server runs; a service that keeps nothing has
-    none."""
+    """Answers requests. `group_commit` is set while the server runs; a service that keeps nothing
+    has none."""
 
     def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
         self.service, self.clock = service, clock
-        self.journal: Journal | None = None
+        self.group_commit: GroupCommit | None = None
         self._compatible = self._compatible_part()
         self._long = asyncio.Lock()
         self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
-        self._operations = {name: self._bodies(name) for name in p.COMPATIBLE_ROUTES}
+        self._operations = {name: self._bodies(name) for name in p.SGLANG_ROUTES}
         self._endpoints: dict[str, Endpoint] = dict(self.native)
         """Of paths that were asked for before."""
 
@@ -124,7 +124,7 @@ class Desk:
         """Who answers a path.
 
         Raises:
-            RefusedError: nobody.
+            RequestError: nobody.
         """
         found = self._endpoints.get(path)
         if found is None:
@@ -144,7 +144,7 @@ class Desk:
         """What a body asks an endpoint for.
 
         Raises:
-            RefusedError: it cannot be read, it is about what is another tenant's, or the
+            RequestError: it cannot be read, it is about what is another tenant's, or the
             idempotency key is none.
         """
         if endpoint.body is None:
@@ -160,7 +160,7 @@ class Desk:
         )
         if not once or not endpoint.once:
             return Request(endpoint, message, content_type, is_a_long_one, caller=caller)
-        check_once(once)
+        check_idempotency_key(once)
         # No header has a carriage return in it, so that no tenant finds what another's key has been
         # answered.
         once = f"{caller.tenant}\r{once}" if caller.tenant else once
@@ -183,7 +183,7 @@ class Desk:
         """Do what is asked for; None where that has to take turns with others (`in_turns`).
 
         Raises:
-            RefusedError: it was not done.
+            RequestError: it was not done.
         """
         endpoint, message = request.endpoint, request.message
         if request.digest and (kept := self._kept(request.once, request.digest)) is not None:
@@ -197,7 +197,7 @@ class Desk:
             else:
                 answer = endpoint.do(message, self.clock())
             said = self._said(answer, request.content_type)
-        except RefusedError as refused:
+        except RequestError as refused:
             # A confirm that is refused has done the rest.
             return Started(refusal(refused, request.content_type), changes)
         self._remember(request.once, request.digest, said)
@@ -207,7 +207,7 @@ class Desk:
         """Do what `start` did not.
 
         Raises:
-            RefusedError: it was not done.
+            RequestError: it was not done.
             StoreError: it was not written.
         """
         if isinstance(request.message, p.Fsck):
@@ -222,10 +222,10 @@ class Desk:
 
     def join(self) -> asyncio.Future[None] | None:
         """Done when all changes are written; None if nothing is."""
-        if self.journal is None:
+        if self.group_commit is None:
             self.service.forget_changes()
             return None
-        return self.journal.join()
+        return self.group_commit.flush()
 
     # What runs beside the requests; another kind of desk does it elsewhere.
 
@@ -238,32 +238,32 @@ class Desk:
 
     async def close(self) -> None:
         """Write what is left; nobody asks for anything any more."""
-        if self.journal is not None:
-            await self.journal.close()
+        if self.group_commit is not None:
+            await self.group_commit.close()
 
     def problem(self) -> str:
         """Why it is not ready, or ""."""
-        if self.journal is not None and self.journal.error is not None:
-            return f"changes are refused: {self.journal.error}"
+        if self.group_commit is not None and self.group_commit.error is not None:
+            return f"changes are refused: {self.group_commit.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
-        """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
+        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
         return ""
 
     def _compatible_part(self) -> Any:
-        return CompatibleService(self.service)
+        return SglangService(self.service)
 
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if caller.sees_all:
             return
         if endpoint.names is not None:
-            self.service.tenants.see(caller, *endpoint.names(message))
+            self.service.tenants.check_access(caller, *endpoint.names(message))
         elif endpoint.name not in OF_NO_SCOPE:
             message = (
                 f"{endpoint.name} is about the whole server, and needs a token without a tenant"
             )
-            raise RefusedError(403, "forbidden", message, "Authorization")
+            raise RequestError(403, "forbidden", message, "Authorization")
 
     async def _do_long(self, request: Request) -> Said:
         check = request.endpoint.check
@@ -278,9 +278,9 @@ class Desk:
             self._remember(request.once, request.digest, said)
         return said
 
-    async def _fsck(self, request: p.Fsck, caller: Caller) -> p.Checked:
+    async def _fsck(self, request: p.Fsck, caller: Caller) -> p.FsckReport:
         """Check the invariants, while others are served."""
-        checked: p.Checked | None = None
+        checked: p.FsckReport | None = None
         for checked in self.service.fsck(request, caller):  # noqa: B007 - the last one is the answer
             await asyncio.sleep(0)
         assert checked is not None, "the last piece is the answer"
@@ -289,14 +289,14 @@ class Desk:
     async def _in_pieces(self, request: Request) -> Any:
         """Others are served after each piece, and what it has changed is written, so that nobody
         waits for all of it."""
-        pieces, answers = pieces_of(request.message), list[Any]()
+        pieces, answers = chunks_of(request.message), list[Any]()
         for number, piece in enumerate(pieces):
             # No header has a line feed in it, so that nobody else's idempotency key is this one.
             answers.append(self._do_piece(request, piece.request, f"{number}\n{request.once}"))
             if request.endpoint.changes:
                 await self._written()
             await asyncio.sleep(0)
-        return joined(pieces, answers)
+        return join_responses(pieces, answers)
 
     def _do_piece(self, request: Request, piece: Any, once: str) -> Any:
         """A piece of a request that a crash has cut short, and that is sent again, is not done
@@ -366,7 +366,7 @@ class Desk:
         )
 
     def _bodies(self, operation: str) -> tuple[Body, p.Token]:
-        kind, token = p.COMPATIBLE_ROUTES[operation]
+        kind, token = p.SGLANG_ROUTES[operation]
         return Body(kind, (p.JSON,), self.service.limits), token
 
     def _compatible_endpoint(self, path: str) -> Endpoint:
@@ -374,7 +374,7 @@ class Desk:
         rank, _, operation = rest.partition("/")
         known = self._operations.get(operation)
         if empty or known is None:
-            raise RefusedError(404, "unknown_route", f"there is no {path!r}")
+            raise RequestError(404, "unknown_route", f"there is no {path!r}")
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
         body, token = known
@@ -415,7 +415,7 @@ class Desk:
         )
 
 
-def refusal(refused: RefusedError, content_type: str) -> Said:
+def refusal(refused: RequestError, content_type: str) -> Said:
     """An answer that says why not."""
     return Said(
         refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds

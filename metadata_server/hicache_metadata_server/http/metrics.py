@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.auth.security import Security
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.protocol import ScopeStatus
-    from hicache_metadata_server.storage.group_commit import Journal
+    from hicache_metadata_server.storage.group_commit import GroupCommit
 
 RESULTS: Final = ("hit", "miss")
 
@@ -51,10 +51,10 @@ class Metrics:
             registry=self._registry,
         )
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.journal: Journal | None = None
+        self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
-        """Of a store without a journal: why it could not be asked when it was tried last, or ""."""
+        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service, self._problem = service, problem
         self._scopes = set[str]()
@@ -96,11 +96,11 @@ class Metrics:
         yield scalar(v.READY, not self._problem())
         yield scalar(v.DRAINING, self._service.draining)
         yield scalar(v.RECOVERY_PROBLEMS, len(self._service.recovery_problems))
-        if self.journal is not None:
-            yield scalar(v.TRANSACTIONS, self.journal.groups)
-            yield scalar(v.STORE_FAILING, self.journal.error is not None)
+        if self.group_commit is not None:
+            yield scalar(v.TRANSACTIONS, self.group_commit.groups)
+            yield scalar(v.STORE_FAILING, self.group_commit.error is not None)
             durations = histogram(v.TRANSACTION_SECONDS)
-            add_latency(durations, v.TRANSACTION_SECONDS, [], self.journal.durations)
+            add_latency(durations, v.TRANSACTION_SECONDS, [], self.group_commit.durations)
             yield durations
         if self.store_problem is not None:
             yield scalar(v.STORE_FAILING, bool(self.store_problem()))

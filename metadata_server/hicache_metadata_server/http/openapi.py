@@ -39,7 +39,7 @@ def openapi(version: str) -> dict[str, Any]:
     routes = {**p.ROUTES, HISTORY: HISTORY_ROUTE}
     for route in routes.values():
         kinds |= {kind for kind in (route.request, route.answer) if kind is not None}
-    kinds |= {kind for kind, _ in p.COMPATIBLE_ROUTES.values()}
+    kinds |= {kind for kind, _ in p.SGLANG_ROUTES.values()}
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=TEMPLATE)
     by_kind = dict(zip(ordered, schemas, strict=True))
@@ -49,7 +49,7 @@ def openapi(version: str) -> dict[str, Any]:
     paths[HISTORY]["get"]["parameters"] = [
         {"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}
     ]
-    for operation, (kind, token) in p.COMPATIBLE_ROUTES.items():
+    for operation, (kind, token) in p.SGLANG_ROUTES.items():
         paths[f"/{{rank}}/{operation}"] = {"post": _compatible(kind, token, by_kind)}
     return {
         "openapi": "3.1.0",

@@ -10,7 +10,7 @@ from hicache_metadata_server.protocol.history import Series
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_metadata_server.core.totals import Totals
+    from hicache_metadata_server.core.scope import Totals
 
 SECONDS: Final = 600
 MINUTES: Final = 1440

@@ -37,7 +37,7 @@ class Token(StrEnum):
     ADMIN = "admin"
 
 
-class Durability(StrEnum):
+class StoreDurability(StrEnum):
     """What an acknowledged change survives."""
 
     NONE = "none"

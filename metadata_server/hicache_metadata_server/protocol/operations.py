@@ -22,7 +22,7 @@ class Fsck(Request, frozen=True, kw_only=True):
     scopes: list[ScopeName] = field(default_factory=list[str])
 
 
-class Checked(Answer, frozen=True, kw_only=True):
+class FsckReport(Answer, frozen=True, kw_only=True):
     """What is wrong, a sentence for each."""
 
     slots: Natural

@@ -79,7 +79,7 @@ class Lookup(Request, frozen=True, kw_only=True):
     """Whether being found counts as use."""
 
 
-class Found(Answer, frozen=True, kw_only=True):
+class FoundPages(Answer, frozen=True, kw_only=True):
     """Pages of one scope; a key that is not live has slot -1 and zeros."""
 
     slots: list[int]
@@ -93,7 +93,7 @@ class Found(Answer, frozen=True, kw_only=True):
 class LookedUp(Answer, frozen=True, kw_only=True):
     """Answer of `lookup`."""
 
-    scopes: list[Found]
+    scopes: list[FoundPages]
     pin: Natural = 0
     """Name of the pin on everything found here; 0 where nothing is pinned."""
     pin_seconds: Annotated[float, Meta(ge=0)] = 0.0

@@ -7,7 +7,6 @@ from typing import Final
 
 from hicache_metadata_server.protocol.elements import Answer, Request, Token
 from hicache_metadata_server.protocol.operations import (
-    Checked,
     Drain,
     Draining,
     Drop,
@@ -15,6 +14,7 @@ from hicache_metadata_server.protocol.operations import (
     Export,
     Exported,
     Fsck,
+    FsckReport,
     Inspect,
     Inspected,
     Scopes,
@@ -75,7 +75,7 @@ ROUTES: Final = {
         Route("POST", "/v2/drop", Drop, Dropped, Token.WRITE),
         Route("GET", "/v2/scopes", None, Scopes, Token.READ),
         Route("POST", "/v2/inspect", Inspect, Inspected, Token.READ),
-        Route("POST", "/v2/fsck", Fsck, Checked, Token.ADMIN),
+        Route("POST", "/v2/fsck", Fsck, FsckReport, Token.ADMIN),
         Route("POST", "/v2/drain", Drain, Draining, Token.ADMIN),
         Route("POST", "/v2/export", Export, Exported, Token.ADMIN),
     )

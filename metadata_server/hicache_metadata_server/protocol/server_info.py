@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta, field
 
-from hicache_metadata_server.protocol.elements import Answer, Durability, Positive, Seconds
+from hicache_metadata_server.protocol.elements import Answer, Positive, Seconds, StoreDurability
 
 PROTOCOL: Final = "2"
 
@@ -51,5 +51,5 @@ class About(Answer, frozen=True, kw_only=True):
     """Name and version."""
     instance: str
     """Another one after each start of the server."""
-    durability: Durability
+    durability: StoreDurability
     limits: Limits

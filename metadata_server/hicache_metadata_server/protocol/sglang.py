@@ -10,21 +10,21 @@ from msgspec import Struct, field
 from hicache_metadata_server.protocol.elements import Key, Namespace, Natural, Slots, Token
 
 
-class CompatibleInitialize(Struct, frozen=True, kw_only=True):
+class SglangInitialize(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/initialize`."""
 
     num_pages: Slots
     namespace: Namespace = "kv"
 
 
-class CompatibleKeys(Struct, frozen=True, kw_only=True):
+class SglangKeys(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/exists`, `/{rank}/get_page_indices` and `/{rank}/delete_keys`."""
 
     keys: list[Key]
     namespace: Namespace = "kv"
 
 
-class CompatibleReserve(Struct, frozen=True, kw_only=True):
+class SglangReserve(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/reserve_and_allocate_page_indices`: pairs of a key and the key before it in its
     chain, which may be ""."""
 
@@ -32,7 +32,7 @@ class CompatibleReserve(Struct, frozen=True, kw_only=True):
     namespace: Namespace = "kv"
 
 
-class CompatibleConfirm(Struct, frozen=True, kw_only=True):
+class SglangConfirm(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/confirm_write`: pairs of a key and its slot, and slots to give back
     unwritten."""
 
@@ -43,18 +43,18 @@ class CompatibleConfirm(Struct, frozen=True, kw_only=True):
     namespace: Namespace = "kv"
 
 
-class CompatibleClear(Struct, frozen=True, kw_only=True):
+class SglangClear(Struct, frozen=True, kw_only=True):
     """`POST /{rank}/clear`."""
 
     namespace: Namespace = "kv"
 
 
-COMPATIBLE_ROUTES: Final[dict[str, tuple[type[Struct], Token]]] = {
-    "initialize": (CompatibleInitialize, Token.WRITE),
-    "exists": (CompatibleKeys, Token.READ),
-    "reserve_and_allocate_page_indices": (CompatibleReserve, Token.WRITE),
-    "confirm_write": (CompatibleConfirm, Token.WRITE),
-    "get_page_indices": (CompatibleKeys, Token.READ),
-    "delete_keys": (CompatibleKeys, Token.WRITE),
-    "clear": (CompatibleClear, Token.WRITE),
+SGLANG_ROUTES: Final[dict[str, tuple[type[Struct], Token]]] = {
+    "initialize": (SglangInitialize, Token.WRITE),
+    "exists": (SglangKeys, Token.READ),
+    "reserve_and_allocate_page_indices": (SglangReserve, Token.WRITE),
+    "confirm_write": (SglangConfirm, Token.WRITE),
+    "get_page_indices": (SglangKeys, Token.READ),
+    "delete_keys": (SglangKeys, Token.WRITE),
+    "clear": (SglangClear, Token.WRITE),
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def shared_service(
     url: str,
     limits: p.Limits,
-    durability: p.Durability,
+    durability: p.StoreDurability,
     *,
     name: str = "hicache-storage",
     max_scopes: int = MAX_SCOPES,
@@ -57,7 +57,7 @@ def shared_app(
     )
 
 
-def check_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
+def check_store(url: str, durability: p.StoreDurability, replicas: int = 0) -> None:
     """See that the store is there and keeps what is promised.
 
     Raises:

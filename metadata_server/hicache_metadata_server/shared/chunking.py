@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.chunking import pieces_of
+from hicache_metadata_server.core.chunking import chunks_of
 from hicache_metadata_server.shared.scopes import Task
 from hicache_metadata_server.shared.script_results import columns_of, exact, pages_of, value_of
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.core.chunking import Piece
+    from hicache_metadata_server.core.chunking import Chunk
 
 _RESERVED: Final = (p.Reserved.LEASED, p.Reserved.EXISTS, p.Reserved.BUSY, p.Reserved.FULL)
 
 
-def in_order(request: Any) -> list[Piece]:
+def in_order(request: Any) -> list[Chunk]:
     """The pieces of a request: scopes in their order and, where keys count as used from the last to
     the first, so the pieces of each."""
-    return sorted(pieces_of(request), key=lambda piece: piece.scope)
+    return sorted(chunks_of(request), key=lambda piece: piece.scope)
 
 
-def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
+def task_of(piece: Chunk, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
     """The script of a piece; `lasts` is in microseconds, of a lease or a pin."""
     request, pages = piece.request, b""
     part = request.scopes[0]
@@ -57,7 +57,7 @@ def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:
     match request:
         case p.Lookup():
             lengths, checksums = columns_of(reply[2])
-            found = p.Found(
+            found = p.FoundPages(
                 slots=value[0], generations=value[1], lengths=lengths, checksums=checksums
             )
             return p.LookedUp(scopes=[found])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server.backup.parts import Pages, Rests, joined
-from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
 from hicache_metadata_server.shared.script_results import columns_of, pages_of, value_of
@@ -25,8 +25,12 @@ async def read_slots(
     """Slots of a scope that was found; and from where on nobody has used any, the epoch, and the
     last lease."""
     batches, rests, used, epoch, lease = list[Pages](), Rests([], [], []), first + 1, 0, 0
-    for start in range(first, first + count, ENTRIES):
-        asked = start, min(ENTRIES, first + count - start), round(max_lease_seconds * MICROSECONDS)
+    for start in range(first, first + count, CHUNK_ENTRIES):
+        asked = (
+            start,
+            min(CHUNK_ENTRIES, first + count - start),
+            round(max_lease_seconds * MICROSECONDS),
+        )
         (reply,) = await catalog.run([Task("export", scope, "scope", asked)])
         used, epoch, lease, rows = value_of(reply)
         batches.append(_pages(rows, *columns_of(reply[2])))
@@ -35,15 +39,15 @@ async def read_slots(
                 rests.slots.append(slot)
                 rests.generations.append(generation)
                 rests.until.append(now + max(left / MICROSECONDS, SOONEST) if left else 0.0)
-        if start + ENTRIES >= used:
+        if start + CHUNK_ENTRIES >= used:
             break
     return joined(batches), rests, used, epoch, lease
 
 
 def tasks_of(scope: str, part: Pages | Rests) -> Iterator[Task]:
     """What writes a part into a scope that nobody uses yet."""
-    for start in range(0, len(part), ENTRIES):
-        cut = slice(start, start + ENTRIES)
+    for start in range(0, len(part), CHUNK_ENTRIES):
+        cut = slice(start, start + CHUNK_ENTRIES)
         slots = part.slots[cut]
         if isinstance(part, Pages):
             pages = pages_of(part.lengths[cut], part.checksums[cut])

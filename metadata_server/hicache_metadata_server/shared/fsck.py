@@ -7,8 +7,8 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.chunking import ENTRIES
-from hicache_metadata_server.core.invariants import AT_ONCE, SHOWN
+from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
+from hicache_metadata_server.core.invariants import MAX_WHOLE_SLOTS, SHOWN
 from hicache_metadata_server.core.limits import Measure
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.scopes import Task
@@ -26,7 +26,7 @@ _LOOKS: Final = 3
 time: between the pieces it may change."""
 
 
-async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY) -> p.Checked:
+async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY) -> p.FsckReport:
     """Check every invariant of some scopes, or of all that are there for the caller."""
     Measure(service.limits).scopes(request.scopes)
     catalog = service.catalog
@@ -40,7 +40,7 @@ async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY
     for name in names:
         problems += [f"{name}: {problem}" for problem in await _scope(catalog, name)]
     more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return p.Checked(
+    return p.FsckReport(
         slots=sum(one.geometry.slots for one in known), problems=problems[:SHOWN] + more
     )
 
@@ -55,7 +55,7 @@ async def _scope(catalog: Scopes, name: str) -> list[str]:
     if wrong_counts:
         for index in _INDEXES:
             problems += await _index(catalog, name, index)
-    if used <= AT_ONCE:
+    if used <= MAX_WHOLE_SLOTS:
         problems += sorted(await _children(catalog, name, named))
     return problems
 
@@ -63,10 +63,10 @@ async def _scope(catalog: Scopes, name: str) -> list[str]:
 async def _slots(catalog: Scopes, name: str, used: int) -> tuple[list[str], Counter[str]]:
     """Problems, and how many live pages name each prefix."""
     problems, named = list[str](), Counter[str]()
-    for start in range(0, used, ENTRIES):
-        _, found, prefixes = await _ask(catalog, name, "audit_slots", (start, ENTRIES))
+    for start in range(0, used, CHUNK_ENTRIES):
+        _, found, prefixes = await _ask(catalog, name, "audit_slots", (start, CHUNK_ENTRIES))
         problems += found
-        if used <= AT_ONCE:
+        if used <= MAX_WHOLE_SLOTS:
             named.update(prefixes)
     return problems, named
 

@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 
 
 class SharedDesk(Desk):
-    """Answers requests when Redis has. It has no journal: what Redis has answered holds as Redis
+    """Answers requests when Redis has. It has no group commit: what Redis has answered holds as Redis
     promises."""
 
     def __init__(self, service: SharedService) -> None:
@@ -45,7 +45,7 @@ class SharedDesk(Desk):
         """Do what is asked for.
 
         Raises:
-            RefusedError: it was not done; of a confirm of the compatible part, the rest was.
+            RequestError: it was not done; of a confirm of the compatible part, the rest was.
             StoreError: it may have been done, or not.
         """
         endpoint, message, once, caller = (
@@ -106,7 +106,7 @@ class SharedDesk(Desk):
         await self.shared.look()
         return self.shared.list_scopes(caller)
 
-    async def _check(self, request: p.Fsck, once: Once, caller: Caller) -> p.Checked:
+    async def _check(self, request: p.Fsck, once: Once, caller: Caller) -> p.FsckReport:
         return await fsck(self.shared, request, caller)
 
     def _compatible_part(self) -> SharedCompatible:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.chunking import ENTRIES
+from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.sglang_import import ImportFileError
 from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.names import ScopeKeys
@@ -50,6 +50,6 @@ def _pieces(scope: ImportedScope) -> Iterator[tuple[list[str], list[int]]]:
     """Keys of neighbouring slots, "" for those without a page, and when each was used."""
     pages = {slot: (key, use) for use, (key, slot) in enumerate(scope.pages, 1)}
     end = max(pages, default=-1) + 1
-    for start in range(0, end, ENTRIES):
-        some = [pages.get(slot, ("", 0)) for slot in range(start, min(start + ENTRIES, end))]
+    for start in range(0, end, CHUNK_ENTRIES):
+        some = [pages.get(slot, ("", 0)) for slot in range(start, min(start + CHUNK_ENTRIES, end))]
         yield [key for key, _ in some], [use for _, use in some]

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def fsck_store(url: str, request: p.Fsck) -> p.Checked:
+def fsck_store(url: str, request: p.Fsck) -> p.FsckReport:
     """Check every invariant, while servers may go on.
 
     Raises:
-        RefusedError: there is no such scope.
+        RequestError: there is no such scope.
         StoreError: the store cannot be read.
     """
     return _run(url, lambda service: fsck(service, request))
@@ -45,8 +45,8 @@ def _run(url: str, do: Callable[[SharedService], Awaitable[_T]]) -> _T:
     async def run() -> _T:
         link = open_link(url)
         try:
-            await check_redis(link, p.Durability.NONE)
-            return await do(SharedService(link, DEFAULTS, durability=p.Durability.NONE))
+            await check_redis(link, p.StoreDurability.NONE)
+            return await do(SharedService(link, DEFAULTS, durability=p.StoreDurability.NONE))
         finally:
             await link.close()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.core.chunking import groups_of
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.chunking import batched
+from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.chunking import in_order
 from hicache_metadata_server.shared.names import pin_key
@@ -51,7 +51,7 @@ class Pins:
         drawn = [pin for pin in dict.fromkeys(pins) if pin < EXACT]
         if not caller.sees_all:
             drawn = await self._permitted(drawn, caller)
-        for some in groups_of(drawn, _AT_ONCE):
+        for some in batched(drawn, _AT_ONCE):
             # One by one: in a cluster they lie anywhere.
             records = await self._catalog.link.commands([("GETDEL", pin_key(pin)) for pin in some])
             scopes = dict[str, list[str]]()
@@ -62,7 +62,7 @@ class Pins:
 
     async def _permitted(self, pins: list[int], caller: Caller) -> list[int]:
         permitted = list[int]()
-        for some in groups_of(pins, _AT_ONCE):
+        for some in batched(pins, _AT_ONCE):
             records = await self._catalog.link.commands([("GET", pin_key(pin)) for pin in some])
             scopes = [list[str](unpacked(record)) if record else [] for record in records]
             await self._catalog.learn(name for names in scopes for name in names)
@@ -76,9 +76,9 @@ class Pins:
 
     async def _end(self, scopes: dict[str, list[str]]) -> None:
         for scope, names in scopes.items():
-            for some in groups_of(names, _AT_ONCE):
+            for some in batched(names, _AT_ONCE):
                 try:
                     await self._catalog.run([Task("unpin", scope, "pins", some)])
-                except RefusedError:
+                except RequestError:
                     # The scope was lost, and its pins with it.
                     break

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import Link
 
 _MIN_VERSION: Final = (6, 2)
-_ORDER: Final = (Durability.NONE, Durability.PROCESS, Durability.MACHINE)
+_ORDER: Final = (StoreDurability.NONE, StoreDurability.PROCESS, StoreDurability.MACHINE)
 _FIXES: Final = {
-    Durability.PROCESS: "`appendonly yes` and `appendfsync no` or `always`",
-    Durability.MACHINE: "`appendonly yes` and `appendfsync always`",
+    StoreDurability.PROCESS: "`appendonly yes` and `appendfsync no` or `always`",
+    StoreDurability.MACHINE: "`appendonly yes` and `appendfsync always`",
 }
 
 _log = structlog.get_logger()
 
 
-async def check_redis(link: Link, wanted: Durability) -> None:
+async def check_redis(link: Link, wanted: StoreDurability) -> None:
     """See that every node keeps what is promised, and throws nothing away.
 
     Raises:
@@ -65,16 +65,16 @@ async def check_redis(link: Link, wanted: Durability) -> None:
             )
 
 
-def kept_by(appendonly: str, appendfsync: str) -> Durability:
+def kept_by(appendonly: str, appendfsync: str) -> StoreDurability:
     """What acknowledged changes survive.
 
     With `everysec` Redis may answer before it has written, while an earlier fsync lasts; with `no`
     it always writes first.
     """
     if appendonly != "yes":
-        return Durability.NONE
-    return {"always": Durability.MACHINE, "no": Durability.PROCESS}.get(
-        appendfsync, Durability.NONE
+        return StoreDurability.NONE
+    return {"always": StoreDurability.MACHINE, "no": StoreDurability.PROCESS}.get(
+        appendfsync, StoreDurability.NONE
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import (
-    RefusedError,
+    RequestError,
     key_reused,
     mismatch,
     too_large,
@@ -97,7 +97,7 @@ class Scopes:
         """Scopes by their names.
 
         Raises:
-            RefusedError: there is none of one of the names, which stands in that field.
+            RequestError: there is none of one of the names, which stands in that field.
         """
         await self.learn(names)
         for name, field in zip(names, fields, strict=True):
@@ -131,7 +131,7 @@ class Scopes:
         which of them are new.
 
         Raises:
-            RefusedError: one is otherwise, or another tenant's, or there are too many, for all or
+            RequestError: one is otherwise, or another tenant's, or there are too many, for all or
             for this tenant.
         """
         prefix = SCOPES + b":" if self.link.is_cluster else b"hm:"
@@ -187,7 +187,7 @@ class Scopes:
                 gives no slot before.
 
         Raises:
-            RefusedError: one is there, and is another.
+            RequestError: one is there, and is another.
         """
         new = {part.scope: part for part in parts}
         if not new:
@@ -203,7 +203,7 @@ class Scopes:
         made = await self.link.run([self._call(task, NOT_ONCE) for task in tasks])
         for part, reply in zip(new.values(), made, strict=True):
             if value_of(reply) != _record(part, tenant):
-                raise RefusedError(
+                raise RequestError(
                     409,
                     "mismatch",
                     f"the list of scopes was lost, and {part.scope!r} is another than it says",
@@ -214,7 +214,7 @@ class Scopes:
         """Run scripts on scopes that were found; what each answers.
 
         Raises:
-            RefusedError: a scope is there no longer, or the idempotency key belongs to another
+            RequestError: a scope is there no longer, or the idempotency key belongs to another
             request. StoreError: Redis was not reached, or did not answer; some may have been done.
         """
         replies = await self.link.run([self._call(task, once) for task in tasks])
@@ -257,7 +257,7 @@ class Scopes:
         nodes; whether it was nobody's.
 
         Raises:
-            RefusedError: it belongs to another request.
+            RequestError: it belongs to another request.
         """
         call = Call(script("claim"), (once_key(once.key),), (once.digest, self._once_milliseconds))
         (held,) = await self.link.run([call])
@@ -332,11 +332,11 @@ def _record(part: p.ScopeGeometry, tenant: str) -> list[str]:
 
 def _mismatch(
     parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, most: int
-) -> RefusedError:
+) -> RequestError:
     if scope < 0:
         return too_large(f"this server keeps {most} scopes", "scopes")
     if at == len(FIELDS):
-        return RefusedError(
+        return RequestError(
             403,
             "forbidden",
             f"scope {parts[scope].scope!r} is another tenant's",

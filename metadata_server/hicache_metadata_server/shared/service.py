@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
-from hicache_metadata_server.core.chunking import groups_of, joined
-from hicache_metadata_server.core.errors import RefusedError, draining, in_use, invalid
+from hicache_metadata_server.core.chunking import batched, join_responses
+from hicache_metadata_server.core.errors import RequestError, draining, in_use, invalid
 from hicache_metadata_server.core.limits import (
     Measure,
     check_earlier_leases,
@@ -18,9 +18,9 @@ from hicache_metadata_server.core.limits import (
     check_limits,
     lease_seconds,
 )
+from hicache_metadata_server.core.scope import Totals
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
-from hicache_metadata_server.core.totals import Totals
 from hicache_metadata_server.shared.chunking import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
@@ -53,7 +53,7 @@ PROBE_SECONDS: Final = 1.0
 class SharedService:
     """All scopes in one Redis, as one of several servers sees them. Used from one event loop.
 
-    Operations raise `RefusedError` where a request cannot be done, and `StoreError` where Redis was
+    Operations raise `RequestError` where a request cannot be done, and `StoreError` where Redis was
     not reached or has not answered: then it may have been done, and whoever has an idempotency key
     can ask again.
     """
@@ -63,7 +63,7 @@ class SharedService:
         link: Link,
         limits: p.Limits,
         *,
-        durability: p.Durability,
+        durability: p.StoreDurability,
         name: str = "hicache-storage",
         max_scopes: int = MAX_SCOPES,
     ) -> None:
@@ -130,7 +130,7 @@ class SharedService:
     async def check_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there (`Tenants.see`)."""
         await self.catalog.learn(names)
-        self.tenants.see(caller, names, fields)
+        self.tenants.check_access(caller, names, fields)
 
     def held_by(self, tenant: str) -> list[p.ScopeGeometry]:
         """The scopes of a tenant, as this server knows them."""
@@ -241,9 +241,9 @@ class SharedService:
             if slot >= known.geometry.slots:
                 raise invalid(f"there are {known.geometry.slots} slots", f"slots[{i}]")
         pieces: list[tuple[Sequence[int], Sequence[str]]] = [
-            (slots, ()) for slots in groups_of(request.slots)
+            (slots, ()) for slots in batched(request.slots)
         ]
-        pieces += [((), keys) for keys in groups_of(request.keys)]
+        pieces += [((), keys) for keys in batched(request.keys)]
         found = list[p.SlotStatus | None]()
         for piece in pieces:
             (reply,) = await self.catalog.run([Task("inspect", request.scope, "scope", piece)])
@@ -341,10 +341,10 @@ class SharedService:
 
     async def _settle(self, names: Sequence[str]) -> bool:
         more = False
-        for some in groups_of(names, TOGETHER):
+        for some in batched(names, TOGETHER):
             try:
                 replies = await self.catalog.run(tasks_of("settle", some))
-            except RefusedError:
+            except RequestError:
                 # Redis has lost the scope since.
                 continue
             for name, reply in zip(some, replies, strict=True):
@@ -400,14 +400,14 @@ class SharedService:
             answers = list[Any]()
             if not pieces:
                 return empty_answer(request, seconds)
-            for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
+            for some in batched(list(zip(pieces, tasks, strict=True)), TOGETHER):
                 replies = await self.catalog.run([task for _, task in some], once)
                 _check_done(replies)
                 answers += [
                     answer_of(piece.request, reply, seconds)
                     for (piece, _), reply in zip(some, replies, strict=True)
                 ]
-            return joined(pieces, answers)
+            return join_responses(pieces, answers)
 
         return await self._claimed(once, run, alone=not pieces)
 
@@ -418,7 +418,7 @@ class SharedService:
         is_new = await self.catalog.claim(once)
         try:
             return await run()
-        except RefusedError:
+        except RequestError:
             if is_new:
                 await self.catalog.unclaim(once)
             raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.chunking import groups_of
-from hicache_metadata_server.core.errors import RefusedError, other_size, stale
+from hicache_metadata_server.core.chunking import batched
+from hicache_metadata_server.core.errors import RequestError, other_size, stale
 from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
@@ -27,7 +27,7 @@ class SharedCompatible:
     async def initialize(
         self,
         rank: int,
-        request: p.CompatibleInitialize,
+        request: p.SglangInitialize,
         once: Once = NOT_ONCE,
         caller: Caller = ANYBODY,
     ) -> None:
@@ -35,14 +35,14 @@ class SharedCompatible:
         name = f"{rank}:{request.namespace}"
         try:
             (known,) = await self._service.catalog.find([name], ["namespace"])
-        except RefusedError:
+        except RequestError:
             part = p.ScopeGeometry(scope=name, slots=request.num_pages)
             try:
                 await self._service.register([part], caller)
                 return
-            except RefusedError as refused:
+            except RequestError as refused:
                 if refused.status in (403, 413):
-                    raise RefusedError(
+                    raise RequestError(
                         refused.status, refused.problem.code, refused.problem.message, "namespace"
                     ) from refused
             # Another client was quicker.
@@ -51,13 +51,13 @@ class SharedCompatible:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
     async def exists(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+        self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE
     ) -> dict[str, Any]:
         """Which keys are live; counts as use."""
         return {"exists": [slot >= 0 for slot in await self._find(rank, request)]}
 
     async def get_page_indices(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+        self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE
     ) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
         return {
@@ -65,7 +65,7 @@ class SharedCompatible:
         }
 
     async def reserve_and_allocate_page_indices(
-        self, rank: int, request: p.CompatibleReserve, once: Once = NOT_ONCE
+        self, rank: int, request: p.SglangReserve, once: Once = NOT_ONCE
     ) -> dict[str, Any]:
         """Slots for new keys, -1 where there are none."""
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
@@ -81,7 +81,7 @@ class SharedCompatible:
             round(self._service.limits.lease_seconds * MICROSECONDS),
             list[tuple[bool, int]](),
         )
-        for some in groups_of(request.keys):
+        for some in batched(request.keys):
             arguments = ([key for key, _ in some], [prefix for _, prefix in some], "", lasts, False)
             (reply,) = await self._service.catalog.run(
                 [Task("reserve", name, "namespace", arguments)]
@@ -91,7 +91,7 @@ class SharedCompatible:
         return {"indices": indices}
 
     async def confirm_write(
-        self, rank: int, request: p.CompatibleConfirm, once: Once = NOT_ONCE
+        self, rank: int, request: p.SglangConfirm, once: Once = NOT_ONCE
     ) -> None:
         """Make reserved slots live, give others back; what cannot be done is refused after all else
         was done."""
@@ -107,23 +107,21 @@ class SharedCompatible:
             if not all(done):
                 raise stale(f"{field}[{done.index(False)}]")
 
-    async def delete_keys(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
-    ) -> None:
+    async def delete_keys(self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE) -> None:
         """Make keys go."""
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
-        for some in groups_of(request.keys):
+        for some in batched(request.keys):
             await self._service.catalog.run([Task("delete", name, "namespace", (some, ()))])
 
-    async def clear(self, rank: int, request: p.CompatibleClear, once: Once = NOT_ONCE) -> None:
+    async def clear(self, rank: int, request: p.SglangClear, once: Once = NOT_ONCE) -> None:
         """Make everything go."""
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
         await self._service.catalog.run([Task("clear", name, "namespace")])
 
-    async def _find(self, rank: int, request: p.CompatibleKeys) -> list[int]:
+    async def _find(self, rank: int, request: p.SglangKeys) -> list[int]:
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
@@ -134,7 +132,7 @@ class SharedCompatible:
     ) -> list[int]:
         """From the last keys to the first, as they count as used."""
         found = list[list[int]]()
-        for some in reversed(list(groups_of(keys))):
+        for some in reversed(list(batched(keys))):
             (reply,) = await self._service.catalog.run(
                 [Task("find", name, "namespace", (some, touch, counted))]
             )
@@ -146,9 +144,9 @@ class SharedCompatible:
     ) -> tuple[list[bool], list[bool]]:
         confirmed, released = list[bool](), list[bool]()
         pieces: list[tuple[list[str], list[int], Sequence[int]]] = [
-            ([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)
+            ([key for key, _ in some], [slot for _, slot in some], ()) for some in batched(pairs)
         ]
-        pieces += [([], [], some) for some in groups_of(releases)]
+        pieces += [([], [], some) for some in batched(releases)]
         for piece in pieces:
             (reply,) = await self._service.catalog.run([Task("confirm", name, "namespace", piece)])
             done = value_of(reply)

@@ -14,12 +14,12 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.simulation.events import Op
-from hicache_metadata_server.simulation.outcome import Outcome
+from hicache_metadata_server.simulation.result import SimulationResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicache_metadata_server.simulation.events import Event
+    from hicache_metadata_server.simulation.events import TraceEvent
 
 BATCH: Final = 128
 """Pages in one request: SGLang's `storage_batch_size`."""
@@ -72,7 +72,7 @@ class Cluster:
             min_lease_seconds=min(DEFAULTS.min_lease_seconds, settings.lease_seconds),
         )
         self.service = MetadataService(limits)
-        self.outcome = Outcome(slots=settings.slots)
+        self.outcome = SimulationResult(slots=settings.slots)
         self._local: dict[tuple[int, str], OrderedDict[str, None]] = {}
         self._writing: list[_Commit] = []
         self._numbers = itertools.count()
@@ -81,7 +81,7 @@ class Cluster:
         self._second, self._in_second, self._weight = -1, 0, 1
         self._evicted_before = 0
 
-    def run(self, events: Iterable[Event]) -> Outcome:
+    def run(self, events: Iterable[TraceEvent]) -> SimulationResult:
         """Play all; returns what was counted after the time to warm up."""
         begin: float | None = None
         count_from = now = 0.0
@@ -99,7 +99,7 @@ class Cluster:
         return self.outcome
 
     def _count_anew(self) -> None:
-        self.outcome = Outcome(slots=self.settings.slots)
+        self.outcome = SimulationResult(slots=self.settings.slots)
         self._occupancy, self._second, self._in_second = _Mean(), -1, 0
         self._evicted_before = self._evicted()
 
@@ -122,7 +122,7 @@ class Cluster:
         for scope in self.service.list_scopes().scopes:
             self._occupancy.add(scope.live / scope.slots)
 
-    def _do(self, event: Event) -> None:
+    def _do(self, event: TraceEvent) -> None:
         name = self._scope(event.rank)
         self._weight = self.settings.ranks if event.rank is None else 1
         match event.op:
@@ -150,7 +150,7 @@ class Cluster:
 
     # What engines do.
 
-    def _prompt(self, event: Event, name: str) -> None:
+    def _prompt(self, event: TraceEvent, name: str) -> None:
         local, keys, outcome = (
             self._local.setdefault((event.engine, name), OrderedDict()),
             event.keys,

@@ -30,7 +30,7 @@ class Op(StrEnum):
     """Nobody answers for `seconds`; what was committed is there afterwards."""
 
 
-class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One line: a JSON object."""
 
     time: Annotated[float, Meta(ge=0)]
@@ -49,10 +49,10 @@ class TraceError(ValueError):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Event)
+_DECODER = msgspec.json.Decoder(TraceEvent)
 
 
-def read_trace(path: Path) -> Iterator[Event]:
+def read_trace(path: Path) -> Iterator[TraceEvent]:
     """The events of a file, read as they are needed.
 
     Raises:
@@ -74,7 +74,7 @@ def read_trace(path: Path) -> Iterator[Event]:
             yield event
 
 
-def written(events: Iterable[Event], path: Path) -> Iterator[Event]:
+def written(events: Iterable[TraceEvent], path: Path) -> Iterator[TraceEvent]:
     """The same events, each written to a file as it goes by.
 
     Raises:

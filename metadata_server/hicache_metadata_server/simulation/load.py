@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from hicache_metadata_server.simulation.events import Event, Op
+from hicache_metadata_server.simulation.events import Op, TraceEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,12 +53,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     seed: Natural = 0
 
 
-def synthetic(load: Load) -> Iterator[Event]:
+def synthetic(load: Load) -> Iterator[TraceEvent]:
     """The events of a load in the order of time; the same for the same load."""
     return heapq.merge(_prompts(load), _failures(load), key=lambda event: event.time)
 
 
-def _prompts(load: Load) -> Iterator[Event]:
+def _prompts(load: Load) -> Iterator[TraceEvent]:
     chance = random.Random(f"{load.seed}/prompts")
     prefixes = _Prefixes(load)
     starts, waiting = (
@@ -110,20 +110,22 @@ class _Conversation:
 
     def turn(
         self, now: float, chance: random.Random, waiting: list[tuple[float, int, _Conversation]]
-    ) -> Iterator[Event]:
+    ) -> Iterator[TraceEvent]:
         load = self._load
         self._tokens += _mean(chance, load.turn_tokens)
         if chance.random() >= load.affinity:
             self._engine = chance.randrange(load.engines)
         own = [f"c{self._number}.{page}" for page in range(_pages(self._tokens, load))]
         if self._prefix or own:
-            yield Event(time=now, op=Op.PROMPT, engine=self._engine, keys=[*self._prefix, *own])
+            yield TraceEvent(
+                time=now, op=Op.PROMPT, engine=self._engine, keys=[*self._prefix, *own]
+            )
         self._left -= 1
         if self._left:
             heapq.heappush(waiting, (now + _mean(chance, load.think_seconds), self._number, self))
 
 
-def _failures(load: Load) -> Iterator[Event]:
+def _failures(load: Load) -> Iterator[TraceEvent]:
     chance = random.Random(f"{load.seed}/failures")
     engines, servers = load.engine_failures_per_hour / 3600, load.server_failures_per_hour / 3600
     now = 0.0
@@ -132,9 +134,9 @@ def _failures(load: Load) -> Iterator[Event]:
         if now > load.seconds:
             return
         if chance.random() * (engines + servers) < engines:
-            yield Event(time=now, op=Op.ENGINE_FAILS, engine=chance.randrange(load.engines))
+            yield TraceEvent(time=now, op=Op.ENGINE_FAILS, engine=chance.randrange(load.engines))
         else:
-            yield Event(time=now, op=Op.SERVER_FAILS, seconds=load.server_down_seconds)
+            yield TraceEvent(time=now, op=Op.SERVER_FAILS, seconds=load.server_down_seconds)
 
 
 def _mean(chance: random.Random, mean: float) -> float:

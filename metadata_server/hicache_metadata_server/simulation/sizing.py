@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.simulation.cluster import ClusterSettings
     from hicache_metadata_server.simulation.costs import Costs
-    from hicache_metadata_server.simulation.events import Event
-    from hicache_metadata_server.simulation.outcome import Outcome
+    from hicache_metadata_server.simulation.events import TraceEvent
+    from hicache_metadata_server.simulation.result import SimulationResult
 
 CLOSE: Final = 1.05
 """Slots are looked for up to this factor."""
@@ -40,7 +40,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def needs_of(
-    outcome: Outcome, costs: Costs, *, ranks: int, page_bytes: int, utilization: float
+    outcome: SimulationResult, costs: Costs, *, ranks: int, page_bytes: int, utilization: float
 ) -> Needs:
     """Each server has one core, of which no more than `utilization` is to be used on the average;
     one is the least."""
@@ -72,7 +72,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def slots_for(
-    wanted: float, settings: ClusterSettings, events: Callable[[], Iterable[Event]]
+    wanted: float, settings: ClusterSettings, events: Callable[[], Iterable[TraceEvent]]
 ) -> Wanted:
     """The least number of slots that gives a hit ratio, 5% too many at most; each try is a
     simulation of its own."""

@@ -1,4 +1,7 @@
-"""The slots of a scope as a store keeps them: blocks of neighbours, one blob each."""
+"""Blocks of 64 neighbouring slots: the rows of the SQLite file.
+
+A block is written as a whole, so a crash leaves the old or the new block.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 BLOCK: Final = 64
-"""Slots of a block: some 7 KB. A batch of 128 neighbours takes two or three; a slot alone takes
-one, too."""
+"""Slots of a block, which takes about 7 KB. A batch of 128 neighbours changes two or three blocks, a
+single slot changes one."""
 _ZEROS: Final = bytes(8 * BLOCK)
 
 
-class _Written(NamedTuple):
-    """A block as it is in the file: columns of 8 bytes a slot, `states` of one."""
+class _EncodedBlock(NamedTuple):
+    """Encoded block: columns of 8 bytes a slot, `states` of one byte."""
 
     states: bytes
     epochs: bytes
@@ -45,8 +48,8 @@ class _Written(NamedTuple):
     owners: dict[int, str]
 
 
-class Block:
-    """`BLOCK` neighbours; those that nobody has used are free and of generation 0."""
+class SlotBlock:
+    """Columns of `BLOCK` neighbouring slots. Unused slots are free and of generation 0."""
 
     __slots__ = (
         "checksums",
@@ -63,47 +66,55 @@ class Block:
 
     def __init__(self) -> None:
         self.states = bytearray(BLOCK)
-        self.epochs, self.lengths, self.checksums = (
-            numbers_of(_ZEROS),
-            numbers_of(_ZEROS),
-            numbers_of(_ZEROS),
-        )
-        self.generations, self.leases = numbers_of(_ZEROS), numbers_of(_ZEROS)
+        self.epochs = numbers_of(_ZEROS)
+        self.lengths = numbers_of(_ZEROS)
+        self.checksums = numbers_of(_ZEROS)
+        self.generations = numbers_of(_ZEROS)
+        self.leases = numbers_of(_ZEROS)
         self.until = times_of(_ZEROS)
-        self.keys, self.prefixes = [""] * BLOCK, [""] * BLOCK
+        self.keys = [""] * BLOCK
+        self.prefixes = [""] * BLOCK
         self.owners: dict[int, str] = {}
 
     @classmethod
-    def decode(cls, blob: bytes) -> Block:
-        """A block that was encoded.
+    def decode(cls, blob: bytes) -> SlotBlock:
+        """Decode a block.
 
         Raises:
-            ValueError: this is none.
+            ValueError: the blob is no block.
         """
-        written = msgspec.msgpack.decode(blob, type=_Written)
+        written = msgspec.msgpack.decode(blob, type=_EncodedBlock)
         if {len(column) for column in written[1:7]} != {8 * BLOCK} or {
             len(written[i]) for i in (0, 7, 8)
         } != {BLOCK}:
             raise ValueError(f"a block of other than {BLOCK} slots")
         block = cls.__new__(cls)
-        block.states, block.until = bytearray(written.states), times_of(written.until)
+        block.states = bytearray(written.states)
+        block.until = times_of(written.until)
         for name in ("epochs", "lengths", "checksums", "generations", "leases"):
             setattr(block, name, numbers_of(getattr(written, name)))
-        block.keys, block.prefixes, block.owners = written.keys, written.prefixes, written.owners
+        block.keys = written.keys
+        block.prefixes = written.prefixes
+        block.owners = written.owners
         return block
 
     @classmethod
-    def of(cls, scope: Scope, number: int) -> Block:
-        """A block of a scope as it is now."""
+    def of(cls, scope: Scope, number: int) -> SlotBlock:
+        """Copy a block of a scope as it is now."""
         table, first, end = scope.table, number * BLOCK, (number + 1) * BLOCK
         block = cls.__new__(cls)
-        block.states, block.until = table.states[first:end], table.until[first:end]
-        block.generations, block.leases = table.generations[first:end], table.leases[first:end]
-        block.lengths, block.checksums = table.lengths[first:end], table.checksums[first:end]
-        block.keys, block.prefixes = table.keys[first:end], table.prefixes[first:end]
+        block.states = table.states[first:end]
+        block.until = table.until[first:end]
+        block.generations = table.generations[first:end]
+        block.leases = table.leases[first:end]
+        block.lengths = table.lengths[first:end]
+        block.checksums = table.checksums[first:end]
+        block.keys = table.keys[first:end]
+        block.prefixes = table.prefixes[first:end]
         missing = BLOCK - len(block.states)
         if missing:
             block._pad(missing)
+        # Memory has applied all clears, so every slot is of the current epoch.
         block.epochs = array("Q", (scope.epoch,)) * BLOCK
         owners = scope.leases.owners
         block.owners = (
@@ -114,7 +125,7 @@ class Block:
         return block
 
     def _pad(self, missing: int) -> None:
-        """Add slots that nobody has used yet."""
+        """Add unused slots at the end."""
         self.states.extend(bytes(missing))
         zeros = bytes(8 * missing)
         for column in (self.until, self.generations, self.leases, self.lengths, self.checksums):
@@ -123,7 +134,8 @@ class Block:
         self.prefixes += [""] * missing
 
     def encode(self) -> bytes:
-        """As it goes into the file, without the keys of slots that are nobody's."""
+        """Encode the block, without keys of slots that are neither live nor leased."""
+        # A merged block still has the keys of earlier leases, which would grow the file.
         if self.states.count(LIVE) + self.states.count(LEASED) < BLOCK:
             owned = [state in (LIVE, LEASED) for state in self.states]
             self.keys = [key if kept else "" for key, kept in zip(self.keys, owned, strict=True)]
@@ -135,7 +147,7 @@ class Block:
                 place: owner for place, owner in self.owners.items() if self.states[place] == LEASED
             }
         return msgspec.msgpack.encode(
-            _Written(
+            _EncodedBlock(
                 bytes(self.states),
                 self.epochs.tobytes(),
                 self.until.tobytes(),
@@ -150,8 +162,10 @@ class Block:
         )
 
     def rows(self, first: int) -> SlotRows | None:
-        """Those of its slots that were used, the first of all being slot `first`; None if there are
-        none."""
+        """Rows of the used slots; None if there are none.
+
+        `first` is the number of the block's first slot.
+        """
         used = [place for place in range(BLOCK) if self.states[place] or self.generations[place]]
         if not used:
             return None
@@ -173,18 +187,16 @@ class Block:
         )
 
 
-class States:
-    """States that a group has written down."""
+class StateColumns:
+    """Decoded states of one group."""
 
     __slots__ = ("_columns", "_states", "epoch", "slots")
 
     def __init__(self, written: SlotStates) -> None:
         count = len(written.states)
-        self.epoch, self.slots, self._states = (
-            written.epoch,
-            slots_of(written.slots, count),
-            written.states,
-        )
+        self.epoch = written.epoch
+        self.slots = slots_of(written.slots, count)
+        self._states = written.states
         zeros = bytes(8 * count)
         self._columns = (
             times_of(written.until or zeros),
@@ -192,9 +204,9 @@ class States:
             numbers_of(written.checksums or zeros),
         )
 
-    def merge(self, block: Block, start: int, end: int) -> None:
-        """Into the block that its entries from `start` to `end` are of."""
-        put = _putter(self.slots, start, end)
+    def merge(self, block: SlotBlock, start: int, end: int) -> None:
+        """Merge the entries from `start` to `end` into their block."""
+        put = _column_writer(self.slots, start, end)
         put(block.states, self._states)
         put(block.epochs, array("Q", [self.epoch]) * len(self.slots))
         for column, values in zip(
@@ -203,8 +215,8 @@ class States:
             put(column, values)
 
 
-class Leases:
-    """Leases that a group has written down."""
+class LeaseColumns:
+    """Decoded leases of one group."""
 
     __slots__ = ("_columns", "_owners", "slots")
 
@@ -219,9 +231,9 @@ class Leases:
         )
         self._owners = written.owners
 
-    def merge(self, block: Block, start: int, end: int) -> None:
-        """Into the block that its entries from `start` to `end` are of."""
-        put = _putter(self.slots, start, end)
+    def merge(self, block: SlotBlock, start: int, end: int) -> None:
+        """Merge the entries from `start` to `end` into their block."""
+        put = _column_writer(self.slots, start, end)
         for column, values in zip(
             (block.generations, block.leases, block.keys, block.prefixes),
             self._columns,
@@ -232,9 +244,11 @@ class Leases:
             block.owners[self.slots[i] % BLOCK] = self._owners[i] if self._owners else ""
 
 
-def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, int]]:
-    """What has changed, block by block: its number, and which entries of what are its."""
-    for written in (States(changes.states), Leases(changes.leases)):
+def split_by_block(
+    changes: SlotChanges,
+) -> Iterator[tuple[int, StateColumns | LeaseColumns, int, int]]:
+    """Yield changes by block: number of the block, columns, first entry, end of its entries."""
+    for written in (StateColumns(changes.states), LeaseColumns(changes.leases)):
         slots, start = written.slots, 0
         while start < len(slots):
             block = slots[start] // BLOCK
@@ -243,17 +257,17 @@ def shares(changes: SlotChanges) -> Iterator[tuple[int, States | Leases, int, in
             start = end
 
 
-def touched(changes: SlotChanges) -> Iterable[int]:
-    """The numbers of the blocks that these changes are of; what was leased has changed its state,
-    too."""
+def changed_blocks(changes: SlotChanges) -> Iterable[int]:
+    """Numbers of the changed blocks."""
+    # States suffice: a leased slot has changed its state, too.
     slots = slots_of(changes.states.slots, len(changes.states.states))
     if slots[-1] - slots[0] < BLOCK or isinstance(slots, range):
         return range(slots[0] // BLOCK, slots[-1] // BLOCK + 1)
     return {slot // BLOCK for slot in slots}
 
 
-def _putter(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:
-    """What puts the entries from `start` to `end` of a column where they belong in a block's."""
+def _column_writer(slots: Sequence[int], start: int, end: int) -> Callable[[Any, Any], None]:
+    """Return a function that copies entries from `start` to `end` into a block's column."""
     first, last = slots[start] % BLOCK, slots[end - 1] % BLOCK
 
     def put_run(column: Any, values: Any) -> None:

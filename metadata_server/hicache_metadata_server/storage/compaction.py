@@ -1,4 +1,7 @@
-"""Which blocks a store's log has changed, and in which order they are folded."""
+"""Blocks that the log has changed and SQLite has not, in the order of their compaction.
+
+A crash loses this list, and nothing else: the next start derives it from the log.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,49 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 WINDOW_BYTES: Final = 4 << 20
-"""Of the log, deleted together once all that they have changed is folded: some 300 batches of 128
-pages."""
-PIECE: Final = 16
-"""Blocks that are folded in one transaction: less than a millisecond."""
+"""Bytes of the log in one window, about 300 batches of 128 pages. A window's groups count as
+compacted together, with its last block."""
+BATCH_BLOCKS: Final = 16
+"""Blocks in one transaction, which takes less than a millisecond."""
 
 
-class Piece(NamedTuple):
-    """Some blocks as they were when they were gathered, to be written now."""
+class CompactionBatch(NamedTuple):
+    """Blocks for one transaction, encoded when they were collected."""
 
     blocks: list[tuple[int, bytes]]
-    """By their places, in ascending order."""
+    """Place and content of each block, by ascending place."""
     last_group: int
-    """What the log has up to this group is folded then; 0 if it needs more."""
+    """Last group that is compacted with this batch; 0 if its window has more blocks."""
     log_bytes: int
-    """What these groups take there."""
+    """Bytes of these groups in the log."""
     rest: Changes
-    """What these groups have beside slots."""
+    """Everything but slots of these groups."""
 
 
 @dataclass(slots=True)
 class _Window:
     places: list[int] = field(default_factory=list[int])
-    """In descending order, once the first of them was taken."""
+    """Places of blocks; in descending order once the first of them was taken."""
     last_group: int = 0
     log_bytes: int = 0
     rest: Changes = field(default_factory=Changes)
     begun: bool = False
 
 
-class Folds:
-    """Blocks that differ from the file, the oldest first.
+class DirtyBlocks:
+    """Blocks that differ from the SQLite file, in windows of the log, the oldest first.
 
-    A block is folded as it is by then, so that one that is changed again before its turn is written
-    once.
+    A block is encoded at its turn, so a block that changes again before is written once.
     """
 
     def __init__(self) -> None:
         self._windows = deque[_Window]()
-        self._waiting = set[int]()
-        """The places of all windows."""
+        self._queued = set[int]()
+        """Places in any window."""
 
-    def changed(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
-        """A group was written to the log, which changes those blocks."""
+    def mark(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
+        """Add the blocks that a group has changed, after it was appended to the log."""
+        # A begun window takes no more groups: blocks that were taken from it may lack their changes.
         if (
             not self._windows
             or self._windows[-1].begun
@@ -66,15 +69,15 @@ class Folds:
         window.log_bytes += log_bytes
         window.rest.add_all_but_slots(changes)
         for place in places:
-            if place not in self._waiting:
-                self._waiting.add(place)
+            if place not in self._queued:
+                self._queued.add(place)
                 window.places.append(place)
 
-    def take(self, most: int, read: Callable[[int], bytes]) -> Piece:
-        """The next blocks, as `read` gives them by their places."""
+    def take(self, most: int, read: Callable[[int], bytes]) -> CompactionBatch:
+        """Take up to `most` blocks, encoded by `read` from their places."""
         window = self._windows[0]
         if not window.begun:
-            # Neighbours lie together in the file.
+            # Ascending places are neighbours in the file.
             window.places.sort(reverse=True)
             window.begun = True
         kept = max(len(window.places) - most, 0)
@@ -82,20 +85,20 @@ class Folds:
         taken.reverse()
         blocks = [(place, read(place)) for place in taken]
         del window.places[kept:]
-        self._waiting.difference_update(taken)
+        self._queued.difference_update(taken)
         if kept:
-            return Piece(blocks, 0, 0, Changes())
+            return CompactionBatch(blocks, 0, 0, Changes())
         self._windows.popleft()
-        return Piece(blocks, window.last_group, window.log_bytes, window.rest)
+        return CompactionBatch(blocks, window.last_group, window.log_bytes, window.rest)
 
-    def put_back(self, piece: Piece) -> None:
-        """A piece was not written: its blocks are the first again."""
-        if piece.last_group:
+    def put_back(self, batch: CompactionBatch) -> None:
+        """Return a batch that was not written; its blocks are the first again."""
+        if batch.last_group:
             self._windows.appendleft(
-                _Window([], piece.last_group, piece.log_bytes, piece.rest, begun=True)
+                _Window([], batch.last_group, batch.log_bytes, batch.rest, begun=True)
             )
-        places = [place for place, _ in reversed(piece.blocks)]
-        # Also those that have changed again meanwhile, and are in a later window: this one's groups
-        # need them before.
+        places = [place for place, _ in reversed(batch.blocks)]
+        # Also blocks that a later window has again meanwhile: the groups of this window count as
+        # compacted before that window's turn.
         self._windows[0].places += places
-        self._waiting.update(places)
+        self._queued.update(places)

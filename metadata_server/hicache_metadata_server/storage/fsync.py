@@ -1,4 +1,4 @@
-"""What a disk must be told besides the bytes of files."""
+"""Durability of directory entries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def sync_directory(directory: Path) -> None:
-    """Let the disk have the names in a directory: files that were made, renamed or removed there.
+    """Sync a directory, so that created, renamed and removed names survive a loss of power.
 
     Raises:
-        OSError: it cannot have them.
+        OSError: the directory cannot be synced.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:

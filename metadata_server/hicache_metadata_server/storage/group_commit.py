@@ -1,5 +1,8 @@
-"""When changes are written: at once where that takes no waiting; else those that arrive while
-others are written share the next write."""
+"""Group commit: the changes of several requests are written with one record of the log.
+
+A response is sent after its group is written, so a crash before that loses only changes that no
+client was told of. docs/design/metadata-storage.md has every step.
+"""
 
 from __future__ import annotations
 
@@ -18,79 +21,84 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.compaction import Piece
-    from hicache_metadata_server.storage.store import Store
+    from hicache_metadata_server.storage.compaction import CompactionBatch
+    from hicache_metadata_server.storage.store import MetadataStore
 
 _log = structlog.get_logger()
 
 IDLE_SECONDS: Final = 0.05
-"""After so long without a write the store does what it has put off."""
+"""Time without a write after which the server is idle, and compacts."""
 RETRY_SECONDS: Final = 1.0
-"""The interval at which a failing store is tried again, whether or not changes arrive."""
+"""Interval at which a failing store is tried again, whether or not changes arrive."""
 
-_Step = Literal["write", "fold", "checkpoint"]
-"""A step whose failure makes the store a failing one."""
+_Step = Literal["write", "compact", "checkpoint"]
+"""A step of the store that can fail."""
 
 
-class Journal:
-    """Writes a service's changes to its store; used from the event loop that it was opened in.
+class GroupCommit:
+    """Writes the changes of a service to its store, and schedules compaction and checkpoints.
 
-    A store that writes to memory of the operating system is written from the loop itself, before
-    the request is answered: that takes less time than waking a thread. What waits for a disk is
-    done in a thread, and so are checkpoints, beside all else.
+    All methods run in one event loop. A quick store, which writes to the page cache, is written in
+    the loop itself: that takes less time than waking a thread. A store that waits for the disk is
+    written in a thread. Checkpoints run in a thread of their own.
 
-    A store fails from the first write, fold or checkpoint that does not succeed until each of them
-    has succeeded again. Until then no change is acknowledged: a log that goes on growing would take
-    the space that the fold needs. The store is tried again every `RETRY_SECONDS`, because a load
-    balancer that has seen the failure sends no changes that would try it.
+    The store is failing from the first step that fails until each step has succeeded again.
+    Meanwhile no change is acknowledged, because a growing log would take the space that the
+    compaction needs. The store is tried again every `RETRY_SECONDS`: a load balancer that has seen
+    the failure sends no changes that would try it.
     """
 
-    def __init__(self, service: MetadataService, store: Store, clock: Callable[[], float]) -> None:
-        self._service, self._store, self._clock = service, store, clock
+    def __init__(
+        self, service: MetadataService, store: MetadataStore, clock: Callable[[], float]
+    ) -> None:
+        self._service = service
+        self._store = store
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="group-commit")
+        self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._open: list[asyncio.Future[None]] = []
-        """Those who wait for the group that is collected."""
-        self._busy = self._checkpointing = False
-        """The thread has the store."""
+        """Requests that wait for the next group."""
+        self._busy = False
+        """The thread uses the store, which is not thread-safe."""
+        self._checkpointing = False
         self._closed = False
         self._last_write = 0.0
-        self._piece: Piece | None = None
-        """What is folded after the group that is being written."""
+        self._batch: CompactionBatch | None = None
+        """Blocks to compact after the group that is being written."""
         self._failed: dict[_Step, StoreError] = {}
-        """Why the last try of a step did not succeed."""
+        """Error of each step whose last try has failed."""
         self._next_try = 0.0
         self.groups = 0
         self.durations = Latency()
-        """How long the groups took."""
+        """Durations of the writes."""
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
 
     @property
     def error(self) -> StoreError | None:
-        """The reason why no change is acknowledged, or None."""
+        """Reason that no change is acknowledged; None if the store serves."""
         return next(iter(self._failed.values()), None)
 
-    def join(self) -> asyncio.Future[None] | None:
-        """See that everything that was changed before this call is in the store: None if it is,
-        else done when it is.
+    def flush(self) -> asyncio.Future[None] | None:
+        """Write all changes made before this call.
 
-        It ends with a `StoreError` if that could not be written: it stays changed in memory, and is
-        written with the next group.
+        Returns None if they are written, else a future that ends when they are. The future raises
+        `StoreError` if the write fails; the changes then stay in memory, and are written with the
+        next group.
         """
         if self._store.is_quick:
             return self._write_now()
         waiter = self._loop.create_future()
         if not self._open:
-            # Whatever the event loop has read already joins this group, and so does what it reads
-            # in its next turn.
+            # Two turns of the loop later: requests that it has read already, and those that it
+            # reads in its next turn, join this group.
             self._loop.call_soon(self._loop.call_soon, self._seal)
         self._open.append(waiter)
         return waiter
 
     def _write_now(self) -> asyncio.Future[None] | None:
-        # Clients whose answers waited for each other would all be busy, and then all idle, while
-        # the server is the other.
+        # Not grouped over requests: clients whose responses come together also send their next
+        # requests together, so server and clients would work in turns.
         changes = self._service.take_changes()
         if changes:
             self._write_group([], changes)
@@ -101,62 +109,66 @@ class Journal:
         return waiter
 
     async def close(self) -> None:
-        """Write and fold what is left, and end the threads; nothing may change any more."""
-        # The last try: it cannot be put off.
+        """Write and compact the rest, and end the threads. No change may follow."""
+        # A failing store is tried now, whatever its next try was to be.
         self._next_try = 0.0
         try:
-            if (written := self.join()) is not None:
+            if (written := self.flush()) is not None:
                 await written
         except StoreError as error:
-            # Who asked for these changes was told so.
+            # Requests of these changes were answered with the error.
             _log.error("unwritten", error=str(error))
         finally:
             self._closed = True
             self._idle.cancel()
             await asyncio.to_thread(self._thread.shutdown)
-            await asyncio.to_thread(self._aside.shutdown)
-        await asyncio.to_thread(_tried, "fold_failed", self._fold_all)
+            await asyncio.to_thread(self._checkpoint_thread.shutdown)
+        await asyncio.to_thread(_try_step, "compaction_failed", self._compact_all)
 
-    def _fold_all(self) -> None:
-        if self._piece is not None:
-            self._store.put_back(self._piece)
-        # A change that nobody waited for: without it in the journal, what is folded would be ahead.
+    def _compact_all(self) -> None:
+        if self._batch is not None:
+            self._store.put_back(self._batch)
+        # Changes without a waiting request. They go to the log first: a compacted block must not
+        # have changes that the log lacks.
         if changes := self._service.take_changes():
             self._store.write(changes)
-        while self._store.wants_folding(idle=True):
-            self._store.fold(self._store.gather(self._service.scope_of), self._clock())
+        while self._store.wants_compaction(idle=True):
+            self._store.compact(self._store.collect(self._service.scope_of), self._clock())
 
     def _seal(self) -> None:
         if not self._open or self._busy:
             return
-        group, self._open = self._open, []
+        group = self._open
+        self._open = []
         changes = self._service.take_changes()
         if changes:
             self._write_group(group, changes)
         else:
-            _tell(group, None)
+            _resolve(group, None)
 
     def _write_group(self, group: list[asyncio.Future[None]], changes: Changes) -> None:
         if self._failed.keys() - {"write"} and self._loop.time() < self._next_try:
             self._service.put_back(changes)
-            _tell(group, self.error)
+            _resolve(group, self.error)
             return
-        self._gather(idle=False)
+        # Between `take_changes` and the write: the blocks have exactly the changes of all groups up to
+        # this one.
+        self._collect(idle=False)
         if self._store.is_quick:
             self._done(group, changes, *self._write(changes))
         else:
             self._busy = True
             writing = self._loop.run_in_executor(self._thread, self._write, changes)
             writing.add_done_callback(
-                lambda done: self._written_aside(group, changes, *done.result())
+                lambda done: self._written_in_thread(group, changes, *done.result())
             )
 
     def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
         begin = time.perf_counter()
-        error = _tried("write_failed", lambda: self._store.write(changes))
+        error = _try_step("write_failed", lambda: self._store.write(changes))
         return error, time.perf_counter() - begin
 
-    def _written_aside(
+    def _written_in_thread(
         self,
         group: list[asyncio.Future[None]],
         changes: Changes,
@@ -180,21 +192,20 @@ class Journal:
         self._note("write", error)
         if error is not None:
             self._service.put_back(changes)
-            if self._piece is not None:
-                # It has what the store has not.
-                self._store.put_back(self._piece)
-                self._piece = None
-        _tell(group, self.error)
+            if self._batch is not None:
+                # The blocks may have changes of the group that was not written.
+                self._store.put_back(self._batch)
+                self._batch = None
+        _resolve(group, self.error)
         self._checkpoint_if_due(idle=False)
         if self._store.is_quick:
-            # Whoever waits is answered first.
-            self._loop.call_soon(self._fold)
+            # In a later turn of the loop: responses are sent first.
+            self._loop.call_soon(self._compact)
         else:
-            self._fold()
+            self._compact()
 
     def _note(self, step: _Step, error: StoreError | None) -> None:
-        """Keep how a step went; the log says when the store begins to fail, and when it serves
-        again."""
+        """Record the result of a step, and log when the store begins to fail or serves again."""
         was = self.error
         if error is None:
             self._failed.pop(step, None)
@@ -206,65 +217,68 @@ class Journal:
         elif was is not None and self.error is None:
             _log.info("store_serving")
 
-    # What the store has put off.
+    # Compaction and checkpoints.
 
-    def _gather(self, *, idle: bool) -> None:
-        """Take down what is to be folded, now that all changes are taken: once they are written,
-        the store may have it."""
-        # A checkpoint keeps the file busy.
-        may = self._piece is None and not self._checkpointing
-        if may and self._store.wants_folding(idle=idle or "fold" in self._failed):
-            self._piece = self._store.gather(self._service.scope_of)
+    def _collect(self, *, idle: bool) -> None:
+        """Collect blocks to compact; called when all changes were taken for a group."""
+        # Not beside a checkpoint, which competes for the disk and for SQLite's log. A failing
+        # compaction is tried again in a busy server, too.
+        may = self._batch is None and not self._checkpointing
+        if may and self._store.wants_compaction(idle=idle or "compact" in self._failed):
+            self._batch = self._store.collect(self._service.scope_of)
 
-    def _fold(self) -> None:
-        piece, self._piece = self._piece, None
-        if piece is None:
+    def _compact(self) -> None:
+        batch = self._batch
+        self._batch = None
+        if batch is None:
             return
         if self._store.is_quick:
-            self._note("fold", self._fold_piece(piece))
+            self._note("compact", self._compact_batch(batch))
         else:
             self._busy = True
-            self._loop.run_in_executor(self._thread, self._fold_piece, piece).add_done_callback(
-                self._folded
+            self._loop.run_in_executor(self._thread, self._compact_batch, batch).add_done_callback(
+                self._compacted
             )
 
-    def _fold_piece(self, piece: Piece) -> StoreError | None:
-        return _tried("fold_failed", lambda: self._store.fold(piece, self._clock()))
+    def _compact_batch(self, batch: CompactionBatch) -> StoreError | None:
+        return _try_step("compaction_failed", lambda: self._store.compact(batch, self._clock()))
 
-    def _folded(self, done: asyncio.Future[StoreError | None]) -> None:
+    def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
         self._busy = False
-        self._note("fold", done.result())
-        # Those who wait come first.
+        self._note("compact", done.result())
+        # Waiting requests first.
         self._seal()
-        self._fold_while_idle()
+        self._compact_while_idle()
 
     def _check_idle(self) -> None:
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
         if self.error is not None:
             if not self._busy and not self._checkpointing and self._loop.time() >= self._next_try:
-                # It makes room for the write and the fold that follow it.
+                # First a checkpoint: it deletes log files, which makes room for the write and the
+                # compaction after it.
                 self._begin_checkpoint()
         elif self._is_idle():
             self._checkpoint_if_due(idle=True)
-            self._fold_while_idle()
+            self._compact_while_idle()
 
-    def _fold_while_idle(self) -> None:
-        served = self._busy or self._checkpointing or self._open or not self._is_idle()
+    def _compact_while_idle(self) -> None:
+        in_use = self._busy or self._checkpointing or self._open or not self._is_idle()
         if (
             self._closed
-            or served
+            or in_use
             or self.error is not None
-            or not self._store.wants_folding(idle=True)
+            or not self._store.wants_compaction(idle=True)
         ):
             return
         if changes := self._service.take_changes():
-            # Nobody waits for them; what is folded must not be ahead of the journal.
+            # No request waits for them, but blocks must not be compacted before their changes are
+            # in the log. This group compacts, too.
             self._write_group([], changes)
             return
-        self._gather(idle=True)
-        self._fold()
-        # Requests that have come meanwhile are served first.
-        self._loop.call_soon(self._fold_while_idle)
+        self._collect(idle=True)
+        self._compact()
+        # One batch a turn of the loop: requests that have arrived are served in between.
+        self._loop.call_soon(self._compact_while_idle)
 
     def _is_idle(self) -> bool:
         return self._loop.time() - self._last_write >= IDLE_SECONDS
@@ -276,7 +290,7 @@ class Journal:
     def _begin_checkpoint(self) -> None:
         self._checkpointing = True
         checkpoint = self._loop.run_in_executor(
-            self._aside, _tried, "checkpoint_failed", self._store.checkpoint
+            self._checkpoint_thread, _try_step, "checkpoint_failed", self._store.checkpoint
         )
         checkpoint.add_done_callback(self._checkpointed)
 
@@ -284,27 +298,27 @@ class Journal:
         self._checkpointing = False
         self._note("checkpoint", done.result())
         if self.error is None:
-            self._fold_while_idle()
+            self._compact_while_idle()
         elif not self._closed and not self._busy:
-            # A group without changes is a try as well.
+            # A group without changes tries write and compaction as well.
             self._write_group([], self._service.take_changes())
 
 
-def _tried(event: str, step: Callable[[], None]) -> StoreError | None:
-    """Run a step of the store; returns why it has failed, or None."""
+def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:
+    """Run a step of the store, and return its error, or None."""
     try:
         step()
     except StoreError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a fault of ours is an answer of its own, and not one that never comes
+    except Exception as error:  # noqa: BLE001 - a defect must fail the waiting requests, not leave them waiting
         _log.exception(event)
         return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
     return None
 
 
-def _tell(group: list[asyncio.Future[None]], error: StoreError | None) -> None:
+def _resolve(group: list[asyncio.Future[None]], error: StoreError | None) -> None:
     for waiter in group:
-        # Somebody may have gone away meanwhile.
+        # The request may have been cancelled meanwhile.
         if waiter.done():
             continue
         if error is None:

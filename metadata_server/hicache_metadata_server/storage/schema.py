@@ -6,14 +6,13 @@ from typing import Final
 
 VERSION: Final = 5
 OLDEST: Final = 3
-"""Earlier ones are refused; this one and those after it are brought up to date when they are
-opened."""
+"""Oldest version that is upgraded when it is opened; earlier ones are refused."""
 APPLICATION: Final = 0x68694D64
-"""Written into the file, so that a database of something else is not taken for ours."""
+"""Application id in the file, by which databases of other programs are refused."""
 
-# All of it is behind the log beside the file, which has what happened since: groups up to the
-# counter `folded` are here. place: number of the scope << 40 | number of the block in it. A slot
-# that a scope's later epoch has cleared is still here as it was.
+# The tables have all groups of the log up to the counter `folded`; later changes are in the log
+# only. place: number of the scope << 40 | number of the block in it. A clear does not change the
+# slots here: slots of an earlier epoch are read as quarantined.
 TABLES: Final = """
 CREATE TABLE scopes (
     number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, slots INTEGER NOT NULL, slot_bytes INTEGER NOT NULL,
@@ -33,11 +32,11 @@ CHANGES: Final = {
     3: "ALTER TABLE scopes ADD COLUMN tenant TEXT NOT NULL DEFAULT ''",
     4: "ALTER TABLE scopes ADD COLUMN model TEXT NOT NULL DEFAULT ''",
 }
-"""What makes a schema of that number the next one."""
+"""Upgrade from a version to the next one."""
 SCOPE_BITS: Final = 40
 BLOCK_MASK: Final = (1 << SCOPE_BITS) - 1
-"""Of a place, the number of the block."""
+"""Bits of a place that are the number of the block."""
 LINEAGE: Final = "lineage"
-"""The counter that is a random number: logs of this database have it, too."""
-FOLDED: Final = "folded"
-"""The counter that says up to which group of the log everything is in the tables."""
+"""Counter that holds a random number, which is also in the head of each log file."""
+COMPACTED: Final = "folded"
+"""Counter with the last group of the log that is compacted; its name is part of the schema."""

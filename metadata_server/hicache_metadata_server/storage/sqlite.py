@@ -1,5 +1,8 @@
-"""A store in one SQLite file with a log beside it: changes are appended to the log, and reach the
-file when there is time."""
+"""The SQLite store: a write-ahead log, compacted into blocks of a SQLite file.
+
+A compaction is one transaction, so a crash leaves all or none of it, and the log has its changes
+until a checkpoint has synced them. docs/design/metadata-storage.md has every step.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_metadata_server.core.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
-from hicache_metadata_server.protocol import Durability, ScopeGeometry
-from hicache_metadata_server.storage.blocks import BLOCK, Block, touched
-from hicache_metadata_server.storage.compaction import PIECE, Folds, Piece
+from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
+from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
+from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
 from hicache_metadata_server.storage.replay import replayed
 from hicache_metadata_server.storage.schema import (
     APPLICATION,
     BLOCK_MASK,
     CHANGES,
-    FOLDED,
+    COMPACTED,
     LINEAGE,
     OLDEST,
     SCOPE_BITS,
@@ -31,7 +34,7 @@ from hicache_metadata_server.storage.schema import (
     VERSION,
 )
 from hicache_metadata_server.storage.store import StoreError
-from hicache_metadata_server.storage.wal import Log
+from hicache_metadata_server.storage.wal import WriteAheadLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -41,47 +44,60 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 MAX_LOG_BYTES: Final = 64 << 20
-"""Before folding it can wait no longer: some 5,000 batches of 128 pages, reserved and committed."""
+"""Length of the log from which each write also compacts: about 5,000 batches of 128 pages, reserved
+and committed."""
 CHECKPOINT_BLOCKS: Final = 6000
-"""Between checkpoints: some 50 MiB."""
+"""Blocks between checkpoints, about 50 MiB."""
 IDLE_CHECKPOINT_BLOCKS: Final = 500
+"""The same in an idle server whose log is compacted."""
 CHECKPOINT_PASSES: Final = 3
+"""Passes of one checkpoint, each of which moves what was written during the one before."""
 MAX_WAL_PAGES: Final = 200_000
-"""Where the checkpoints beside the writes do not keep up, a write does one."""
+"""Length of SQLite's log at which a compaction does a checkpoint, if the thread cannot keep up."""
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class SqliteStore:
-    """One file, and beside it its log, SQLite's own files, and a lock that keeps a second server
-    out.
+    """A SQLite file, its write-ahead log, SQLite's own files, and a lock file.
 
-    `Durability.PROCESS` survives kill -9; after a loss of power it may lack the last changes, and
-    is whole. `MACHINE` has reached the disk before `write` returns.
+    With `StoreDurability.PROCESS` a written group survives kill -9; after a loss of power the last
+    groups may be missing. With `MACHINE` the group is on the disk when `write` returns.
+
+    Raises:
+        StoreError: the file cannot be opened, or another server has it open.
     """
 
-    def __init__(self, file: str, durability: Durability = Durability.PROCESS) -> None:
+    def __init__(self, file: str, durability: StoreDurability = StoreDurability.PROCESS) -> None:
         self.durability = durability
         self._file = file
         _check_directory(file)
         self._lock = StoreLock(f"{file}.lock")
-        self._folds = Folds()
-        self._last_group = self._folded_group = self._log_bytes = self._since_checkpoint = 0
+        self._dirty = DirtyBlocks()
+        self._last_group = 0
+        self._compacted_group = 0
+        self._log_bytes = 0
+        """Bytes of groups in the log that are not compacted."""
+        self._since_checkpoint = 0
+        """Blocks compacted since the last checkpoint."""
         self._is_replayed = False
         try:
             self._database = _open(file)
+            # Of their own: a connection runs one statement at a time.
             self._checkpoints = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
-            lineage = _only(
+            lineage = _scalar(
                 self._database, f"SELECT ceiling FROM counters WHERE name = '{LINEAGE}'"
             )
-            self._log = Log(file, lineage, synchronous=durability is Durability.MACHINE)
+            self._log = WriteAheadLog(
+                file, lineage, synchronous=durability is StoreDurability.MACHINE
+            )
         except (sqlite3.Error, StoreError, OSError, ValueError) as error:
             self._lock.release()
-            raise StoreError(f"cannot open {file}: {error}{_fix(error, file)}") from error
+            raise StoreError(f"cannot open {file}: {error}{_hint(error, file)}") from error
 
     def recover(self, now: float) -> Recovered:
-        """Everything but slots."""
+        """Replay the log, then read everything but slots."""
         database = self._database
-        with self._told("read"):
+        with self._store_errors("read"):
             self._replay(now)
             database.execute("DELETE FROM pins WHERE until <= ?", (now,))
             database.execute("DELETE FROM answers WHERE until <= ?", (now,))
@@ -110,95 +126,98 @@ class SqliteStore:
                 counters=dict(
                     database.execute(
                         "SELECT name, ceiling FROM counters WHERE name NOT IN (?, ?)",
-                        (FOLDED, LINEAGE),
+                        (COMPACTED, LINEAGE),
                     )
                 ),
             )
 
     def rows(self, scope: int) -> Iterator[SlotRows]:
-        """The slots of a scope, in ascending order, some at a time."""
+        """Read the slots of a scope, in ascending order, one block at a time."""
         first = scope << SCOPE_BITS
-        with self._told("read"):
+        with self._store_errors("read"):
             found = self._database.execute(
                 "SELECT place - ?, slots FROM blocks WHERE place >= ? AND place < ? ORDER BY place",
                 (first, first, (scope + 1) << SCOPE_BITS),
             )
             for number, blob in found:
-                rows = Block.decode(blob).rows(number * BLOCK)
+                rows = SlotBlock.decode(blob).rows(number * BLOCK)
                 if rows is not None:
                     yield rows
 
     def write(self, changes: Changes) -> None:
-        """One record of the log."""
-        # The number of a record that could not be written is not used again: a part of it may be
-        # there.
+        """Append one record to the log."""
+        # The number of a failed record is not used again: a torn record of it may be in the file.
         self._last_group += 1
         payload = _ENCODER.encode(changes)
-        with self._told("written"):
+        with self._store_errors("written"):
             self._log.append(self._last_group, payload)
         self._log_bytes += len(payload)
         places = [
             (scope << SCOPE_BITS) + block
             for scope, slots in changes.slots.items()
-            for block in touched(slots)
+            for block in changed_blocks(slots)
         ]
-        self._folds.changed(places, self._last_group, len(payload), changes)
+        self._dirty.mark(places, self._last_group, len(payload), changes)
 
     @property
     def is_quick(self) -> bool:
-        """Whether nothing waits for the disk."""
-        return self.durability is not Durability.MACHINE
+        """True if `write` does not sync."""
+        return self.durability is not StoreDurability.MACHINE
 
-    def wants_folding(self, *, idle: bool) -> bool:
-        """Whether the log is long, or there is time."""
+    def wants_compaction(self, *, idle: bool) -> bool:
+        """True if the log is long, or, in an idle server, not compacted."""
         return self._log_bytes > (0 if idle else MAX_LOG_BYTES)
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
-        """Some of the blocks that the log changes, as they are now."""
-        # Where changes are scattered over many blocks, each write has to fold more.
-        most = PIECE * (1 + self._log_bytes // MAX_LOG_BYTES)
-        return self._folds.take(
-            most, lambda place: Block.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode()
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
+        """Encode the next dirty blocks, as they are in memory."""
+        # The longer the log, the larger the batches: scattered changes dirty more blocks than
+        # batches of the usual size compact.
+        most = BATCH_BLOCKS * (1 + self._log_bytes // MAX_LOG_BYTES)
+        return self._dirty.take(
+            most,
+            lambda place: SlotBlock.of(scope_of(place >> SCOPE_BITS), place & BLOCK_MASK).encode(),
         )
 
-    def fold(self, piece: Piece, now: float) -> None:
-        """One transaction."""
+    def compact(self, batch: CompactionBatch, now: float) -> None:
+        """Write blocks in one transaction."""
         try:
-            with self._told("written"):
-                self._fold(piece, now)
+            with self._store_errors("written"):
+                self._compact(batch, now)
         except BaseException:
-            self._folds.put_back(piece)
+            self._dirty.put_back(batch)
             raise
-        self._log_bytes -= piece.log_bytes
-        self._since_checkpoint += len(piece.blocks)
+        self._log_bytes -= batch.log_bytes
+        self._since_checkpoint += len(batch.blocks)
 
-    def put_back(self, piece: Piece) -> None:
-        """Its blocks are gathered again."""
-        self._folds.put_back(piece)
+    def put_back(self, batch: CompactionBatch) -> None:
+        """Queue the blocks of a batch again."""
+        self._dirty.put_back(batch)
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
-        """Whether SQLite's own log has become long, or there is time."""
+        """True if SQLite's own log is long; in an idle server earlier."""
         return self._since_checkpoint > (
             IDLE_CHECKPOINT_BLOCKS if idle and not self._log_bytes else CHECKPOINT_BLOCKS
         )
 
     def checkpoint(self) -> None:
-        """Move SQLite's own log into the file, and delete what of ours is in the file then."""
-        self._since_checkpoint, folded = 0, self._folded_group
-        with self._told("written"):
-            # One pass moves nearly all while others write; the next finds so little left that the
-            # log can begin anew.
+        """Move SQLite's own log into the file, then delete the compacted part of the log."""
+        self._since_checkpoint = 0
+        # Read before the checkpoint begins: later compactions may not be part of it.
+        compacted = self._compacted_group
+        with self._store_errors("written"):
+            # Compactions go on meanwhile. The first pass moves nearly everything, and a later one
+            # catches up with them, so that SQLite can begin its log anew.
             for _ in range(CHECKPOINT_PASSES):
                 _, pages, moved = self._checkpoints.execute(
                     "PRAGMA wal_checkpoint(PASSIVE)"
                 ).fetchone()
                 if pages == moved:
-                    # Only now has the disk what was folded.
-                    self._log.forget(folded)
-                    folded = 0
+                    # Only now are the compacted blocks on the disk.
+                    self._log.delete_through(compacted)
+                    compacted = 0
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the database, of SQLite's own log, and of ours."""
+        """Bytes of the database, of SQLite's log (`wal`), and of the write-ahead log (`log`)."""
         return {
             "database": _size(self._file),
             "wal": _size(f"{self._file}-wal"),
@@ -206,9 +225,10 @@ class SqliteStore:
         }
 
     def close(self) -> None:
-        """Let go of the files; where all is folded, only the database remains."""
+        """Close the files. If everything is compacted, only the database remains."""
         try:
-            # What stays in the log is replayed by the next start.
+            # On an error the log stays, and the next start replays it. A log that was never replayed
+            # must stay, too.
             with contextlib.suppress(StoreError, OSError, sqlite3.Error):
                 if self._is_replayed and not self._log_bytes:
                     self._settle_log()
@@ -220,61 +240,62 @@ class SqliteStore:
 
     def _replay(self, now: float) -> None:
         found = self._database.execute(
-            "SELECT ceiling FROM counters WHERE name = ?", (FOLDED,)
+            "SELECT ceiling FROM counters WHERE name = ?", (COMPACTED,)
         ).fetchone()
-        self._last_group = self._folded_group = found[0] if found else 0
-        for piece in replayed(self._log.groups(self._last_group), self._read):
-            self._fold(piece, now)
-            self._last_group = piece.last_group
+        self._compacted_group = found[0] if found else 0
+        self._last_group = self._compacted_group
+        for batch in replayed(self._log.groups(self._last_group), self._read):
+            self._compact(batch, now)
+            self._last_group = batch.last_group
         self._is_replayed = True
         self._settle_log()
 
     def _settle_log(self) -> None:
-        """Delete the log, all of which is folded.
+        """Checkpoint, then delete the log, all of which is compacted.
 
         Raises:
-            StoreError: the disk cannot have it now. What was appended to a log that stayed would
-            follow what a loss of power has torn
-                out of it, or nothing.
+            StoreError: another program reads the database, so the checkpoint is incomplete. The log
+                must not be appended to: after a loss of power its old part may have lost groups,
+                and the new ones would follow the gap.
         """
         if self._log.is_empty:
             return
         blocked, _, _ = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         if blocked:
             raise StoreError("another program is reading the database; end that, and start again")
-        self._log.forget_all()
+        self._log.delete_all()
 
     @contextlib.contextmanager
-    def _told(self, done: str) -> Generator[None]:
+    def _store_errors(self, done: str) -> Generator[None]:
         try:
             yield
         except (sqlite3.Error, OSError, msgspec.DecodeError, ValueError) as error:
             raise StoreError(
-                f"the store {self._file} cannot be {done}: {error}{_fix(error, self._file)}"
+                f"the store {self._file} cannot be {done}: {error}{_hint(error, self._file)}"
             ) from error
 
-    def _read(self, place: int) -> Block | None:
+    def _read(self, place: int) -> SlotBlock | None:
         found = self._database.execute(
             "SELECT slots FROM blocks WHERE place = ?", (place,)
         ).fetchone()
-        return Block.decode(found[0]) if found else None
+        return SlotBlock.decode(found[0]) if found else None
 
-    def _fold(self, piece: Piece, now: float) -> None:
+    def _compact(self, batch: CompactionBatch, now: float) -> None:
         run = self._database.execute
         run("BEGIN IMMEDIATE")
         try:
-            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", piece.blocks)
-            if piece.last_group:
-                self._fold_rest(piece.rest, now)
-                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (FOLDED, piece.last_group))
+            self._database.executemany("INSERT OR REPLACE INTO blocks VALUES (?, ?)", batch.blocks)
+            if batch.last_group:
+                self._compact_rest(batch.rest, now)
+                run("INSERT OR REPLACE INTO counters VALUES (?, ?)", (COMPACTED, batch.last_group))
             run("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 run("ROLLBACK")
             raise
-        self._folded_group = piece.last_group or self._folded_group
+        self._compacted_group = batch.last_group or self._compacted_group
 
-    def _fold_rest(self, changes: Changes, now: float) -> None:
+    def _compact_rest(self, changes: Changes, now: float) -> None:
         run, run_each = self._database.execute, self._database.executemany
         for record in changes.scopes:
             one = record.geometry
@@ -293,8 +314,8 @@ class SqliteStore:
                     record.model,
                 ),
             )
+        # After the scopes: a group may have created and dropped a scope. Numbers are never reused.
         for number in changes.dropped:
-            # After what was written of it before: no number is given twice.
             run("DELETE FROM scopes WHERE number = ?", (number,))
             run(
                 "DELETE FROM blocks WHERE place >= ? AND place < ?",
@@ -316,7 +337,7 @@ class SqliteStore:
             "INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?, ?)",
             [
                 (
-                    answer.once,
+                    answer.idempotency_key,
                     answer.until,
                     answer.digest,
                     answer.content_type,
@@ -329,9 +350,9 @@ class SqliteStore:
         )
 
 
-def _fix(error: Exception, file: str) -> str:
-    """The end of a message about a disk that has no room, or ""."""
-    # SQLite's text is the same for a full disk and a full quota.
+def _hint(error: Exception, file: str) -> str:
+    """Advice for the message about a full disk; "" for other errors."""
+    # SQLite has one text for a full disk and an exceeded quota, and no errno.
     no_room = isinstance(error, sqlite3.Error) and "disk is full" in str(error)
     if no_room or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return f"; free space in {Path(file).absolute().parent}"
@@ -353,7 +374,7 @@ def _check_directory(file: str) -> None:
 
 
 def _open(file: str) -> sqlite3.Connection:
-    # Used by one thread at a time, though not always by the same.
+    # Used by one thread at a time, but not always by the same: the loop, or the group commit's.
     database = sqlite3.connect(
         file, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -366,11 +387,10 @@ def _open(file: str) -> sqlite3.Connection:
 
 
 def check_database(file: str) -> None:
-    """See that a server could open this file, without opening it as one: nothing is written, and no
-    lock is taken.
+    """Check that a server could open this file. Writes nothing, and takes no lock.
 
     Raises:
-        StoreError: it could not.
+        StoreError: the file could not be opened.
     """
     _check_directory(file)
     directory = Path(file).absolute().parent
@@ -388,12 +408,10 @@ def check_database(file: str) -> None:
 
 
 def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
-    """The schema's version, and how many tables there are."""
-    version, application = (
-        _only(database, "PRAGMA user_version"),
-        _only(database, "PRAGMA application_id"),
-    )
-    tables = _only(database, "SELECT count(*) FROM sqlite_master")
+    """Check that the database is ours; returns its version and the number of tables."""
+    version = _scalar(database, "PRAGMA user_version")
+    application = _scalar(database, "PRAGMA application_id")
+    tables = _scalar(database, "SELECT count(*) FROM sqlite_master")
     if tables and application != APPLICATION:
         raise StoreError("this is a database of something else")
     if tables and version < OLDEST:
@@ -414,12 +432,12 @@ def _check_schema(database: sqlite3.Connection) -> tuple[int, int]:
 def _prepare(database: sqlite3.Connection) -> None:
     version, tables = _check_schema(database)
     database.execute("PRAGMA journal_mode = WAL")
-    # What is acknowledged is in our log; what is folded reaches the disk with a checkpoint, before
-    # the log is deleted.
+    # No sync at a commit: acknowledged changes are in the write-ahead log, which is deleted only
+    # after a checkpoint has synced their blocks.
     database.execute("PRAGMA synchronous = NORMAL")
     database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_PAGES}")
     database.execute("PRAGMA cache_size = -16384")
-    # Where it is built in, what is folded would be written once more, as zeros.
+    # Some builds turn it on, and then overwrite every replaced block with zeros first.
     database.execute("PRAGMA secure_delete = OFF")
     if tables and version < VERSION:
         steps = "; ".join(CHANGES[number] for number in range(version, VERSION))
@@ -434,13 +452,17 @@ def _prepare(database: sqlite3.Connection) -> None:
         )
 
 
-def _only(database: sqlite3.Connection, query: str) -> int:
+def _scalar(database: sqlite3.Connection, query: str) -> int:
     found: Sequence[int] = database.execute(query).fetchone()
     return found[0]
 
 
 class StoreLock:
-    """Held by one server at a time. The kernel lets it go with the process, however that ends."""
+    """An exclusive lock on a store. The kernel releases it when the process ends.
+
+    Raises:
+        StoreError: another server holds the lock; the message has its process id.
+    """
 
     def __init__(self, file: str) -> None:
         try:
@@ -455,11 +477,12 @@ class StoreLock:
             raise StoreError(
                 f"another server has this store: {file} is locked by process {holder or 'unknown'}"
             ) from error
-        # Its content is for messages only: a full disk is no reason to have no lock.
+        # The content is for messages only, so a full disk is no reason to fail.
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
-        """Let it go; the file stays, or two servers could hold two of the same name."""
+        """Release the lock."""
+        # The file stays: one server could lock a deleted file, and another a new one of its name.
         os.close(self._descriptor)

@@ -1,115 +1,115 @@
-"""What every store can do, and which one an address names."""
+"""The interface of a store, and the store without durability."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hicache_metadata_server.protocol import Durability
+from hicache_metadata_server.core.changes import Recovered
+from hicache_metadata_server.protocol import StoreDurability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from hicache_metadata_server.core.changes import Changes, Recovered
+    from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.storage.compaction import Piece
-
-MEMORY: Final = "memory:"
-SQLITE: Final = "sqlite:///"
+    from hicache_metadata_server.storage.compaction import CompactionBatch
 
 
 class StoreError(Exception):
     """The store cannot be opened, read or written."""
 
 
-class Store(Protocol):
-    """Keeps changes. All methods block; no two of them are called at the same time, but for
-    `checkpoint`."""
+class MetadataStore(Protocol):
+    """A durable store of changes.
+
+    All methods block. No two of them run at the same time, except for `checkpoint` and `sizes`.
+    """
 
     @property
-    def durability(self) -> Durability:
-        """What written changes survive."""
+    def durability(self) -> StoreDurability:
+        """Events that written changes survive."""
         ...
 
     def recover(self, now: float) -> Recovered:
-        """Everything but slots, once at the start; pins and answers that have ended by `now` are
-        dropped."""
+        """Read everything but slots, once at the start, without ended pins and answers.
+
+        Raises:
+            StoreError: the store cannot be read, or the log cannot be replayed.
+        """
         ...
 
     def rows(self, scope: int) -> Iterable[SlotRows]:
-        """The slots of a scope, in ascending order, some at a time."""
+        """Read the slots of a scope, in ascending order, some at a time."""
         ...
 
     def write(self, changes: Changes) -> None:
-        """Keep a group of changes: all of it, or none.
+        """Make a group of changes durable: all of it, or none.
 
         Raises:
-            StoreError: none of it is kept.
+            StoreError: none of it is durable.
         """
         ...
 
     @property
     def is_quick(self) -> bool:
-        """Whether `write` and `fold` wait for nothing but memory."""
+        """True if `write` and `compact` do not wait for a disk."""
         ...
 
-    def wants_folding(self, *, idle: bool) -> bool:
-        """Whether there is something to fold that cannot wait, or, if nobody writes just now,
-        anything."""
+    def wants_compaction(self, *, idle: bool) -> bool:
+        """True if the log is too long, or, in an idle server, not empty."""
         ...
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
-        """What is to be folded next, of scopes by their numbers: less than a millisecond of work,
-        here and in `fold`.
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
+        """Collect the next blocks to compact: less than a millisecond of work, here and in `compact`.
 
-        To be called where `wants_folding`, and where everything that has changed was taken to be
-        written.
+        Call it only if `wants_compaction`, and only after `take_changes`: the blocks are encoded as
+        they are in memory, and must not have changes that will be in no written group.
+
+        Args:
+            scope_of: returns a scope by its number.
         """
         ...
 
-    def fold(self, piece: Piece, now: float) -> None:
-        """Write what was gathered, after all that had been taken to be written by then.
+    def compact(self, batch: CompactionBatch, now: float) -> None:
+        """Write collected blocks to the database, after the group that was taken before them.
 
         Raises:
-            StoreError: it could not be done; nothing that was written is lost, and it will be
-            gathered again.
+            StoreError: nothing was written; the blocks will be collected again.
         """
         ...
 
-    def put_back(self, piece: Piece) -> None:
-        """What was gathered cannot be folded."""
+    def put_back(self, batch: CompactionBatch) -> None:
+        """Return collected blocks that must not be compacted, because their group is not written."""
         ...
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
-        """Whether it is time for `checkpoint`; `idle` is as in `wants_tidying`."""
+        """True if `checkpoint` is due; an idle server does it earlier."""
         ...
 
     def checkpoint(self) -> None:
-        """Move what was written to where it belongs; the only method that may be called while
-        another one runs.
+        """Sync compacted blocks and delete their part of the log. May run beside other methods.
 
         Raises:
-            StoreError: it could not be done; nothing that was written is lost.
+            StoreError: it has failed; nothing that was written is lost.
         """
         ...
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of its files, by part; may be called while another method runs."""
+        """Bytes of files by part. May run beside other methods."""
         ...
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store and release its lock."""
         ...
 
 
 class MemoryStore:
-    """Keeps nothing."""
+    """A store without durability: a restart forgets all pages."""
 
-    durability = Durability.NONE
+    durability = StoreDurability.NONE
 
     def recover(self, now: float) -> Recovered:
-        from hicache_metadata_server.core.changes import Recovered
-
         return Recovered()
 
     def rows(self, scope: int) -> Iterable[SlotRows]:
@@ -122,16 +122,16 @@ class MemoryStore:
     def is_quick(self) -> bool:
         return True
 
-    def wants_folding(self, *, idle: bool) -> bool:
+    def wants_compaction(self, *, idle: bool) -> bool:
         return False
 
-    def gather(self, scope_of: Callable[[int], Scope]) -> Piece:
-        raise NotImplementedError("there is nothing to fold")
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
+        raise NotImplementedError("there is nothing to compact")
 
-    def fold(self, piece: Piece, now: float) -> None:
+    def compact(self, batch: CompactionBatch, now: float) -> None:
         pass
 
-    def put_back(self, piece: Piece) -> None:
+    def put_back(self, batch: CompactionBatch) -> None:
         pass
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
@@ -145,45 +145,3 @@ class MemoryStore:
 
     def close(self) -> None:
         pass
-
-
-def check_store(url: str) -> None:
-    """See that a server could open the store at `memory:` or `sqlite:///FILE`; nothing is written.
-
-    Raises:
-        ValueError: it is not the address of a store.
-        StoreError: it could not be opened.
-    """
-    if url.startswith(SQLITE) and len(url) > len(SQLITE):
-        from hicache_metadata_server.storage.sqlite import check_database
-
-        check_database(url.removeprefix(SQLITE))
-    elif url != MEMORY:
-        raise ValueError(_no_address(url))
-
-
-def _no_address(url: str) -> str:
-    return f"{url!r} is not the address of a store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB are"
-
-
-def open_store(url: str, durability: Durability = Durability.PROCESS) -> Store:
-    """The store at `memory:` or `sqlite:///FILE`; an absolute FILE makes four slashes.
-
-    Raises:
-        ValueError: the address is not the address of a store.
-        StoreError: it cannot be opened, or another server has it.
-    """
-    if url == MEMORY:
-        return MemoryStore()
-    if url.startswith(SQLITE) and len(url) > len(SQLITE):
-        if durability is Durability.NONE:
-            raise ValueError("a store of durability 'none' is memory:")
-        from hicache_metadata_server.storage.sqlite import SqliteStore
-
-        return SqliteStore(url.removeprefix(SQLITE), durability)
-    if url.startswith(("redis", "valkey", "unix:")):
-        raise ValueError(
-            f"{url!r} is a store that servers share: no server has it as its own, and it is not "
-            f"opened as one"
-        )
-    raise ValueError(_no_address(url))

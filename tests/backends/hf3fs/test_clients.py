@@ -190,7 +190,7 @@ def test_requests_are_split_and_responses_merged():
 
 def _echo(keys):
     numbers = [int(key.split("-")[1]) for key in keys]
-    return p.Found(slots=numbers, generations=numbers, lengths=numbers, checksums=numbers)
+    return p.FoundPages(slots=numbers, generations=numbers, lengths=numbers, checksums=numbers)
 
 
 def test_a_server_that_lost_its_memory_is_told_the_scopes_again(server):
@@ -331,14 +331,14 @@ def test_an_answer_about_something_else_is_none(server):
         client.declare(geometry())
         real = client.send
         client.send = lambda path, request, kind, call: (
-            p.LookedUp(scopes=[p.Found(slots=[0], generations=[0], lengths=[], checksums=[0])])
+            p.LookedUp(scopes=[p.FoundPages(slots=[0], generations=[0], lengths=[], checksums=[0])])
             if path == "/v2/lookup"
             else real(path, request, kind, call)
         )
         with pytest.raises(MetadataError, match="another number"):
             lookup(client, ["a"])
         client.send = lambda path, request, kind, call: p.LookedUp(
-            scopes=[p.Found(slots=[16], generations=[1], lengths=[1], checksums=[0])]
+            scopes=[p.FoundPages(slots=[16], generations=[1], lengths=[1], checksums=[0])]
         )
         with pytest.raises(MetadataError, match="outside"):
             lookup(client, ["a"])

@@ -21,7 +21,7 @@ from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
 from hicache_metadata_server.client.errors import MetadataError
-from hicache_metadata_server.core.errors import RefusedError
+from hicache_metadata_server.core.errors import RequestError
 from hicache_storage import create_storage
 from hicache_storage.objects import Call
 from hicache_storage.spec import (
@@ -398,7 +398,7 @@ def test_without_a_server_a_clear_that_did_not_happen_says_so_too(rig):
 
 
 def refuse_clear(request, now):
-    raise RefusedError(503, "unavailable", "no", "")
+    raise RequestError(503, "unavailable", "no", "")
 
 
 def test_clients_that_are_configured_differently_are_refused(mine):

@@ -28,7 +28,7 @@ ABOUT = reply(
             protocol=p.PROTOCOL,
             server="test 0",
             instance="1",
-            durability=p.Durability.PROCESS,
+            durability=p.StoreDurability.PROCESS,
             limits=DEFAULTS,
         )
     ),

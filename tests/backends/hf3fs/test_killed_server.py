@@ -141,7 +141,7 @@ def test_a_server_killed_at_random_instants_loses_nothing(rig, server, race_seco
     kept = list(ledger.acknowledged)
     lost = _missing(rig(**store), kept)
     assert lost == [], f"{len(lost)} of {len(kept)} acknowledged pages are lost after {kills} kills"
-    checked = Remote(server.url).call("/v2/fsck", p.Fsck(), p.Checked)
+    checked = Remote(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport)
     assert checked.problems == []
 
 

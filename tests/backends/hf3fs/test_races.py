@@ -88,7 +88,7 @@ def interrupted(thing, name, act, *, times=1, after=0):
 def check(server, rig):
     """Every slot is in one state, and all is in order; the scope's numbers."""
     remote = Remote(server.url)
-    assert remote.call("/v2/fsck", p.Fsck(), p.Checked).problems == []
+    assert remote.call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
     [status] = [
         part
         for part in remote.call("/v2/scopes", None, p.Scopes).scopes

@@ -104,7 +104,7 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
     assert tally.stored > 10 * ENGINES
     assert tally.delivered > 10 * ENGINES
     for server in servers:
-        assert Remote(server.url).call("/v2/fsck", p.Fsck(), p.Checked).problems == []
+        assert Remote(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
 
 
 # What is excused, and what is not.

@@ -31,7 +31,7 @@ def server(
     *,
     port: int = 0,
     journal: Path | None = None,
-    durability: p.Durability = p.Durability.NONE,
+    durability: p.StoreDurability = p.StoreDurability.NONE,
     tokens: bool = False,
 ) -> ReferenceServer:
     """The reference server, or one of the faulty ones."""

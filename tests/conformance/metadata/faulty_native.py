@@ -272,7 +272,7 @@ class ForgetsOwners(Scope):
 @plant("MD-OPS-3")
 class LooksAtNothing(Reference):
     def fsck(self, request, now):
-        return p.Checked(slots=0, problems=[])
+        return p.FsckReport(slots=0, problems=[])
 
 
 @plant("MD-OPS-3")

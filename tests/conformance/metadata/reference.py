@@ -36,7 +36,7 @@ class Reference:
 
     kind_of_scope: ClassVar[type[Scope]] = Scope
     limits: p.Limits = LIMITS
-    durability: p.Durability = p.Durability.NONE
+    durability: p.StoreDurability = p.StoreDurability.NONE
     scopes: dict[str, Scope] = field(default_factory=dict)
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     next_lease: int = 1
@@ -147,7 +147,7 @@ class Reference:
 
     def lookup(self, request: p.Lookup, now: float) -> p.LookedUp:
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
-        pin, found = (self.next_pin, list[p.Found]()) if seconds else (0, [])
+        pin, found = (self.next_pin, list[p.FoundPages]()) if seconds else (0, [])
         self.next_pin += 1
         for part, scope in self.all_scopes(request, now):
             indices = [scope.live.get(key, p.NO_SLOT) for key in part.keys]
@@ -158,7 +158,7 @@ class Reference:
                 for slot in filter(None, slots):
                     slot.pins[pin] = now + seconds
             found.append(
-                p.Found(
+                p.FoundPages(
                     slots=indices,
                     generations=[slot.generation if slot else 0 for slot in slots],
                     lengths=[slot.length if slot else 0 for slot in slots],
@@ -359,12 +359,12 @@ class Reference:
             pins=sum(end > now for end in slot.pins.values()),
         )
 
-    def fsck(self, request: p.Fsck, now: float) -> p.Checked:
+    def fsck(self, request: p.Fsck, now: float) -> p.FsckReport:
         scopes = {
             name: self.scope(name, now, f"scopes[{i}]")
             for i, name in enumerate(request.scopes or self.scopes)
         }
-        return p.Checked(
+        return p.FsckReport(
             slots=sum(len(scope.slots) for scope in scopes.values()),
             problems=[
                 f"{name}: {problem}"

@@ -85,11 +85,11 @@ class Desk:
                 ), None
             return getattr(reference, path.rpartition("/")[2]), convert(body, route.request)
         match = re.fullmatch(r"/([^/]+)/([a-z_]+)", path)
-        if not match or match[2] not in p.COMPATIBLE_ROUTES:
+        if not match or match[2] not in p.SGLANG_ROUTES:
             raise Refused(404, "unknown_route", f"there is no {path}")
         if not re.fullmatch(r"[0-9]{1,9}", match[1]):
             raise Refused(422, "invalid", f"a rank is a natural number, not {match[1]!r}", "rank")
-        kind = p.COMPATIBLE_ROUTES[match[2]][0]
+        kind = p.SGLANG_ROUTES[match[2]][0]
         return (
             lambda request, now: reference.compatible(int(match[1]), match[2], request, now)
         ), convert(body, kind)
@@ -192,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
         needed = (
             p.ROUTES[self.path].token
             if self.path in p.ROUTES
-            else p.COMPATIBLE_ROUTES.get(self.path.rpartition("/")[2], (None, p.Token.READ))[1]
+            else p.SGLANG_ROUTES.get(self.path.rpartition("/")[2], (None, p.Token.READ))[1]
         )
         order = list(p.Token)
         return order.index(self.server.tokens.get(self.bearer(), p.Token.NONE)) >= order.index(
@@ -257,7 +257,7 @@ def serve(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from tests.conformance.metadata.faulty import server
 
-    durability = p.Durability.PROCESS if options.journal else p.Durability.NONE
+    durability = p.StoreDurability.PROCESS if options.journal else p.StoreDurability.NONE
     server(
         options.fault, port=options.port, journal=options.journal, durability=durability
     ).serve_forever()

@@ -10,7 +10,9 @@ from hicache_metadata_server import protocol as p
 
 @pytest.mark.parametrize("kind", [p.JSON, p.MSGPACK])
 def test_messages_come_back_as_they_went(kind):
-    found = p.Found(slots=[0, -1], generations=[3, 0], lengths=[4096, 0], checksums=[2**64 - 1, 0])
+    found = p.FoundPages(
+        slots=[0, -1], generations=[3, 0], lengths=[4096, 0], checksums=[2**64 - 1, 0]
+    )
     answer = p.LookedUp(scopes=[found], pin=7, pin_seconds=1.5)
     assert p.decode(p.encode(answer, kind), p.LookedUp, kind) == answer
     request = p.Reserve(
@@ -31,9 +33,9 @@ def test_requests_refuse_what_they_do_not_know_and_answers_ignore_it():
     with pytest.raises(msgspec.ValidationError, match="unknown field `force`"):
         p.decode(b'{"scopes": [], "force": true}', p.Clear)
     assert p.decode(b'{"pages": [1], "new": true}', p.Cleared) == p.Cleared(pages=[1])
-    assert p.decode(
-        b'{"num_pages": 4, "new": true}', p.CompatibleInitialize
-    ) == p.CompatibleInitialize(num_pages=4)
+    assert p.decode(b'{"num_pages": 4, "new": true}', p.SglangInitialize) == p.SglangInitialize(
+        num_pages=4
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def test_names_of_scopes(scope):
 )
 def test_reservations_are_pairs(body):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(body, p.CompatibleReserve)
+        msgspec.convert(body, p.SglangReserve)
 
 
 def test_routes_that_change_something_ask_for_more_than_a_read_token():

@@ -40,7 +40,7 @@ def test_the_document_names_every_route_with_its_token():
         assert f"| {route.token} |" in row
         for kind in filter(None, (route.request, route.answer)):
             assert f"`{kind.__name__}`" in row
-    for operation, (kind, token) in protocol.COMPATIBLE_ROUTES.items():
+    for operation, (kind, token) in protocol.SGLANG_ROUTES.items():
         row = next(
             line for line in DOCUMENT.splitlines() if line.startswith(f"| `/{{rank}}/{operation}`")
         )

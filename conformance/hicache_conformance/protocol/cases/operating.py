@@ -11,7 +11,6 @@ from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import expect
 from hicache_conformance.protocol.rules import Need
 from hicache_metadata_server.protocol import (
-    Checked,
     Commit,
     CommitScope,
     Describe,
@@ -20,6 +19,7 @@ from hicache_metadata_server.protocol import (
     Drop,
     Dropped,
     Fsck,
+    FsckReport,
     Lookup,
     LookupScope,
     Reserve,
@@ -121,7 +121,7 @@ class OperatingCases:
             scope.commit(leases[:2])
             scope.abort(leases[2:])
             scope.delete(keys[:1])
-        checked = context.native.call("/v2/fsck", Fsck(scopes=[scope.name]), Checked)
+        checked = context.native.call("/v2/fsck", Fsck(scopes=[scope.name]), FsckReport)
         if checked.problems or checked.slots != 12:
             raise Violation("MD-OPS-3", f"fsck of a scope of 12 slots answers {checked}")
 

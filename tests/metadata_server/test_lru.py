@@ -10,10 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache_metadata_server.core import leases
-from hicache_metadata_server.core import lru as recency
+from hicache_metadata_server.core import leases, lru
 from hicache_metadata_server.core.leases import LeaseLog
-from hicache_metadata_server.core.lru import Recency
+from hicache_metadata_server.core.lru import LruOrder
 from hicache_metadata_server.core.slot_table import FREE, LIVE, SlotTable
 from tests.metadata_server.histories import History
 from tests.metadata_server.test_scope import (
@@ -24,8 +23,8 @@ SLOTS = 24
 
 
 def make_small(monkeypatch, bits):
-    monkeypatch.setattr(recency, "BITS", bits)
-    monkeypatch.setattr(recency, "CHUNK", 1 << bits)
+    monkeypatch.setattr(lru, "BITS", bits)
+    monkeypatch.setattr(lru, "CHUNK", 1 << bits)
     monkeypatch.setattr(leases, "CHUNK", 1 << bits)
 
 
@@ -40,7 +39,7 @@ class Model:
     def __init__(self) -> None:
         self.table = SlotTable()
         self.table.grow(SLOTS)
-        self.recency = Recency(self.table)
+        self.lru = LruOrder(self.table)
         self.order: OrderedDict[int, None] = OrderedDict()
         """The least recently used first."""
         self.pinned = set[int]()
@@ -49,23 +48,23 @@ class Model:
         for slot in slots:
             self.table.states[slot], self.table.keys[slot] = LIVE, f"k{slot}"
             self.table.by_key[f"k{slot}"] = slot
-        self.recency.add(slots)
+        self.lru.add(slots)
         self.order.update(dict.fromkeys(reversed(slots)))
 
     def use(self, slots):
-        self.recency.use(slots)
+        self.lru.use(slots)
         for slot in reversed(slots):
             self.order.move_to_end(slot)
 
     def children(self, slot, count):
         had, self.table.children[slot] = self.table.children[slot], count
         if had and not count:
-            self.recency.became_tail(slot)
+            self.lru.became_leaf(slot)
 
     def remove(self, slot):
         del self.order[slot], self.table.by_key[f"k{slot}"]
         self.table.states[slot], self.table.children[slot] = FREE, 0
-        self.recency.remove(slot)
+        self.lru.remove(slot)
 
     def evict(self, wanted):
         may_go = [
@@ -73,37 +72,37 @@ class Model:
         ][:wanted]
         gone = list[int]()
 
-        def let_go(slot):
+        def evict(slot):
             gone.append(slot)
             self.remove(slot)
 
-        assert self.recency.victims(wanted, self.pinned.__contains__, let_go) == len(may_go)
+        assert self.lru.victims(wanted, self.pinned.__contains__, evict) == len(may_go)
         assert gone == may_go
 
     def clear(self):
         self.order.clear()
-        self.table.let_all_go()
-        self.recency.forget_all()
+        self.table.quarantine_all()
+        self.lru.clear()
         for slot in range(SLOTS):
             self.table.states[slot] = FREE
             self.table.children[slot] = self.table.stamps[slot] = 0
 
-    def see(self):
-        assert list(self.recency) == [f"k{slot}" for slot in self.order]
-        assert len(self.recency) == len(self.order)
-        assert list(self.recency.unreachable()) == []
-        entries = sum(map(len, self.recency._chunks.values()))
-        assert entries == self.recency._entries
-        assert list(self.recency._chunks) == sorted(self.recency._chunks)
-        head, stamps = self.recency._head, self.table.stamps
-        for number, chunk in self.recency._chunks.items():
-            first = number << recency.BITS
+    def check(self):
+        assert list(self.lru) == [f"k{slot}" for slot in self.order]
+        assert len(self.lru) == len(self.order)
+        assert list(self.lru.unreachable()) == []
+        entries = sum(map(len, self.lru._chunks.values()))
+        assert entries == self.lru._entries
+        assert list(self.lru._chunks) == sorted(self.lru._chunks)
+        head, stamps = self.lru._head, self.table.stamps
+        for number, chunk in self.lru._chunks.items():
+            first = number << lru.BITS
             current = [
                 stamp
                 for stamp, slot in enumerate(chunk, first)
                 if stamp >= head and stamps[slot] == stamp
             ]
-            assert self.recency._current[number] == len(current)
+            assert self.lru._current[number] == len(current)
 
 
 def step(model, chance):
@@ -138,7 +137,7 @@ def step(model, chance):
             model.clear()
         case _:
             pass
-    model.see()
+    model.check()
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -164,10 +163,10 @@ def test_what_is_outdated_is_forgotten():
     for _ in range(20_000):
         # Some all the time, some seldom: chunks that hold little, which can only be tidied.
         model.use([min(int(chance.expovariate(0.3)), SLOTS - 1)])
-        most = max(most, model.recency._entries)
-        max_chunks = max(max_chunks, len(model.recency._chunks))
-    model.see()
-    assert most < 4 * (SLOTS + recency.CHUNK), "entries are bounded by the pages, not by the uses"
+        most = max(most, model.lru._entries)
+        max_chunks = max(max_chunks, len(model.lru._chunks))
+    model.check()
+    assert most < 4 * (SLOTS + lru.CHUNK), "entries are bounded by the pages, not by the uses"
     assert max_chunks < 21, "chunks that hold little are joined; there would be one for each page"
 
 
@@ -176,11 +175,11 @@ def test_restored_in_order():
     order = [5, 6, 7, 8, 9, 3, 2, 1, 20, 11, 12]
     for slot in order:
         model.table.states[slot], model.table.keys[slot] = LIVE, f"k{slot}"
-    model.recency.restore(order)
-    assert list(model.recency) == [f"k{slot}" for slot in order]
+    model.lru.restore(order)
+    assert list(model.lru) == [f"k{slot}" for slot in order]
     model.order = OrderedDict.fromkeys(order)
     model.table.by_key.update({f"k{slot}": slot for slot in order})
-    model.see()
+    model.check()
     model.evict(4)
 
 

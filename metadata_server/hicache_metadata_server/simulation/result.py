@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulationResult:
     """Counts of pages, unless they say otherwise; those of events about all ranks are of each of
     them."""
 

@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from hicache_metadata_server.storage import wal as log
-from hicache_metadata_server.storage.wal import MAGIC, Log
+from hicache_metadata_server.storage import wal
+from hicache_metadata_server.storage.wal import MAGIC, WriteAheadLog
 
 
 def filled(tmp_path, groups=6, **options):
-    own = Log(str(tmp_path / "m.db"), 7, synchronous=False, **options)
+    own = WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=False, **options)
     for group in range(1, groups + 1):
         own.append(group, payload(group))
     own.close()
@@ -24,7 +24,7 @@ def payload(group):
 
 
 def groups(tmp_path, after=0):
-    return list(Log(str(tmp_path / "m.db"), 7, synchronous=False).groups(after))
+    return list(WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=False).groups(after))
 
 
 def files(tmp_path):
@@ -33,7 +33,7 @@ def files(tmp_path):
 
 @pytest.fixture(params=[1 << 20, 120], ids=["one file", "many files"], autouse=True)
 def segments(request, monkeypatch):
-    monkeypatch.setattr(log, "SEGMENT_BYTES", request.param)
+    monkeypatch.setattr(wal, "SEGMENT_BYTES", request.param)
 
 
 def test_what_was_appended_is_there(tmp_path):
@@ -79,31 +79,33 @@ def test_a_file_that_is_lost_ends_it(tmp_path, segments):
     if not others:
         return
     others[0].unlink()
-    assert groups(tmp_path) == list(Log(str(tmp_path / "m.db"), 7, synchronous=False).groups(0))
+    assert groups(tmp_path) == list(
+        WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=False).groups(0)
+    )
     assert len(groups(tmp_path)) < 6
     first.unlink()
-    assert groups(tmp_path) == [], "what follows something that is neither folded nor there"
+    assert groups(tmp_path) == [], "what follows something that is neither compacted nor there"
 
 
-def test_what_is_folded_may_be_lost(tmp_path):
+def test_what_is_compacted_may_be_lost(tmp_path):
     filled(tmp_path)
-    own = Log(str(tmp_path / "m.db"), 7, synchronous=False)
-    own.forget(4)
+    own = WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=False)
+    own.delete_through(4)
     assert [group for group, _ in groups(tmp_path, 4)] == [5, 6]
 
 
 def test_no_file_goes_that_has_a_later_group(tmp_path):
     own = filled(tmp_path)
-    for folded in range(6):
-        own.forget(folded)
-        assert [group for group, _ in groups(tmp_path, folded)] == list(range(folded + 1, 7))
+    for compacted in range(6):
+        own.delete_through(compacted)
+        assert [group for group, _ in groups(tmp_path, compacted)] == list(range(compacted + 1, 7))
 
 
 def test_other_files_are_left_alone(tmp_path):
     for name in ("m.db.log-1", "m.db.log-zzzzzzzzzzzzzzzz", "n.db.log-0000000000000001"):
         (tmp_path / name).write_bytes(b"mine")
     filled(tmp_path)
-    Log(str(tmp_path / "m.db"), 7, synchronous=False).forget_all()
+    WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=False).delete_all()
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -116,11 +118,11 @@ def test_a_file_that_is_no_log_is_refused(tmp_path):
 def test_the_log_of_another_database_is_refused(tmp_path):
     filled(tmp_path)
     with pytest.raises(ValueError, match="is the log of another database"):
-        list(Log(str(tmp_path / "m.db"), 8, synchronous=False).groups(0))
+        list(WriteAheadLog(str(tmp_path / "m.db"), 8, synchronous=False).groups(0))
 
 
 def test_an_append_that_fails_is_not_there(tmp_path, monkeypatch):
-    own = Log(str(tmp_path / "m.db"), 7, synchronous=True)
+    own = WriteAheadLog(str(tmp_path / "m.db"), 7, synchronous=True)
     own.append(1, payload(1))
 
     def fails(_):
@@ -129,7 +131,7 @@ def test_an_append_that_fails_is_not_there(tmp_path, monkeypatch):
     for broken in (("fdatasync",), ("fdatasync", "ftruncate")):
         with monkeypatch.context() as disk:
             for name in broken:
-                disk.setattr(log.os, name, fails if name == "fdatasync" else lambda *_: fails(0))
+                disk.setattr(wal.os, name, fails if name == "fdatasync" else lambda *_: fails(0))
             with pytest.raises(OSError, match="Input/output"):
                 own.append(2, b"lost")
     own.append(4, payload(4))
