@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from hicache_metadata_server.backup.page_checks import defects_of
 from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Container, Iterable, Iterator
 
-    from hicache_metadata_server.backup.checking import PageChecker
+    from hicache_metadata_server.backup.page_checks import PageChecker
     from hicache_metadata_server.backup.parts import Part
 
 LEAP: Final = 1 << 40
@@ -50,15 +51,15 @@ def only_whole(
     parts: Iterable[Part], checker: PageChecker, dropped: Counter[str]
 ) -> Iterator[Part]:
     """Without the pages that are not in their slots; those of other directories stay."""
-    name = ""
+    name, is_here = "", False
     for part in parts:
         if isinstance(part, ScopeHead):
-            checker.enter(part)
             name = part.geometry.scope
-        if not isinstance(part, Pages) or not checker.knows(name):
+            is_here = checker.open_scope(part.geometry)
+        if not isinstance(part, Pages) or not is_here:
             yield part
             continue
-        reasons = checker.misfits(name, part)
+        reasons = defects_of(checker, name, part)
         dropped.update(filter(None, reasons))
         kept, gone = part.parted([not reason for reason in reasons].__getitem__)
         yield kept

@@ -18,7 +18,7 @@ from hicache_metadata_server.cli.options import Ca, Certificate, Token, complain
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from hicache_metadata_server.backup.checking import PageChecker
+    from hicache_metadata_server.backup.page_checks import PageChecker
     from hicache_metadata_server.backup.parts import Part, Tally
     from hicache_metadata_server.backup.redis import SharedStore
     from hicache_metadata_server.backup.remote import Asked, RemoteSource
@@ -204,9 +204,9 @@ def _shared(url: str) -> SharedStore:
 
 
 def _checker(files: Path) -> PageChecker:
-    from hicache_metadata_server.backup.checking import PageChecker
+    from hicache_metadata_server.backup.page_checks import open_page_checker
 
-    return PageChecker(files)
+    return open_page_checker(files)
 
 
 @contextmanager

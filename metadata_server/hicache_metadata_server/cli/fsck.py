@@ -16,7 +16,7 @@ from hicache_metadata_server.cli.options import FAILED, FOUND_PROBLEMS, complain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from hicache_metadata_server.backup.checking import Checked, Misfit, PageChecker
+    from hicache_metadata_server.backup.page_checks import PageChecker, PageCheckReport, PageDefect
     from hicache_metadata_server.backup.parts import Part
     from hicache_metadata_server.cli.remote_server import Remote
     from hicache_metadata_server.core.service import MetadataService
@@ -88,8 +88,8 @@ def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bo
             found = _checked(snapshot_of(service, time.time()), files, sample)
         stamp = Stamp.of(store)
         _tell(problems, found)
-        if repair and (problems or (found and found.misfits)):
-            _write_anew(store, service, found.misfits if found else [], stamp)
+        if repair and (problems or (found and found.defects)):
+            _write_anew(store, service, found.defects if found else [], stamp)
     return _status(problems, found)
 
 
@@ -98,7 +98,7 @@ def fsck_server(
 ) -> int:
     """Compare what a running server says with the data files, and delete what is wrong there;
     returns the exit status."""
-    from hicache_metadata_server.backup.checking import PageChecker, check
+    from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker
     from hicache_metadata_server.backup.remote import served
     from hicache_metadata_server.protocol import Checked as CheckedScopes
     from hicache_metadata_server.protocol import Fsck, Scopes
@@ -107,37 +107,39 @@ def fsck_server(
         remote = remote_of(url, *shown)
         problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), CheckedScopes).problems
         wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
-        with closing(PageChecker(files)) as checker:
-            found = check(_some(served(remote, wanted), sample), checker)
+        with closing(open_page_checker(files)) as checker:
+            found = check_snapshot(_some(served(remote, wanted), sample), checker)
             # Pages come and go while their slots are read.
-            found.misfits = [
-                misfit for misfit in found.misfits if _is_still_wrong(remote, misfit, checker)
+            found.defects = [
+                defect for defect in found.defects if _is_still_wrong(remote, defect, checker)
             ]
         _tell(problems, found)
         if repair:
-            _delete(remote, found.misfits)
+            _delete(remote, found.defects)
     return _status(problems, found)
 
 
-def _checked(parts: Iterable[Part], files: Path | None, sample: int | None) -> Checked | None:
+def _checked(
+    parts: Iterable[Part], files: Path | None, sample: int | None
+) -> PageCheckReport | None:
     if files is None:
         return None
-    from hicache_metadata_server.backup.checking import PageChecker, check
+    from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker
 
-    with closing(PageChecker(files)) as checker:
-        return check(_some(parts, sample), checker)
+    with closing(open_page_checker(files)) as checker:
+        return check_snapshot(_some(parts, sample), checker)
 
 
 def _some(parts: Iterable[Part], sample: int | None) -> Iterable[Part]:
     if sample is None:
         return parts
-    from hicache_metadata_server.backup.checking import sampled
+    from hicache_metadata_server.backup.page_checks import sampled
 
     return sampled(parts, sample, random.Random())
 
 
 def _write_anew(
-    store: str, service: MetadataService, misfits: Iterable[Misfit], stamp: object
+    store: str, service: MetadataService, defects: Iterable[PageDefect], stamp: object
 ) -> None:
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.filters import without
@@ -145,7 +147,7 @@ def _write_anew(
     from hicache_metadata_server.backup.sqlite import Stamp
     from hicache_metadata_server.backup.target import fill, open_target
 
-    going = {(misfit.scope, misfit.slot) for misfit in misfits}
+    going = {(defect.scope, defect.slot) for defect in defects}
     with closing(open_target(store, replace=True)) as target:
         if Stamp.of(store) != stamp:
             raise SnapshotError(
@@ -156,33 +158,34 @@ def _write_anew(
     typer.echo(f"mended: {tally.pages:,} pages are left", err=True)
 
 
-def _is_still_wrong(remote: Remote, misfit: Misfit, checker: PageChecker) -> bool:
+def _is_still_wrong(remote: Remote, defect: PageDefect, checker: PageChecker) -> bool:
     """Whether a page is live in the same slot and generation now that the slot has been read, and
     is read as wrong once more."""
+    from hicache_metadata_server.backup.page_checks import defects_of
     from hicache_metadata_server.backup.parts import Pages
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
     [now] = remote.call(
-        "/v2/inspect", Inspect(scope=misfit.scope, slots=[misfit.slot]), Inspected
+        "/v2/inspect", Inspect(scope=defect.scope, slots=[defect.slot]), Inspected
     ).slots
     if (
         now is None
         or now.state is not SlotState.LIVE
-        or (now.key, now.generation) != (misfit.key, misfit.generation)
+        or (now.key, now.generation) != (defect.key, defect.generation)
     ):
         return False
     page = Pages(
         [now.slot], [now.generation], [1], [now.length], [now.checksum], [now.key], [now.prefix]
     )
-    return bool(checker.misfits(misfit.scope, page)[0])
+    return bool(defects_of(checker, defect.scope, page)[0])
 
 
-def _delete(remote: Remote, misfits: Sequence[Misfit]) -> None:
+def _delete(remote: Remote, defects: Sequence[PageDefect]) -> None:
     """By key and generation, so that nothing else goes."""
     from hicache_metadata_server.protocol import Delete, DeleteScope, Marked
 
     gone = 0
-    for scope, of_scope in groupby(misfits, key=lambda misfit: misfit.scope):
+    for scope, of_scope in groupby(defects, key=lambda defect: defect.scope):
         left = list(of_scope)
         for some in (left[start : start + AT_ONCE] for start in range(0, len(left), AT_ONCE)):
             part = DeleteScope(
@@ -192,8 +195,8 @@ def _delete(remote: Remote, misfits: Sequence[Misfit]) -> None:
     typer.echo(f"{gone:,} pages deleted", err=True)
 
 
-def _tell(problems: Sequence[str], found: Checked | None) -> None:
-    lines = [*problems, *(map(str, found.misfits) if found else ())]
+def _tell(problems: Sequence[str], found: PageCheckReport | None) -> None:
+    lines = [*problems, *(map(str, found.defects) if found else ())]
     for line in lines[:SHOWN]:
         typer.echo(line)
     if len(lines) > SHOWN:
@@ -202,7 +205,7 @@ def _tell(problems: Sequence[str], found: Checked | None) -> None:
         typer.echo(f"{count:,} pages: {verdict}", err=True)
 
 
-def _status(problems: Sequence[str], found: Checked | None) -> int:
+def _status(problems: Sequence[str], found: PageCheckReport | None) -> int:
     if found is not None and found.unreadable:
         return FAILED
-    return FOUND_PROBLEMS if problems or (found is not None and found.misfits) else 0
+    return FOUND_PROBLEMS if problems or (found is not None and found.defects) else 0
