@@ -10,8 +10,8 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RefusedError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared.assembly import open_link
-from hicache_metadata_server.shared.scopes import MICROSECONDS
+from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.catalog import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import open_store
 from tests.metadata_server.http_calls import run
@@ -60,7 +60,9 @@ class OneOfSeveral:
     def __init__(self, redis):
         redis.client().flushall()
         self.now = NOW
-        self.service = SharedService(open_link(redis.url), LIMITS, durability=p.Durability.NONE)
+        self.service = SharedService(
+            open_connection(redis.url), LIMITS, durability=p.Durability.NONE
+        )
 
     async def ask(self, name, request):
         self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
@@ -73,7 +75,7 @@ class OneOfSeveral:
         return status.free, status.leased, status.live, status.quarantined
 
     async def close(self):
-        await self.service.link.close()
+        await self.service.connection.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,13 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.backup.frames import End, FrameReader, FrameWriter, Origin, part_of
+from hicache_metadata_server.backup.frames import (
+    BackupFooter,
+    BackupHeader,
+    FrameReader,
+    FrameWriter,
+    part_of,
+)
 from hicache_metadata_server.backup.parts import Counters, SnapshotError, Tally
 from hicache_metadata_server.storage.fsync import sync_directory
 
@@ -15,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 MAGIC: Final = b"HiCache metadata snapshot 1\n"
 MODE: Final = 0o600
 """Keys tell who has asked a model the same as somebody else."""
 
 
-def write_backup(path: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
+def write_backup(path: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]) -> Tally:
     """Write a file; one that is there is replaced when the new one is on the disk.
 
     Raises:
@@ -39,7 +45,7 @@ def write_backup(path: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
     return tally
 
 
-class Backup:
+class BackupFile:
     """A file that was written whole: all of it is read to see that.
 
     Raises:
@@ -53,21 +59,21 @@ class Backup:
         self.counters = Counters()
         with self._opened() as reader:
             origin = reader.read()
-            if not isinstance(origin, Origin):
+            if not isinstance(origin, BackupHeader):
                 raise SnapshotError(f"{path} does not say where it comes from")
             self.origin = origin
             for part in self.tally.over(self._parts(reader)):
                 if isinstance(part, Counters):
                     self.counters = part
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SnapshotPart]:
         """The stream; each record is verified once more."""
         with self._opened() as reader:
             reader.read()
             yield from self._parts(reader)
 
-    def _parts(self, reader: FrameReader) -> Iterator[Part]:
-        while not isinstance(record := reader.read(), End):
+    def _parts(self, reader: FrameReader) -> Iterator[SnapshotPart]:
+        while not isinstance(record := reader.read(), BackupFooter):
             if record is None:
                 raise SnapshotError(f"{self._path} is cut short after {self.tally.pages:,} pages")
             yield part_of(record)
@@ -90,7 +96,7 @@ class Backup:
                 raise SnapshotError(f"{self._path}: {error}") from error
 
 
-def _write(aside: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
+def _write(aside: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]) -> Tally:
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
     with open(descriptor, "wb") as file:
         file.write(MAGIC)
@@ -98,7 +104,7 @@ def _write(aside: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
         writer.write(origin)
         for part in tally.over(parts):
             writer.write(part)
-        writer.write(End(len(tally.scopes), tally.pages))
+        writer.write(BackupFooter(len(tally.scopes), tally.pages))
         file.flush()
         os.fsync(descriptor)
     return tally

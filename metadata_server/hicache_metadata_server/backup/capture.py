@@ -4,33 +4,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.backup.parts import Pages, Rests, ScopeHead
+from hicache_metadata_server.backup.parts import EmptySlots, Pages, ScopeHeader
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.core.service import MetadataService
 
-PIECE: Final = 2048
+CHUNK_SLOTS: Final = 2048
 """Slots that are taken together: some 3 ms."""
 
 
-def snapshot_of(service: MetadataService, now: float) -> Iterator[Part]:
+def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
     """All of a service, which must not change meanwhile."""
     for name in sorted(service.scopes):
         scope = service.scopes[name]
-        yield ScopeHead(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
-        for first in range(0, len(scope.table), PIECE):
-            yield from taken(scope, first, first + PIECE, now, service.limits.max_lease_seconds)
+        yield ScopeHeader(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
+        for first in range(0, len(scope.table), CHUNK_SLOTS):
+            yield from read_chunk(
+                scope, first, first + CHUNK_SLOTS, now, service.limits.max_lease_seconds
+            )
     yield service.counters()
 
 
-def taken(
+def read_chunk(
     scope: Scope, first: int, end: int, now: float, max_lease_seconds: float
-) -> tuple[Pages, Rests]:
+) -> tuple[Pages, EmptySlots]:
     """The slots from `first` up to `end` as they are now.
 
     A leased slot rests as long as any lease may last: its writer does not know that its lease has
@@ -53,7 +55,7 @@ def taken(
         prefixes=[table.prefixes[slot] for slot in live],
     )
     until = [_until(scope, slot, now, max_lease_seconds) for slot in others]
-    return pages, Rests(others, [table.generations[slot] for slot in others], until)
+    return pages, EmptySlots(others, [table.generations[slot] for slot in others], until)
 
 
 def _until(scope: Scope, slot: int, now: float, max_lease_seconds: float) -> float:

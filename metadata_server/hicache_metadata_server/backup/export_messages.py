@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from hicache_metadata_server.backup.parts import (
     DIGESTS,
+    EmptySlots,
     Pages,
-    Rests,
     generations_digest,
     pages_digest,
 )
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from hicache_metadata_server.backup.parts import Counters
 
 
-def piece_digest(pages: Pages, rests: Rests) -> str:
+def chunk_digest(pages: Pages, empty: EmptySlots) -> str:
     """Differs where a slot holds something else, or has been given away meanwhile."""
-    whole = pages_digest(pages) + generations_digest(pages) + generations_digest(rests)
+    whole = pages_digest(pages) + generations_digest(pages) + generations_digest(empty)
     return f"{whole % DIGESTS:032x}"
 
 
 def exported(
     pages: Pages,
-    rests: Rests,
+    empty: EmptySlots,
     now: float,
     *,
     used: int,
@@ -35,7 +35,7 @@ def exported(
     tenant: str = "",
 ) -> Exported:
     """The answer to a request for slots of a scope; without `rows` only about them."""
-    digest = piece_digest(pages, rests)
+    digest = chunk_digest(pages, empty)
     if not rows:
         return Exported(
             used=used,
@@ -59,13 +59,13 @@ def exported(
         checksums=pages.checksums,
         keys=pages.keys,
         prefixes=pages.prefixes,
-        other_slots=rests.slots,
-        other_generations=rests.generations,
-        other_seconds=[max(0.0, until - now) for until in rests.until],
+        other_slots=empty.slots,
+        other_generations=empty.generations,
+        other_seconds=[max(0.0, until - now) for until in empty.until],
     )
 
 
-def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
+def parts_of(answer: Exported, now: float) -> tuple[Pages, EmptySlots]:
     """What a server has told, its durations as times of this machine.
 
     Raises:
@@ -81,7 +81,7 @@ def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
         answer.prefixes,
     )
     until = [now + seconds if seconds > 0 else 0.0 for seconds in answer.other_seconds]
-    rests = Rests(answer.other_slots, answer.other_generations, until)
-    if piece_digest(pages, rests) != answer.digest or len(until) != len(rests):
+    empty = EmptySlots(answer.other_slots, answer.other_generations, until)
+    if chunk_digest(pages, empty) != answer.digest or len(until) != len(empty):
         raise ValueError("the digest of a piece is not that of its slots")
-    return pages, rests
+    return pages, empty

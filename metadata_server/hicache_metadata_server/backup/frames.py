@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 import xxhash
 
-from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
+from hicache_metadata_server.backup.parts import (
+    Counters,
+    EmptySlots,
+    Pages,
+    ScopeHeader,
+    SnapshotError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 _HEAD: Final = struct.Struct("<QQ")
 """Of a record: the bytes of the payload, and the checksum of its number in the file and the
@@ -22,7 +28,7 @@ MAX_BYTES: Final = 256 << 20
 """Of a payload. None is as long; a length that is damaged may say so."""
 
 
-class Origin(msgspec.Struct, frozen=True, tag="origin"):
+class BackupHeader(msgspec.Struct, frozen=True, tag="origin"):
     """The first record of a file."""
 
     source: str
@@ -33,14 +39,14 @@ class Origin(msgspec.Struct, frozen=True, tag="origin"):
     """Taken while a server served."""
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class BackupFooter(msgspec.Struct, frozen=True, tag="end"):
     """The last record of a file."""
 
     scopes: int
     pages: int
 
 
-Record = Origin | ScopeHead | Pages | Rests | Counters | End
+Record = BackupHeader | ScopeHeader | Pages | EmptySlots | Counters | BackupFooter
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
 
@@ -99,13 +105,13 @@ class FrameReader:
         return record
 
 
-def part_of(record: Record) -> Part:
+def part_of(record: Record) -> SnapshotPart:
     """A record as a part of the stream.
 
     Raises:
         SnapshotError: it stands where a part must stand, and is none.
     """
-    if isinstance(record, (Origin, End)):
+    if isinstance(record, (BackupHeader, BackupFooter)):
         raise SnapshotError("the beginning or the end of a backup stands in its midst")
     return record
 

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from hicache_metadata_server.backup.parts import Pages, ScopeHead, joined
+from hicache_metadata_server.backup.parts import Pages, ScopeHeader, joined
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.protocol import ScopeGeometry
 
 PROVIDER: Final = "hicache_backends.hf3fs.fsck"
@@ -106,11 +106,11 @@ def open_page_checker(path: Path) -> PageChecker:
     return cast("PageChecker", provider.SlotFilePageChecker(path))
 
 
-def check_snapshot(parts: Iterable[Part], checker: PageChecker) -> PageCheckReport:
+def check_snapshot(parts: Iterable[SnapshotPart], checker: PageChecker) -> PageCheckReport:
     """Compare all pages of a snapshot with the data files."""
     report, name, is_here = PageCheckReport(), "", False
     for part in parts:
-        if isinstance(part, ScopeHead):
+        if isinstance(part, ScopeHeader):
             name = part.geometry.scope
             is_here = checker.open_scope(part.geometry)
         elif isinstance(part, Pages) and not is_here:
@@ -137,7 +137,9 @@ def defects_of(checker: PageChecker, scope: str, pages: Pages) -> list[str]:
     ]
 
 
-def sampled(parts: Iterable[Part], size: int, chance: random.Random) -> Iterator[Part]:
+def sampled(
+    parts: Iterable[SnapshotPart], size: int, chance: random.Random
+) -> Iterator[SnapshotPart]:
     """Yield each scope's head and a uniform sample of its pages."""
     head, seen, chosen = None, 0, list[Pages]()
     for part in parts:
@@ -149,7 +151,7 @@ def sampled(parts: Iterable[Part], size: int, chance: random.Random) -> Iterator
                     chosen.append(part.at([place]))
                 elif (instead := chance.randrange(seen)) < size:
                     chosen[instead] = part.at([place])
-        elif isinstance(part, ScopeHead):
+        elif isinstance(part, ScopeHeader):
             if head is not None:
                 yield from (head, joined(chosen))
             head, seen, chosen = part, 0, []

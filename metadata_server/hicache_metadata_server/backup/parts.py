@@ -1,7 +1,7 @@
 """The parts of a snapshot.
 
-A snapshot is a stream: for each scope a `ScopeHead` and then its slots, some at a time, as `Pages`
-and `Rests`; at the end `Counters`. Each slot that was ever used stands in it once, in any order;
+A snapshot is a stream: for each scope a `ScopeHeader` and then its slots, some at a time, as `Pages`
+and `EmptySlots`; at the end `Counters`. Each slot that was ever used stands in it once, in any order;
 the others are free and of generation 0. What is not in it does not travel: leases, pins, answers
 kept for idempotency keys, hits and misses.
 """
@@ -30,7 +30,7 @@ class SnapshotError(StoreError):
     """A snapshot cannot be taken, read or put into a store."""
 
 
-class ScopeHead(msgspec.Struct, frozen=True, tag="scope"):
+class ScopeHeader(msgspec.Struct, frozen=True, tag="scope"):
     """A scope begins."""
 
     geometry: ScopeGeometry
@@ -56,7 +56,7 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
     def __len__(self) -> int:
         return len(self.slots)
 
-    def parted(self, keeps: Callable[[int], bool]) -> tuple[Pages, Pages]:
+    def partition(self, keeps: Callable[[int], bool]) -> tuple[Pages, Pages]:
         """Those at the places that are to be kept, and the others."""
         kept, gone = list[int](), list[int]()
         for place in range(len(self.slots)):
@@ -79,7 +79,7 @@ def joined(batches: Iterable[Pages]) -> Pages:
     return Pages(*columns)
 
 
-class Rests(msgspec.Struct, frozen=True, tag="rests"):
+class EmptySlots(msgspec.Struct, frozen=True, tag="rests"):
     """Some slots that were used and hold nothing; what they are given for next has a greater
     generation."""
 
@@ -99,7 +99,7 @@ class Counters(msgspec.Struct, frozen=True, tag="counters"):
     pin: int = 1
 
 
-Part = ScopeHead | Pages | Rests | Counters
+SnapshotPart = ScopeHeader | Pages | EmptySlots | Counters
 
 
 def pages_digest(pages: Pages) -> int:
@@ -114,7 +114,7 @@ def pages_digest(pages: Pages) -> int:
     return whole % DIGESTS
 
 
-def generations_digest(part: Pages | Rests) -> int:
+def generations_digest(part: Pages | EmptySlots) -> int:
     """The same over the generations of slots."""
     digest, held = xxhash.xxh3_128_intdigest, isinstance(part, Pages)
     rows = zip(part.slots, part.generations, strict=True)
@@ -124,12 +124,12 @@ def generations_digest(part: Pages | Rests) -> int:
 
 
 @dataclass(slots=True)
-class Count:
+class ScopeCount:
     """What went by of one scope."""
 
     slots: int
     pages: int = 0
-    resting: int = 0
+    empty: int = 0
     """Used slots that hold nothing."""
     digest: int = 0
     """Of the pages."""
@@ -139,28 +139,28 @@ class Count:
 class Tally:
     """Counts what goes by of a stream."""
 
-    scopes: dict[str, Count] = field(default_factory=dict[str, Count])
+    scopes: dict[str, ScopeCount] = field(default_factory=dict[str, ScopeCount])
 
     @property
     def pages(self) -> int:
         """Of all scopes."""
         return sum(count.pages for count in self.scopes.values())
 
-    def over(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def over(self, parts: Iterable[SnapshotPart]) -> Iterator[SnapshotPart]:
         """The same stream, counted as it is taken.
 
         Raises:
             SnapshotError: a scope comes twice, or slots come before any scope.
         """
-        count: Count | None = None
+        count: ScopeCount | None = None
         for part in parts:
             match part:
-                case ScopeHead():
+                case ScopeHeader():
                     name = part.geometry.scope
                     if name in self.scopes:
                         raise SnapshotError(f"scope {name} stands in the snapshot twice")
-                    count = self.scopes[name] = Count(part.geometry.slots)
-                case Pages() | Rests():
+                    count = self.scopes[name] = ScopeCount(part.geometry.slots)
+                case Pages() | EmptySlots():
                     if count is None:
                         raise SnapshotError("slots come before any scope")
                     _add(count, part)
@@ -188,9 +188,9 @@ class Tally:
         return found
 
 
-def _add(count: Count, part: Pages | Rests) -> None:
-    if isinstance(part, Rests):
-        count.resting += len(part)
+def _add(count: ScopeCount, part: Pages | EmptySlots) -> None:
+    if isinstance(part, EmptySlots):
+        count.empty += len(part)
         return
     count.pages += len(part)
     count.digest = (count.digest + pages_digest(part)) % DIGESTS

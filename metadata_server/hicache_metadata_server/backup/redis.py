@@ -8,30 +8,36 @@ import time
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import PIECE
-from hicache_metadata_server.backup.parts import Pages, Rests, ScopeHead, SnapshotError, Tally
+from hicache_metadata_server.backup.capture import CHUNK_SLOTS
+from hicache_metadata_server.backup.parts import (
+    EmptySlots,
+    Pages,
+    ScopeHeader,
+    SnapshotError,
+    Tally,
+)
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.tenants import Caller
-from hicache_metadata_server.shared.assembly import open_link
+from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.catalog import ScriptTask
 from hicache_metadata_server.shared.exporting import read_slots, tasks_of
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys
 from hicache_metadata_server.shared.preflight import check_redis
-from hicache_metadata_server.shared.scopes import Task
-from hicache_metadata_server.shared.script_results import NOT_ONCE
+from hicache_metadata_server.shared.script_results import NO_IDEMPOTENCY_KEY
 from hicache_metadata_server.shared.service import TOGETHER, SharedService
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
     from types import TracebackType
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 T = TypeVar("T")
 A = TypeVar("A", bound=p.Answer)
 
 
-class SharedStore:
+class SharedStoreClient:
     """A connection to a store, with an event loop of its own.
 
     Raises:
@@ -77,7 +83,7 @@ class SharedStore:
     def close(self) -> None:
         """End the connections."""
         try:
-            self.do(self.service.link.close())
+            self.do(self.service.connection.close())
         finally:
             self._runner.close()
 
@@ -97,31 +103,31 @@ class RedisTarget:
     """
 
     def __init__(self, url: str, *, replace: bool) -> None:
-        self._store = SharedStore(url)
-        self._heads: list[ScopeHead] = []
+        self._store = SharedStoreClient(url)
+        self._heads: list[ScopeHeader] = []
         self._kept = False
         try:
             self._old = self._store.call("/v2/scopes", None, p.Scopes).scopes
             if self._old and not replace:
                 raise SnapshotError(
-                    f"{self._store.service.link.shown} holds scopes already; with --replace they "
+                    f"{self._store.service.connection.redacted} holds scopes already; with --replace they "
                     f"make room"
                 )
         except BaseException:
             self._store.close()
             raise
 
-    def load(self, parts: Iterable[Part]) -> None:
+    def load(self, parts: Iterable[SnapshotPart]) -> None:
         """In pieces of 256 slots, each written by one script."""
         self._store.do(self._remove([scope.scope for scope in self._old]))
         seen = bytearray()
         for part in parts:
             match part:
-                case ScopeHead():
+                case ScopeHeader():
                     self._fill_holes(seen)
                     seen = bytearray()
                     self._store.do(self._make(part))
-                case Pages() | Rests():
+                case Pages() | EmptySlots():
                     self._store.do(self._run(tasks_of(self._heads[-1].geometry.scope, part)))
                     _note(seen, part.slots)
                 case _:
@@ -139,7 +145,7 @@ class RedisTarget:
             problems += self._store.do(fsck(self._store.service, request)).problems
         return tally, problems
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Enter the scopes into the list."""
         catalog = self._store.service.catalog
         for tenant in sorted({head.tenant for head in self._heads}):
@@ -147,7 +153,7 @@ class RedisTarget:
                 [head.geometry for head in self._heads if head.tenant == tenant],
                 Caller(tenant=tenant, sees_all=True),
             )
-            self._store.do(catalog.register(theirs, NOT_ONCE, len(self._heads), owner))
+            self._store.do(catalog.register(theirs, NO_IDEMPOTENCY_KEY, len(self._heads), owner))
         self._kept = True
 
     def close(self) -> None:
@@ -158,56 +164,61 @@ class RedisTarget:
         finally:
             self._store.close()
 
-    async def _make(self, head: ScopeHead) -> None:
+    async def _make(self, head: ScopeHeader) -> None:
         catalog, name = self._store.service.catalog, head.geometry.scope
-        await catalog.link.command("UNLINK", *ScopeKeys(name).all)
+        await catalog.connection.command("UNLINK", *ScopeKeys(name).all)
         self._heads.append(head)
         await catalog.make([head.geometry], head.tenant)
         if head.model:
-            await catalog.run([Task("describe", name, "scope", [head.model])])
+            await catalog.run([ScriptTask("describe", name, "scope", [head.model])])
 
-    async def _run(self, tasks: Iterable[Task]) -> None:
+    async def _run(self, tasks: Iterable[ScriptTask]) -> None:
         waiting = list(tasks)
         for start in range(0, len(waiting), TOGETHER):
             await self._store.service.catalog.run(waiting[start : start + TOGETHER])
 
     async def _remove(self, names: Iterable[str]) -> None:
-        link = self._store.service.link
+        connection = self._store.service.connection
         for name in names:
-            await link.command("HDEL", SCOPES, name)
-            await link.command("UNLINK", *ScopeKeys(name).all)
+            await connection.command("HDEL", SCOPES, name)
+            await connection.command("UNLINK", *ScopeKeys(name).all)
 
     def _fill_holes(self, seen: bytearray) -> None:
         """Slots before a used one that are not in the snapshot are free; each has a record
         there."""
         holes = [slot for slot, there in enumerate(seen) if not there]
         if holes:
-            rests = Rests(holes, [0] * len(holes), [0.0] * len(holes))
-            self._store.do(self._run(tasks_of(self._heads[-1].geometry.scope, rests)))
+            empty = EmptySlots(holes, [0] * len(holes), [0.0] * len(holes))
+            self._store.do(self._run(tasks_of(self._heads[-1].geometry.scope, empty)))
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[SnapshotPart]:
         catalog, now = self._store.service.catalog, time.time()
         for head in self._heads:
             yield head
             first, used = 0, 1
             while first < used:
                 read = read_slots(
-                    catalog, head.geometry.scope, first, PIECE, now, DEFAULTS.max_lease_seconds
+                    catalog,
+                    head.geometry.scope,
+                    first,
+                    CHUNK_SLOTS,
+                    now,
+                    DEFAULTS.max_lease_seconds,
                 )
-                pages, rests, used, *_ = self._store.do(read)
+                pages, empty, used, *_ = self._store.do(read)
                 yield pages
-                yield rests
-                first += PIECE
+                yield empty
+                first += CHUNK_SLOTS
 
 
 async def _connected(url: str) -> SharedService:
-    link = open_link(url)
+    connection = open_connection(url)
     try:
-        await check_redis(link, p.Durability.NONE)
+        await check_redis(connection, p.Durability.NONE)
     except BaseException:
-        await link.close()
+        await connection.close()
         raise
-    return SharedService(link, DEFAULTS, durability=p.Durability.NONE)
+    return SharedService(connection, DEFAULTS, durability=p.Durability.NONE)
 
 
 def _note(seen: bytearray, slots: list[int]) -> None:

@@ -14,11 +14,17 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self, TypeVar, cast
 
-from hicache_metadata_server.backup.capture import PIECE
-from hicache_metadata_server.backup.export_messages import parts_of, piece_digest
-from hicache_metadata_server.backup.filters import rests_of
+from hicache_metadata_server.backup.capture import CHUNK_SLOTS
+from hicache_metadata_server.backup.export_messages import chunk_digest, parts_of
+from hicache_metadata_server.backup.filters import emptied
 from hicache_metadata_server.backup.frames import FrameReader, FrameWriter
-from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
+from hicache_metadata_server.backup.parts import (
+    Counters,
+    EmptySlots,
+    Pages,
+    ScopeHeader,
+    SnapshotError,
+)
 from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry, Scopes
 
 if TYPE_CHECKING:
@@ -26,13 +32,13 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
 
 A = TypeVar("A", bound="Answer")
 
 
-class Asked(Protocol):
+class ExportServer(Protocol):
     """A server, or what answers like one."""
 
     def call(self, path: str, request: Request | None, kind: type[A]) -> A:
@@ -40,7 +46,7 @@ class Asked(Protocol):
         ...
 
 
-_Place = tuple[str, int]
+_ChunkId = tuple[str, int]
 """A scope and the first slot of a piece of it."""
 
 
@@ -52,14 +58,14 @@ class RemoteSource:
         directory: where the spool lies, as long as the snapshot.
     """
 
-    def __init__(self, remote: Asked, directory: Path) -> None:
+    def __init__(self, remote: ExportServer, directory: Path) -> None:
         self._remote = remote
         self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 - closed by `__exit__`
         self._writer = FrameWriter(self._file)
-        self._spooled: dict[_Place, tuple[int, int, str]] = {}
+        self._spooled: dict[_ChunkId, tuple[int, int, str]] = {}
         """Where a piece stands in the spool, the number of its first record, and its digest."""
         self._records = 0
-        self._given: dict[_Place, str] = {}
+        self._given: dict[_ChunkId, str] = {}
         """The digests of the pieces as they were given, for `changed`."""
 
     def __enter__(self) -> Self:
@@ -79,22 +85,22 @@ class RemoteSource:
         """Take down everything, while the server serves; returns the number of pages."""
         pages = 0
         for scope in self._scopes():
-            for first, answer in _pieces(self._remote, scope.scope):
+            for first, answer in _chunks(self._remote, scope.scope):
                 pages += len(answer.slots)
                 self._put((scope.scope, first), answer)
         return pages
 
-    def parts(self, *, drained: bool) -> Iterator[Part]:
+    def parts(self, *, drained: bool) -> Iterator[SnapshotPart]:
         """The snapshot, once it is spooled."""
         counters = Counters()
         self._given = {}
         for scope in self._scopes():
             name, told = scope.scope, self._told(scope.scope, 0)
-            yield ScopeHead(_geometry(scope), told.epoch, told.tenant, scope.model)
+            yield ScopeHeader(_geometry(scope), told.epoch, told.tenant, scope.model)
             first, answer = 0, told
             while first < answer.used:
                 yield from self._second(name, first, answer.digest, drained=drained)
-                first += PIECE
+                first += CHUNK_SLOTS
                 answer = self._told(name, first)
             counters = Counters(
                 max(counters.lease, answer.next_lease), max(counters.pin, answer.next_pin)
@@ -110,14 +116,16 @@ class RemoteSource:
         known = {name for name, _ in self._given}
         return [*found, *(s.scope for s in self._scopes() if s.live and s.scope not in known)]
 
-    def _second(self, name: str, first: int, digest: str, *, drained: bool) -> Iterator[Part]:
+    def _second(
+        self, name: str, first: int, digest: str, *, drained: bool
+    ) -> Iterator[SnapshotPart]:
         spooled = self._spooled.get((name, first))
         if spooled is None and not drained:
             return
         if spooled is not None and spooled[2] == digest:
-            pages, rests = self._read(*spooled[:2])
+            pages, empty = self._read(*spooled[:2])
         else:
-            pages, rests = _decoded(_export(self._remote, name, first, rows=True))
+            pages, empty = _decoded(_export(self._remote, name, first, rows=True))
             if spooled is not None and not drained:
                 before = self._read(*spooled[:2])[0]
                 known = dict(zip(before.slots, before.generations, strict=True))
@@ -126,29 +134,29 @@ class RemoteSource:
                     known.get(slot) == held
                     for slot, held in zip(pages.slots, pages.generations, strict=True)
                 ]
-                pages, gone = pages.parted(same.__getitem__)
-                yield rests_of(gone)
-        self._given[name, first] = piece_digest(pages, rests)
+                pages, gone = pages.partition(same.__getitem__)
+                yield emptied(gone)
+        self._given[name, first] = chunk_digest(pages, empty)
         yield pages
-        yield rests
+        yield empty
 
-    def _put(self, place: _Place, answer: Exported) -> None:
-        pages, rests = _decoded(answer)
+    def _put(self, place: _ChunkId, answer: Exported) -> None:
+        pages, empty = _decoded(answer)
         at = self._writer.write(pages)
-        self._writer.write(rests)
+        self._writer.write(empty)
         self._spooled[place] = at, self._records, answer.digest
         self._records += 2
 
-    def _read(self, at: int, number: int) -> tuple[Pages, Rests]:
+    def _read(self, at: int, number: int) -> tuple[Pages, EmptySlots]:
         self._file.flush()
         here = self._file.tell()
         self._file.seek(at)
         reader = FrameReader(self._file, number)
-        pages, rests = reader.read(), reader.read()
+        pages, empty = reader.read(), reader.read()
         self._file.seek(here)
         assert isinstance(pages, Pages), "the first record of a piece"
-        assert isinstance(rests, Rests), "the second"
-        return pages, rests
+        assert isinstance(empty, EmptySlots), "the second"
+        return pages, empty
 
     def _told(self, name: str, first: int) -> Exported:
         return _export(self._remote, name, first, rows=False)
@@ -157,7 +165,7 @@ class RemoteSource:
         return _scopes(self._remote)
 
 
-def served(remote: Asked, wanted: Container[str]) -> Iterator[Part]:
+def served(remote: ExportServer, wanted: Container[str]) -> Iterator[SnapshotPart]:
     """The live pages of a server as they go by: each was there when it was asked for. No counters,
     and nothing of other slots.
 
@@ -167,35 +175,35 @@ def served(remote: Asked, wanted: Container[str]) -> Iterator[Part]:
     """
     for scope in _scopes(remote):
         if scope.scope in wanted:
-            yield ScopeHead(_geometry(scope))
-            for _, answer in _pieces(remote, scope.scope):
+            yield ScopeHeader(_geometry(scope))
+            for _, answer in _chunks(remote, scope.scope):
                 yield _decoded(answer)[0]
 
 
-def _pieces(remote: Asked, name: str) -> Iterator[tuple[int, Exported]]:
+def _chunks(remote: ExportServer, name: str) -> Iterator[tuple[int, Exported]]:
     """All of a scope, by the first slot of each piece."""
     first, used = 0, 1
     while first < used:
         answer = _export(remote, name, first, rows=True)
         used = answer.used
         yield first, answer
-        first += PIECE
+        first += CHUNK_SLOTS
 
 
-def _export(remote: Asked, name: str, first: int, *, rows: bool) -> Exported:
+def _export(remote: ExportServer, name: str, first: int, *, rows: bool) -> Exported:
     return remote.call(
-        "/v2/export", Export(scope=name, first=first, count=PIECE, rows=rows), Exported
+        "/v2/export", Export(scope=name, first=first, count=CHUNK_SLOTS, rows=rows), Exported
     )
 
 
-def _decoded(answer: Exported) -> tuple[Pages, Rests]:
+def _decoded(answer: Exported) -> tuple[Pages, EmptySlots]:
     try:
         return parts_of(answer, time.time())
     except ValueError as error:
         raise SnapshotError(f"the server's answer contradicts itself: {error}") from error
 
 
-def _scopes(remote: Asked) -> list[ScopeStatus]:
+def _scopes(remote: ExportServer) -> list[ScopeStatus]:
     return remote.call("/v2/scopes", None, Scopes).scopes
 
 

@@ -14,9 +14,9 @@ from hicache_metadata_server.backup.capture import snapshot_of
 from hicache_metadata_server.backup.offline import opened_store
 from hicache_metadata_server.backup.parts import (
     Counters,
+    EmptySlots,
     Pages,
-    Rests,
-    ScopeHead,
+    ScopeHeader,
     SnapshotError,
     Tally,
 )
@@ -32,13 +32,13 @@ from hicache_metadata_server.storage.store import SQLITE, StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 INCOMING: Final = ".incoming"
 REPLACED: Final = ".replaced"
 
 
-class Stamp(NamedTuple):
+class StoreStamp(NamedTuple):
     """Tells whether somebody has had a store that was closed."""
 
     inode: int
@@ -46,7 +46,7 @@ class Stamp(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, url: str) -> Stamp:
+    def of(cls, url: str) -> StoreStamp:
         """Of the store as it is now."""
         file = Path(url.removeprefix(SQLITE))
         found = file.stat()
@@ -76,7 +76,7 @@ class SqliteTarget:
             self._lock.release()
             raise
 
-    def load(self, parts: Iterable[Part]) -> None:
+    def load(self, parts: Iterable[SnapshotPart]) -> None:
         """All goes through the log of a new store, which is folded when it is opened again."""
         store = SqliteStore(str(self._aside))
         try:
@@ -97,7 +97,7 @@ class SqliteTarget:
                 problems += [f"{name}: {problem}" for piece in audit(scope) for problem in piece]
         return tally, problems
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """Rename, with the old file out of the way, so that it never has the new one's log or the
         new one its."""
         old = self._file.with_name(f"{self._file.name}{REPLACED}")
@@ -122,12 +122,12 @@ class SqliteTarget:
             self._lock.release()
 
 
-def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
+def _changes(parts: Iterable[SnapshotPart]) -> Iterator[Changes]:
     """What a server would have written."""
     number, epoch = 0, 0
     for part in parts:
         match part:
-            case ScopeHead():
+            case ScopeHeader():
                 number, epoch = number + 1, part.epoch
                 yield Changes(
                     scopes=[
@@ -136,7 +136,7 @@ def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
                         )
                     ]
                 )
-            case Pages() | Rests():
+            case Pages() | EmptySlots():
                 if part:
                     yield Changes(
                         slots={
@@ -171,9 +171,9 @@ def _pages(pages: Pages, epoch: int) -> SlotChanges:
     return SlotChanges(states, leases)
 
 
-def _rests(rests: Rests, epoch: int) -> SlotChanges:
-    order = sorted(range(len(rests)), key=rests.slots.__getitem__)
-    slots, until = _wide(rests.slots, order), array("d", [rests.until[i] for i in order])
+def _rests(empty: EmptySlots, epoch: int) -> SlotChanges:
+    order = sorted(range(len(empty)), key=empty.slots.__getitem__)
+    slots, until = _wide(empty.slots, order), array("d", [empty.until[i] for i in order])
     states = SlotStates(
         epoch,
         slots,
@@ -184,7 +184,7 @@ def _rests(rests: Rests, epoch: int) -> SlotChanges:
     )
     nothing, names = bytes(8 * len(order)), [""] * len(order)
     return SlotChanges(
-        states, SlotLeases(slots, _wide(rests.generations, order), nothing, names, [], [])
+        states, SlotLeases(slots, _wide(empty.generations, order), nothing, names, [], [])
     )
 
 

@@ -9,16 +9,16 @@ from hicache_metadata_server.backup.parts import SnapshotError, Tally
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 
-class Target(Protocol):
+class SnapshotTarget(Protocol):
     """A store that no server has open, and that nobody else opens before `close`.
 
     Until `keep` it is, for whoever opens it after a crash, as it was, or empty.
     """
 
-    def load(self, parts: Iterable[Part]) -> None:
+    def load(self, parts: Iterable[SnapshotPart]) -> None:
         """Write a whole snapshot aside, in the order in which it comes.
 
         Raises:
@@ -35,7 +35,7 @@ class Target(Protocol):
         """
         ...
 
-    def keep(self) -> None:
+    def commit(self) -> None:
         """What was written takes the place of what the store had.
 
         Raises:
@@ -48,7 +48,7 @@ class Target(Protocol):
         ...
 
 
-def open_target(url: str, *, replace: bool) -> Target:
+def open_target(url: str, *, replace: bool) -> SnapshotTarget:
     """The store at an address, to be filled.
 
     Raises:
@@ -73,7 +73,7 @@ def open_target(url: str, *, replace: bool) -> Target:
     )
 
 
-def fill(target: Target, parts: Iterable[Part]) -> Tally:
+def fill(target: SnapshotTarget, parts: Iterable[SnapshotPart]) -> Tally:
     """Load a snapshot and see that the store holds just that. It is not kept yet.
 
     Raises:

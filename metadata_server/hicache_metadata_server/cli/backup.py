@@ -13,19 +13,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_metadata_server.cli.options import Ca, Certificate, Token, complaints, remote_of
+from hicache_metadata_server.cli.options import (
+    Ca,
+    Certificate,
+    Token,
+    connect_remote,
+    exit_on_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from hicache_metadata_server.backup.page_checks import PageChecker
-    from hicache_metadata_server.backup.parts import Part, Tally
-    from hicache_metadata_server.backup.redis import SharedStore
-    from hicache_metadata_server.backup.remote import Asked, RemoteSource
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.backup.parts import SnapshotPart, Tally
+    from hicache_metadata_server.backup.redis import SharedStoreClient
+    from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
+    from hicache_metadata_server.cli.remote_server import RemoteServer
 
 HTTP: Final = ("http://", "https://")
-LOOK_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 DRAINS: Final = (
     "It gives no new leases: stop it, start one on the copy, and point the clients there."
 )
@@ -56,7 +62,7 @@ Without = Annotated[
         help="A scope that is left out, since nobody uses it any more. May be repeated.",
     ),
 ]
-MostLease = Annotated[
+MaxLease = Annotated[
     float,
     typer.Option(
         help="How long a lease may last in a store that no server has open: so long its slot stays "
@@ -78,7 +84,7 @@ def copy(
             metavar="SECONDS", min=0, help="For leases that are out, of a server that runs."
         ),
     ] = 60.0,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -94,14 +100,18 @@ def copy(
     from hicache_metadata_server.shared.address import is_shared
 
     names, dropped = set(without or ()), Counter[str]()
-    with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
+    with (
+        exit_on_error(),
+        closing(open_target(store, replace=replace)) as target,
+        ExitStack() as stack,
+    ):
         begin = time.monotonic()
         if is_shared(source):
             taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
             tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
             _check_unchanged(taken)
         elif source.startswith(HTTP):
-            remote = remote_of(source, token_file, ca, certificate)
+            remote = connect_remote(source, token_file, ca, certificate)
             taken = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
             tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
@@ -113,7 +123,7 @@ def copy(
                     stack.enter_context(_stored(source, max_lease_seconds)), names, dropped
                 ),
             )
-        target.keep()
+        target.commit()
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
     _print_dropped(dropped)
     if source.startswith(HTTP):
@@ -126,7 +136,7 @@ def backup(
         Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")
     ],
     replace: Replace = False,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
@@ -134,26 +144,28 @@ def backup(
     """Write all scopes into one file. A server may go on serving: pages that come, go or move
     meanwhile are left out."""
     from hicache_metadata_server.backup.backup_file import write_backup
-    from hicache_metadata_server.backup.frames import Origin
+    from hicache_metadata_server.backup.frames import BackupHeader
     from hicache_metadata_server.shared.address import is_shared
 
-    with complaints(), ExitStack() as stack:
+    with exit_on_error(), ExitStack() as stack:
         if file.exists() and not replace:
             raise FileExistsError(f"{file} is there already; with --replace it makes room")
         begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
-        parts: Iterable[Part]
+        parts: Iterable[SnapshotPart]
         if online:
             remote = (
                 stack.enter_context(_shared(source))
                 if is_shared(source)
-                else remote_of(source, token_file, ca, certificate)
+                else connect_remote(source, token_file, ca, certificate)
             )
             parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(
                 drained=False
             )
         else:
             parts = stack.enter_context(_stored(source, max_lease_seconds))
-        tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
+        tally = write_backup(
+            file, BackupHeader(_without_credentials(source), time.time(), online), parts
+        )
     _print(tally, f"{file}: {file.stat().st_size:,} bytes in {time.monotonic() - begin:.1f} s")
 
 
@@ -169,13 +181,13 @@ def restore(
         ),
     ] = None,
     without: Without = None,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
 ) -> None:
     """Fill a store from a backup. Pages that no reader can verify are left out: their slots may
     hold other pages by now."""
-    from hicache_metadata_server.backup.backup_file import Backup
+    from hicache_metadata_server.backup.backup_file import BackupFile
     from hicache_metadata_server.backup.filters import (
-        only_whole,
+        only_intact,
         restored,
         verifiable,
         without_scopes,
@@ -183,24 +195,24 @@ def restore(
     from hicache_metadata_server.backup.target import fill, open_target
 
     dropped = Counter[str]()
-    with complaints(), ExitStack() as stack:
-        found = Backup(file)
+    with exit_on_error(), ExitStack() as stack:
+        found = BackupFile(file)
         checker = stack.enter_context(closing(_checker(files))) if files is not None else None
         with closing(open_target(store, replace=replace)) as target:
             parts = verifiable(without_scopes(found.parts(), set(without or ()), dropped), dropped)
             if checker is not None:
-                parts = only_whole(parts, checker, dropped)
+                parts = only_intact(parts, checker, dropped)
             tally = fill(target, restored(parts, time.time() + max_lease_seconds))
-            target.keep()
+            target.commit()
     hours = (time.time() - found.origin.created) / 3600
     _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
     _print_dropped(dropped)
 
 
-def _shared(url: str) -> SharedStore:
-    from hicache_metadata_server.backup.redis import SharedStore
+def _shared(url: str) -> SharedStoreClient:
+    from hicache_metadata_server.backup.redis import SharedStoreClient
 
-    return SharedStore(url)
+    return SharedStoreClient(url)
 
 
 def _checker(files: Path) -> PageChecker:
@@ -210,7 +222,7 @@ def _checker(files: Path) -> PageChecker:
 
 
 @contextmanager
-def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[Part]]:
+def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[SnapshotPart]]:
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.offline import opened_store
     from hicache_metadata_server.backup.parts import SnapshotError
@@ -226,7 +238,7 @@ def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[Part]]:
 
 
 @contextmanager
-def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSource]:
+def _spooled(remote: ExportServer, directory: Path | None = None) -> Generator[RemoteSource]:
     import tempfile
 
     from hicache_metadata_server.backup.remote import RemoteSource
@@ -238,16 +250,16 @@ def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSo
 
 
 @contextmanager
-def _draining(remote: Remote, wait: float) -> Generator[None]:
+def _draining(remote: RemoteServer, wait: float) -> Generator[None]:
     """Drains a server and waits for its leases; sets it free again where the block fails."""
     from hicache_metadata_server.cli.remote_server import RemoteError
     from hicache_metadata_server.protocol import Drain, Draining
 
-    drained_before, until = remote.drains(), time.monotonic() + wait
+    drained_before, until = remote.is_draining(), time.monotonic() + wait
     answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     try:
         while answer.leases and time.monotonic() < until:
-            time.sleep(min(LOOK_SECONDS, wait))
+            time.sleep(min(POLL_SECONDS, wait))
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
         typer.echo(f"drains; {answer.leases:,} leases are out", err=True)
         yield
@@ -274,7 +286,7 @@ def _print(tally: Tally, what: str) -> None:
         "scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False
     )
     for name, count in sorted(tally.scopes.items()):
-        table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.resting:,}")
+        table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.empty:,}")
     Console(highlight=False).print(table)
     typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {what}")
 
@@ -285,11 +297,11 @@ def _print_dropped(dropped: Counter[str]) -> None:
             typer.echo(f"{count:,} pages left out: {why}", err=True)
 
 
-def _public(address: str) -> str:
+def _without_credentials(address: str) -> str:
     """An address without user and password."""
-    from hicache_metadata_server.shared.address import is_shared, shown
+    from hicache_metadata_server.shared.address import is_shared, redacted
 
     if is_shared(address):
-        return shown(address).replace("***@", "", 1)
+        return redacted(address).replace("***@", "", 1)
     user, at, rest = urlsplit(address).netloc.rpartition("@")
     return address.replace(f"{user}{at}{rest}", rest, 1) if at else address

@@ -11,14 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from hicache_metadata_server.cli.options import FAILED, FOUND_PROBLEMS, complaints, fail, remote_of
+from hicache_metadata_server.cli.options import (
+    FAILED,
+    FOUND_PROBLEMS,
+    connect_remote,
+    exit_on_error,
+    fail,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.backup.page_checks import PageChecker, PageCheckReport, PageDefect
-    from hicache_metadata_server.backup.parts import Part
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.cli.remote_server import RemoteServer
     from hicache_metadata_server.core.service import MetadataService
 
 Files = Annotated[
@@ -39,8 +45,8 @@ Repair = Annotated[
 Shown = tuple[Path | None, Path | None, Path | None]
 """To a server: a file with a token, authorities, a client certificate."""
 
-SHOWN: Final = 100
-AT_ONCE: Final = 1024
+MAX_SHOWN: Final = 100
+KEYS_PER_REQUEST: Final = 1024
 """Keys in one request."""
 
 
@@ -77,17 +83,17 @@ def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bo
     exit status."""
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.offline import opened_store
-    from hicache_metadata_server.backup.sqlite import Stamp
+    from hicache_metadata_server.backup.sqlite import StoreStamp
     from hicache_metadata_server.core.invariants import audit
 
-    with complaints():
+    with exit_on_error():
         with opened_store(store) as service:
             problems = list(service.recovery_problems)
             for name, scope in service.scopes.items():
                 problems += [f"{name}: {problem}" for piece in audit(scope) for problem in piece]
             found = _checked(snapshot_of(service, time.time()), files, sample)
-        stamp = Stamp.of(store)
-        _tell(problems, found)
+        stamp = StoreStamp.of(store)
+        _print_report(problems, found)
         if repair and (problems or (found and found.defects)):
             _write_anew(store, service, found.defects if found else [], stamp)
     return _status(problems, found)
@@ -103,8 +109,8 @@ def fsck_server(
     from hicache_metadata_server.protocol import Checked as CheckedScopes
     from hicache_metadata_server.protocol import Fsck, Scopes
 
-    with complaints():
-        remote = remote_of(url, *shown)
+    with exit_on_error():
+        remote = connect_remote(url, *shown)
         problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), CheckedScopes).problems
         wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
         with closing(open_page_checker(files)) as checker:
@@ -113,14 +119,14 @@ def fsck_server(
             found.defects = [
                 defect for defect in found.defects if _is_still_wrong(remote, defect, checker)
             ]
-        _tell(problems, found)
+        _print_report(problems, found)
         if repair:
             _delete(remote, found.defects)
     return _status(problems, found)
 
 
 def _checked(
-    parts: Iterable[Part], files: Path | None, sample: int | None
+    parts: Iterable[SnapshotPart], files: Path | None, sample: int | None
 ) -> PageCheckReport | None:
     if files is None:
         return None
@@ -130,7 +136,7 @@ def _checked(
         return check_snapshot(_some(parts, sample), checker)
 
 
-def _some(parts: Iterable[Part], sample: int | None) -> Iterable[Part]:
+def _some(parts: Iterable[SnapshotPart], sample: int | None) -> Iterable[SnapshotPart]:
     if sample is None:
         return parts
     from hicache_metadata_server.backup.page_checks import sampled
@@ -144,21 +150,21 @@ def _write_anew(
     from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.filters import without
     from hicache_metadata_server.backup.parts import SnapshotError
-    from hicache_metadata_server.backup.sqlite import Stamp
+    from hicache_metadata_server.backup.sqlite import StoreStamp
     from hicache_metadata_server.backup.target import fill, open_target
 
     going = {(defect.scope, defect.slot) for defect in defects}
     with closing(open_target(store, replace=True)) as target:
-        if Stamp.of(store) != stamp:
+        if StoreStamp.of(store) != stamp:
             raise SnapshotError(
                 f"a server has had {store} since it was checked; nothing has changed"
             )
         tally = fill(target, without(snapshot_of(service, time.time()), going))
-        target.keep()
+        target.commit()
     typer.echo(f"mended: {tally.pages:,} pages are left", err=True)
 
 
-def _is_still_wrong(remote: Remote, defect: PageDefect, checker: PageChecker) -> bool:
+def _is_still_wrong(remote: RemoteServer, defect: PageDefect, checker: PageChecker) -> bool:
     """Whether a page is live in the same slot and generation now that the slot has been read, and
     is read as wrong once more."""
     from hicache_metadata_server.backup.page_checks import defects_of
@@ -180,14 +186,17 @@ def _is_still_wrong(remote: Remote, defect: PageDefect, checker: PageChecker) ->
     return bool(defects_of(checker, defect.scope, page)[0])
 
 
-def _delete(remote: Remote, defects: Sequence[PageDefect]) -> None:
+def _delete(remote: RemoteServer, defects: Sequence[PageDefect]) -> None:
     """By key and generation, so that nothing else goes."""
     from hicache_metadata_server.protocol import Delete, DeleteScope, Marked
 
     gone = 0
     for scope, of_scope in groupby(defects, key=lambda defect: defect.scope):
         left = list(of_scope)
-        for some in (left[start : start + AT_ONCE] for start in range(0, len(left), AT_ONCE)):
+        for some in (
+            left[start : start + KEYS_PER_REQUEST]
+            for start in range(0, len(left), KEYS_PER_REQUEST)
+        ):
             part = DeleteScope(
                 scope=scope, keys=[m.key for m in some], generations=[m.generation for m in some]
             )
@@ -195,12 +204,12 @@ def _delete(remote: Remote, defects: Sequence[PageDefect]) -> None:
     typer.echo(f"{gone:,} pages deleted", err=True)
 
 
-def _tell(problems: Sequence[str], found: PageCheckReport | None) -> None:
+def _print_report(problems: Sequence[str], found: PageCheckReport | None) -> None:
     lines = [*problems, *(map(str, found.defects) if found else ())]
-    for line in lines[:SHOWN]:
+    for line in lines[:MAX_SHOWN]:
         typer.echo(line)
-    if len(lines) > SHOWN:
-        typer.echo(f"and {len(lines) - SHOWN} more")
+    if len(lines) > MAX_SHOWN:
+        typer.echo(f"and {len(lines) - MAX_SHOWN} more")
     for verdict, count in sorted(found.verdicts.items()) if found else ():
         typer.echo(f"{count:,} pages: {verdict}", err=True)
 

@@ -16,17 +16,24 @@ from hicache_metadata_server.cli import backup as backup_commands
 from hicache_metadata_server.cli import fsck as fsck_commands
 from hicache_metadata_server.cli import scopes as scope_commands
 from hicache_metadata_server.cli import simulate as simulate_commands
-from hicache_metadata_server.cli.options import FOUND_PROBLEMS, LOCAL, Ca, Certificate, Token, Url
-from hicache_metadata_server.cli.options import complaints as _complaints
-from hicache_metadata_server.cli.options import fail as _fail
-from hicache_metadata_server.cli.options import remote_of as _remote
-from hicache_metadata_server.cli.options import sentence as _sentence
+from hicache_metadata_server.cli.options import (
+    FOUND_PROBLEMS,
+    LOCAL,
+    Ca,
+    Certificate,
+    Token,
+    Url,
+    connect_remote,
+    error_message,
+    exit_on_error,
+    fail,
+)
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.remote_server import RemoteServer
     from hicache_metadata_server.core.service import MetadataService
 
 app = typer.Typer(
@@ -44,7 +51,7 @@ for _command in (
 ):
     app.command()(_command)
 
-LOOK_SECONDS: Final = 0.1
+POLL_SECONDS: Final = 0.1
 OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 app.add_typer(token_app, name="token")
@@ -146,7 +153,7 @@ def serve(
         from hicache_metadata_server import server
         from hicache_metadata_server.settings import ServerSettings
     except ImportError as error:
-        _fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
+        fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
     from hicache_metadata_server.storage.store import StoreError
 
     try:
@@ -159,7 +166,7 @@ def serve(
         else:
             server.serve(settings)
     except (StoreError, ValueError, OSError) as error:
-        _fail(_settings_error(error))
+        fail(_settings_error(error))
 
 
 @app.command()
@@ -178,9 +185,9 @@ def status(
     """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
     from hicache_metadata_server.protocol import About, Scopes
 
-    with _complaints():
-        remote = _remote(url, token_file, ca, certificate)
-        _await(remote, time.monotonic() + wait)
+    with exit_on_error():
+        remote = connect_remote(url, token_file, ca, certificate)
+        _wait_until_ready(remote, time.monotonic() + wait)
         about, scopes = (
             remote.call("/v2", None, About),
             remote.call("/v2/scopes", None, Scopes).scopes,
@@ -223,8 +230,10 @@ def scopes(
 
     from hicache_metadata_server.protocol import Scopes
 
-    with _complaints():
-        found = _remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+    with exit_on_error():
+        found = (
+            connect_remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+        )
     if as_json:
         for one in found:
             typer.echo(msgspec.json.encode(one).decode())
@@ -272,10 +281,12 @@ def inspect(
 
     from hicache_metadata_server.protocol import Inspect, Inspected
 
-    with _complaints():
+    with exit_on_error():
         request = Inspect(scope=scope, keys=key or [], slots=slot or [])
         found = (
-            _remote(url, token_file, ca, certificate).call("/v2/inspect", request, Inspected).slots
+            connect_remote(url, token_file, ca, certificate)
+            .call("/v2/inspect", request, Inspected)
+            .slots
         )
     for entry in found:
         typer.echo(msgspec.json.encode(entry).decode())
@@ -308,12 +319,12 @@ def fsck(
                 scope or [], url, (token_file, ca, certificate), store, files, sample, repair=repair
             )
         )
-    with _complaints():
+    with exit_on_error():
         request = Fsck(scopes=scope or [])
         checked = (
             _fsck_store(store, request)
             if store
-            else _remote(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
+            else connect_remote(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -343,7 +354,7 @@ def import_file(
     counted."""
     from hicache_metadata_server.core.sglang_import import read_persistence_file
 
-    with _complaints():
+    with exit_on_error():
         found = read_persistence_file(file.read_bytes())
         _import(store, found, tenant)
     for scope in found:
@@ -370,8 +381,8 @@ def drain(
     from hicache_metadata_server.protocol import Drain, Draining
 
     deadline = time.monotonic() + wait
-    with _complaints():
-        remote = _remote(url, token_file, ca, certificate)
+    with exit_on_error():
+        remote = connect_remote(url, token_file, ca, certificate)
         answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
         while not off and answer.leases and time.monotonic() < deadline:
             time.sleep(min(0.2, wait))
@@ -380,7 +391,7 @@ def drain(
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
-def _await(remote: Remote, until: float) -> None:
+def _wait_until_ready(remote: RemoteServer, until: float) -> None:
     """Ask until it is ready, or the time is over; the next call says what is wrong."""
     from hicache_metadata_server.cli.remote_server import RemoteError
 
@@ -388,7 +399,7 @@ def _await(remote: Remote, until: float) -> None:
         with suppress(RemoteError):
             if remote.is_ready()[0]:
                 return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
@@ -444,7 +455,7 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
 def _settings_error(error: Exception) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
-        return _sentence(error)
+        return error_message(error)
     return "; ".join(
         f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors()
     )

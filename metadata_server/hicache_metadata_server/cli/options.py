@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.remote_server import RemoteServer
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
@@ -47,13 +47,13 @@ Certificate = Annotated[
 ]
 
 
-def remote_of(
+def connect_remote(
     url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
-) -> Remote:
+) -> RemoteServer:
     """A client of the server there, which has not been asked yet."""
     import os
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.remote_server import RemoteServer
     from hicache_metadata_server.client.tls import client_context
 
     told = os.environ.get
@@ -64,7 +64,7 @@ def remote_of(
         ca or told("HICACHE_METADATA_CA", ""),
         certificate or told("HICACHE_METADATA_CERTIFICATE", ""),
     )
-    return Remote(
+    return RemoteServer(
         url,
         token,
         client_context(ca=str(authorities), certificate=str(shown))
@@ -74,7 +74,7 @@ def remote_of(
 
 
 @contextmanager
-def complaints() -> Generator[None]:
+def exit_on_error() -> Generator[None]:
     """Errors that are the operator's to read end the command with a sentence."""
     from hicache_metadata_server.cli.remote_server import RemoteError
     from hicache_metadata_server.core.errors import RefusedError
@@ -85,10 +85,10 @@ def complaints() -> Generator[None]:
     except RefusedError as error:
         fail(error.problem.message)
     except (RemoteError, StoreError, ValueError, OSError) as error:
-        fail(sentence(error))
+        fail(error_message(error))
 
 
-def sentence(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """What an error says; one of the operating system without its number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"

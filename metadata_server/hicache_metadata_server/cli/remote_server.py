@@ -35,7 +35,7 @@ class RefusalError(RemoteError):
         """As the protocol calls it; "" from something that is no metadata server."""
 
 
-class Remote:
+class RemoteServer:
     """A server that runs somewhere."""
 
     def __init__(self, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
@@ -68,7 +68,7 @@ class Remote:
         status, body = self._send("GET", "/readyz", None)
         return status == 200, "" if status == 200 else str(self._refused(status, body))
 
-    def drains(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether it gives no new leases because it was told so."""
         status, body = self._send("GET", "/readyz", None)
         return status == 503 and self._refused(status, body).code == "draining"

@@ -13,14 +13,14 @@ from hicache_metadata_server.cli.options import (
     Certificate,
     Token,
     Url,
-    complaints,
-    remote_of,
+    connect_remote,
+    exit_on_error,
 )
 
 Named = Annotated[
     list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")
 ]
-LOOK_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 
 
 def clear(
@@ -34,8 +34,8 @@ def clear(
     never written."""
     from hicache_metadata_server.protocol import Clear, Cleared
 
-    with complaints():
-        cleared = remote_of(url, token_file, ca, certificate).call(
+    with exit_on_error():
+        cleared = connect_remote(url, token_file, ca, certificate).call(
             "/v2/clear", Clear(scopes=scope), Cleared
         )
     for name, pages in zip(scope, cleared.pages, strict=True):
@@ -62,8 +62,8 @@ def drop(
     from hicache_metadata_server.protocol import Drop, Dropped
 
     until = time.monotonic() + wait
-    with complaints():
-        remote = remote_of(url, token_file, ca, certificate)
+    with exit_on_error():
+        remote = connect_remote(url, token_file, ca, certificate)
         while True:
             try:
                 remote.call("/v2/drop", Drop(scopes=scope), Dropped)
@@ -71,6 +71,6 @@ def drop(
             except RefusalError as error:
                 if error.code != "in_use" or time.monotonic() >= until:
                     raise
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
     for name in dict.fromkeys(scope):
         typer.echo(f"{name}: dropped")

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_metadata_server.cli.options import complaints
+from hicache_metadata_server.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -109,7 +109,7 @@ def simulate(
     from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 
     given = dict(locals())
-    with complaints():
+    with exit_on_error():
         if trace is not None and write_trace is not None:
             raise ValueError("--write-trace writes a synthetic load; leave --trace out")
         load, settings = _checked(Load, given), _checked(ClusterSettings, given)

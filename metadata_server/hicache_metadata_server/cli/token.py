@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hicache_metadata_server.cli.options import sentence
+from hicache_metadata_server.cli.options import error_message
 
 if TYPE_CHECKING:
     from hicache_metadata_server.auth.token_file import TokenRecord
@@ -86,7 +86,7 @@ def new(
                 raise ValueError(f"{file} has a token {record.id} already")
             tokens[record.id] = record
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     where = f"the token is in {output}" if output else "the token is told this once"
     typer.echo(f"{record.id}: {_described(record)}; {where}", err=True)
     if output is None:
@@ -101,7 +101,7 @@ def list_tokens(file: File) -> None:
     try:
         records = read_token_file(file)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     now = datetime.now(UTC)
     table = Table(
         "id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False
@@ -142,7 +142,7 @@ def revoke(
                 else:
                     del tokens[name]
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     typer.echo(f"{', '.join(names)}: {'expires in ' + after if after else 'revoked'}", err=True)
 
 
@@ -166,7 +166,7 @@ def check(
         records = read_token_file(file)
         token = _given(token_file)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     if readable_by_all(file):
         typer.echo(f"{file} can be read by everybody on this machine: chmod o-r {file}", err=True)
     if not token:
@@ -203,7 +203,7 @@ def convert(
                 )
             tokens.update((record.id, record) for record in records)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     typer.echo(f"{len(records)} tokens taken over; now delete {plain}", err=True)
 
 
@@ -242,6 +242,6 @@ def _given(token_file: Path | None) -> str:
     return (sys.stdin.read() if str(token_file) == "-" else token_file.read_text("utf-8")).strip()
 
 
-def _fail(error: Exception) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(sentence(error), "red"))
+def fail(error: Exception) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text(error_message(error), "red"))
     raise typer.Exit(FAILED)

@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import taken
+from hicache_metadata_server.backup.capture import read_chunk
 from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
 from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
@@ -409,7 +409,7 @@ class MetadataService:
         """What some slots of a scope hold."""
         scope, limits = self._known(request.scope, "scope"), self.limits
         end = request.first + min(request.count, limits.keys)
-        pages, rests = taken(scope, request.first, end, now, limits.max_lease_seconds)
+        pages, rests = read_chunk(scope, request.first, end, now, limits.max_lease_seconds)
         return exported(
             pages,
             rests,

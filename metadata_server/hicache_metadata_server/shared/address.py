@@ -18,7 +18,7 @@ _TLS: Final = ("ca", "certificate", "key")
 _SENTINEL: Final = ("sentinel_user", "sentinel_password_file")
 
 
-class Kind(StrEnum):
+class AddressKind(StrEnum):
     """Who is at an address."""
 
     ONE = "one"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Login:
+class Credentials:
     """Who the store takes a server for."""
 
     user: str = ""
@@ -38,7 +38,7 @@ class Login:
 
 
 @dataclass(frozen=True)
-class Tls:
+class TlsFiles:
     """PEM files; "" for those that are not given."""
 
     ca: str = ""
@@ -50,17 +50,17 @@ class Tls:
 class Address:
     """Where a shared store is, and how it is spoken to."""
 
-    kind: Kind
-    shown: str
+    kind: AddressKind
+    redacted: str
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
     """Of a socket."""
     name: str = ""
     """What Sentinels call the primary."""
     db: int = 0
-    login: Login = Login()
-    sentinel_login: Login = Login()
-    tls: Tls | None = None
+    login: Credentials = Credentials()
+    sentinel_login: Credentials = Credentials()
+    tls: TlsFiles | None = None
 
 
 def is_shared(url: str) -> bool:
@@ -68,14 +68,14 @@ def is_shared(url: str) -> bool:
     return "://" in url and _SCHEME.fullmatch(url.partition("://")[0]) is not None
 
 
-def shown(url: str) -> str:
+def redacted(url: str) -> str:
     """An address as it may be written down: without its login and its options."""
     scheme, mark, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     return scheme + mark + ("***@" if login or at else "") + place.partition("?")[0]
 
 
-def address_of(url: str) -> Address:
+def parse_address(url: str) -> Address:
     """An address taken apart.
 
     Raises:
@@ -93,7 +93,9 @@ def address_of(url: str) -> Address:
         raise ValueError(f"store: {_ESCAPED}")
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
-    kind = Kind.SOCKET if parts.scheme == "unix" else Kind(scheme[2] or Kind.ONE)
+    kind = (
+        AddressKind.SOCKET if parts.scheme == "unix" else AddressKind(scheme[2] or AddressKind.ONE)
+    )
     secure = bool(scheme[1])
     options = _options(parts.query, kind, secure=secure)
     name, db, path = _place(kind, parts.path, options.pop("db", ""))
@@ -101,14 +103,16 @@ def address_of(url: str) -> Address:
         raise ValueError("store: the address has a password, and a password_file: leave one out")
     return Address(
         kind,
-        shown(url),
+        redacted(url),
         _hosts(hosts, kind),
         path,
         name,
         db,
-        Login(unquote(user), unquote(password), options.get("password_file", "")),
-        Login(options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")),
-        Tls(*(options.get(one, "") for one in _TLS)) if secure else None,
+        Credentials(unquote(user), unquote(password), options.get("password_file", "")),
+        Credentials(
+            options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")
+        ),
+        TlsFiles(*(options.get(one, "") for one in _TLS)) if secure else None,
     )
 
 
@@ -120,11 +124,11 @@ def _parts(url: str) -> SplitResult:
         raise ValueError(f"store: the address is none; {_ESCAPED}") from None
 
 
-def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
+def _options(query: str, kind: AddressKind, *, secure: bool) -> dict[str, str]:
     known = ["password_file"]
-    known += ["db"] if kind is Kind.SOCKET else []
+    known += ["db"] if kind is AddressKind.SOCKET else []
     known += _TLS if secure else []
-    known += _SENTINEL if kind is Kind.SENTINEL else []
+    known += _SENTINEL if kind is AddressKind.SENTINEL else []
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = set(options) - set(known)
     if unknown:
@@ -141,13 +145,13 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
     return options
 
 
-def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
+def _place(kind: AddressKind, path: str, db: str) -> tuple[str, int, str]:
     """Name of the primary, number of the database, path of the socket."""
     name, place = "", unquote(path)
-    if kind is Kind.SOCKET:
+    if kind is AddressKind.SOCKET:
         if not place:
             raise ValueError("store: a socket is unix:///PATH")
-    elif kind is Kind.SENTINEL:
+    elif kind is AddressKind.SENTINEL:
         name, _, db = place.removeprefix("/").partition("/")
         if not name:
             raise ValueError(
@@ -158,13 +162,13 @@ def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
         db = place.strip("/")
     if db and not db.isdecimal():
         raise ValueError("store: the database is a number")
-    if kind is Kind.CLUSTER and int(db or 0):
+    if kind is AddressKind.CLUSTER and int(db or 0):
         raise ValueError("store: a cluster has no database but 0")
     return name, int(db or 0), place
 
 
-def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
-    if kind is Kind.SOCKET:
+def _hosts(text: str, kind: AddressKind) -> tuple[tuple[str, int], ...]:
+    if kind is AddressKind.SOCKET:
         return ()
     found = list[tuple[str, int]]()
     for host in text.split(","):
@@ -177,7 +181,7 @@ def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
                 f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
             )
         found.append((matched[1].strip("[]"), int(port)))
-    if kind is Kind.ONE and len(found) > 1:
+    if kind is AddressKind.ONE and len(found) > 1:
         raise ValueError(
             "store: several hosts are a cluster (redis+cluster://), or Sentinels "
             "(redis+sentinel://), which know which of them is the primary"
@@ -185,5 +189,5 @@ def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _default_port(kind: Kind) -> str:
-    return {Kind.ONE: str(PORT), Kind.SENTINEL: str(SENTINEL_PORT)}.get(kind, "")
+def _default_port(kind: AddressKind) -> str:
+    return {AddressKind.ONE: str(PORT), AddressKind.SENTINEL: str(SENTINEL_PORT)}.get(kind, "")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.shared.connection import Link
-from hicache_metadata_server.shared.handlers import SharedDesk
+from hicache_metadata_server.shared.connection import RedisConnection
+from hicache_metadata_server.shared.handlers import SharedHandlers
 from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import MemoryStore, StoreError
@@ -39,7 +39,11 @@ def shared_service(
         ValueError: the address is none.
     """
     return SharedService(
-        open_link(url, replicas), limits, durability=durability, name=name, max_scopes=max_scopes
+        open_connection(url, replicas),
+        limits,
+        durability=durability,
+        name=name,
+        max_scopes=max_scopes,
     )
 
 
@@ -52,7 +56,7 @@ def shared_app(
         cast("Any", service),
         MemoryStore(),
         security=security,
-        desk=SharedDesk(service),
+        desk=SharedHandlers(service),
         slow_seconds=slow_seconds,
     )
 
@@ -66,16 +70,16 @@ def check_store(url: str, durability: p.Durability, replicas: int = 0) -> None:
     """
 
     async def see() -> None:
-        link = open_link(url, replicas)
+        connection = open_connection(url, replicas)
         try:
-            await check_redis(link, durability)
+            await check_redis(connection, durability)
         finally:
-            await link.close()
+            await connection.close()
 
     asyncio.run(see())
 
 
-def open_link(url: str, replicas: int = 0) -> Link:
+def open_connection(url: str, replicas: int = 0) -> RedisConnection:
     """The way to the store at an address.
 
     Raises:
@@ -83,7 +87,7 @@ def open_link(url: str, replicas: int = 0) -> Link:
         ValueError: the address is none.
     """
     try:
-        return Link(url, replicas=replicas)
+        return RedisConnection(url, replicas=replicas)
     except ImportError as error:
         raise StoreError(
             f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import pieces_of
-from hicache_metadata_server.shared.scopes import Task
+from hicache_metadata_server.shared.catalog import ScriptTask
 from hicache_metadata_server.shared.script_results import columns_of, exact, pages_of, value_of
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def in_order(request: Any) -> list[Piece]:
     return sorted(pieces_of(request), key=lambda piece: piece.scope)
 
 
-def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
+def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) -> ScriptTask:
     """The script of a piece; `lasts` is in microseconds, of a lease or a pin."""
     request, pages = piece.request, b""
     part = request.scopes[0]
@@ -48,7 +48,9 @@ def task_of(piece: Piece, number: int, lasts: int, pin: int, *, draining: bool) 
             arguments, name = (exact(part.leases), lasts), "renew"
         case _:
             arguments, name = (part.keys, exact(part.generations)), "delete"
-    return Task(name, part.scope, f"scopes[{piece.scope}].scope", arguments, pages, str(number))
+    return ScriptTask(
+        name, part.scope, f"scopes[{piece.scope}].scope", arguments, pages, str(number)
+    )
 
 
 def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
 
-from hicache_metadata_server.shared.address import Kind, address_of
+from hicache_metadata_server.shared.address import AddressKind, parse_address
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ TLS_END_SECONDS: Final = 0.05
 _log = structlog.get_logger()
 
 
-class Call(NamedTuple):
+class ScriptCall(NamedTuple):
     """A script with what it is given."""
 
     script: Script
@@ -47,7 +47,7 @@ class Call(NamedTuple):
         return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
 
 
-class Link:
+class RedisConnection:
     """Connections to one Redis or to a cluster; made when they are needed, and made again when they
     break.
 
@@ -65,17 +65,17 @@ class Link:
     """
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
-        from hicache_metadata_server.shared.connecting import client_of
+        from hicache_metadata_server.shared.redis_clients import client_of
 
-        address = address_of(url)
-        self.shown, self.replicas = address.shown, replicas
-        self.is_cluster = address.kind is Kind.CLUSTER
+        address = parse_address(url)
+        self.redacted, self.replicas = address.redacted, replicas
+        self.is_cluster = address.kind is AddressKind.CLUSTER
         self._nodes_changed, self._is_secure = False, address.tls is not None
         self._learning = asyncio.Lock()
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
         self._client, self._close = client_of(address, answer_seconds)
 
-    async def run(self, calls: Sequence[Call]) -> list[Any]:
+    async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """What those scripts answer; they are sent together, and each is done as a whole."""
         from redis.exceptions import NoScriptError
 
@@ -209,7 +209,7 @@ class Link:
         *_, replicas = await self._seen(list(marked))
         if replicas < self.replicas:
             raise StoreError(
-                f"{self.shown}: {replicas} of {self.replicas} replicas have it: it may be lost if "
+                f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be lost if "
                 f"one takes over"
             )
 
@@ -250,8 +250,8 @@ class Link:
 
         if isinstance(error, ResponseError) and not _takes_no_writes(error):
             # It was reached and refuses: not allowed, or a script of ours at fault.
-            _log.error("store_refuses", store=self.shown, error=str(error))
-        return StoreError(f"{self.shown}: {str(error) or type(error).__name__}")
+            _log.error("store_refuses", store=self.redacted, error=str(error))
+        return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
 
 
 def _takes_no_writes(error: Exception) -> bool:

@@ -11,13 +11,13 @@ from hicache_metadata_server.core.chunking import ENTRIES
 from hicache_metadata_server.core.invariants import AT_ONCE, SHOWN
 from hicache_metadata_server.core.limits import Measure
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
-from hicache_metadata_server.shared.scopes import Task
+from hicache_metadata_server.shared.catalog import ScriptTask
 from hicache_metadata_server.shared.script_results import value_of
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-    from hicache_metadata_server.shared.scopes import Scopes
+    from hicache_metadata_server.shared.catalog import ScopeCatalog
     from hicache_metadata_server.shared.service import SharedService
 
 _INDEXES: Final = ("live", "leased", "leases", "free", "expiring", "order", "aside", "resting")
@@ -45,7 +45,7 @@ async def fsck(service: SharedService, request: p.Fsck, caller: Caller = ANYBODY
     )
 
 
-async def _scope(catalog: Scopes, name: str) -> list[str]:
+async def _scope(catalog: ScopeCatalog, name: str) -> list[str]:
     used: int
     problems: list[str]
     used, problems = await _ask(catalog, name, "audit_counts", ())
@@ -60,7 +60,7 @@ async def _scope(catalog: Scopes, name: str) -> list[str]:
     return problems
 
 
-async def _slots(catalog: Scopes, name: str, used: int) -> tuple[list[str], Counter[str]]:
+async def _slots(catalog: ScopeCatalog, name: str, used: int) -> tuple[list[str], Counter[str]]:
     """Problems, and how many live pages name each prefix."""
     problems, named = list[str](), Counter[str]()
     for start in range(0, used, ENTRIES):
@@ -71,7 +71,7 @@ async def _slots(catalog: Scopes, name: str, used: int) -> tuple[list[str], Coun
     return problems, named
 
 
-async def _index(catalog: Scopes, name: str, index: str) -> list[str]:
+async def _index(catalog: ScopeCatalog, name: str, index: str) -> list[str]:
     problems, cursor = list[str](), "0"
     while True:
         cursor, found = await _ask(catalog, name, "audit_index", (index, cursor))
@@ -80,7 +80,7 @@ async def _index(catalog: Scopes, name: str, index: str) -> list[str]:
             return list(dict.fromkeys(problems))
 
 
-async def _children(catalog: Scopes, name: str, named: Counter[str]) -> AbstractSet[str]:
+async def _children(catalog: ScopeCatalog, name: str, named: Counter[str]) -> AbstractSet[str]:
     wrong = await _miscounted(catalog, name, named)
     for _ in range(_LOOKS - 1):
         if not wrong:
@@ -91,7 +91,7 @@ async def _children(catalog: Scopes, name: str, named: Counter[str]) -> Abstract
     return wrong
 
 
-async def _miscounted(catalog: Scopes, name: str, named: Counter[str]) -> set[str]:
+async def _miscounted(catalog: ScopeCatalog, name: str, named: Counter[str]) -> set[str]:
     counted, cursor = dict[str, int](), "0"
     while True:
         cursor, entries = await _ask(catalog, name, "audit_index", ("children", cursor))
@@ -105,6 +105,6 @@ async def _miscounted(catalog: Scopes, name: str, named: Counter[str]) -> set[st
     }
 
 
-async def _ask(catalog: Scopes, scope: str, script: str, arguments: tuple[Any, ...]) -> Any:
-    (reply,) = await catalog.run([Task(script, scope, "scopes", arguments)])
+async def _ask(catalog: ScopeCatalog, scope: str, script: str, arguments: tuple[Any, ...]) -> Any:
+    (reply,) = await catalog.run([ScriptTask(script, scope, "scopes", arguments)])
     return value_of(reply)

@@ -11,8 +11,8 @@ import structlog
 
 from hicache_metadata_server.http.handlers import Desk, Endpoint, Request, Said, Started
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.script_results import Once
-from hicache_metadata_server.shared.sglang import SharedCompatible
+from hicache_metadata_server.shared.script_results import IdempotencyKey
+from hicache_metadata_server.shared.sglang import SharedSglangCompat
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ SCOPES_A_TICK: Final = 32
 _log = structlog.get_logger()
 
 
-class SharedDesk(Desk):
+class SharedHandlers(Desk):
     """Answers requests when Redis has. It has no journal: what Redis has answered holds as Redis
     promises."""
 
@@ -48,19 +48,19 @@ class SharedDesk(Desk):
             RefusedError: it was not done; of a confirm of the compatible part, the rest was.
             StoreError: it may have been done, or not.
         """
-        endpoint, message, once, caller = (
+        endpoint, message, idempotency_key, caller = (
             request.endpoint,
             request.message,
-            Once(request.once, request.digest),
+            IdempotencyKey(request.once, request.digest),
             request.caller,
         )
         if endpoint.names is not None and not caller.sees_all:
             # Another server may have made them, so that this one did not know whose they are.
             await self.shared.check_tenant(caller, *endpoint.names(message))
         if endpoint.do_as is not None:
-            answer = await cast("Any", endpoint.do_as)(message, once, caller)
+            answer = await cast("Any", endpoint.do_as)(message, idempotency_key, caller)
         else:
-            answer = await cast("Any", endpoint.do)(message, once)
+            answer = await cast("Any", endpoint.do)(message, idempotency_key)
         return self._said(answer, request.content_type)
 
     def join(self) -> None:
@@ -85,7 +85,7 @@ class SharedDesk(Desk):
 
     async def close(self) -> None:
         """End the connections."""
-        await self.shared.link.close()
+        await self.shared.connection.close()
 
     def problem(self) -> str:
         """Why it is not ready, or ""."""
@@ -102,12 +102,14 @@ class SharedDesk(Desk):
             return endpoint
         return replace(endpoint, do_as=special[path])
 
-    async def _list(self, _: None, once: Once, caller: Caller) -> p.Scopes:
+    async def _list(self, _: None, idempotency_key: IdempotencyKey, caller: Caller) -> p.Scopes:
         await self.shared.look()
         return self.shared.list_scopes(caller)
 
-    async def _check(self, request: p.Fsck, once: Once, caller: Caller) -> p.Checked:
+    async def _check(
+        self, request: p.Fsck, idempotency_key: IdempotencyKey, caller: Caller
+    ) -> p.Checked:
         return await fsck(self.shared, request, caller)
 
-    def _compatible_part(self) -> SharedCompatible:
-        return SharedCompatible(self.shared)
+    def _compatible_part(self) -> SharedSglangCompat:
+        return SharedSglangCompat(self.shared)

@@ -8,9 +8,9 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import ENTRIES
 from hicache_metadata_server.core.sglang_import import ImportFileError
 from hicache_metadata_server.core.tenants import Caller
+from hicache_metadata_server.shared.catalog import ScriptTask
 from hicache_metadata_server.shared.names import ScopeKeys
-from hicache_metadata_server.shared.scopes import Task
-from hicache_metadata_server.shared.script_results import NOT_ONCE
+from hicache_metadata_server.shared.script_results import NO_IDEMPOTENCY_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,16 +37,19 @@ async def import_shared(
         raise ImportFileError(f"the store has {', '.join(there)} already; nothing was imported")
     parts = [p.ScopeGeometry(scope=scope.name, slots=scope.slots) for scope in scopes]
     for scope, part in zip(scopes, parts, strict=True):
-        await service.link.command("UNLINK", *ScopeKeys(scope.name).all)
+        await service.connection.command("UNLINK", *ScopeKeys(scope.name).all)
         await catalog.make([part], tenant)
-        for piece in _pieces(scope):
-            await catalog.run([Task("fill", scope.name, "scope", piece)])
+        for piece in _chunks(scope):
+            await catalog.run([ScriptTask("fill", scope.name, "scope", piece)])
     await catalog.register(
-        parts, NOT_ONCE, service.max_scopes + len(parts), Caller(tenant=tenant, sees_all=True)
+        parts,
+        NO_IDEMPOTENCY_KEY,
+        service.max_scopes + len(parts),
+        Caller(tenant=tenant, sees_all=True),
     )
 
 
-def _pieces(scope: ImportedScope) -> Iterator[tuple[list[str], list[int]]]:
+def _chunks(scope: ImportedScope) -> Iterator[tuple[list[str], list[int]]]:
     """Keys of neighbouring slots, "" for those without a page, and when each was used."""
     pages = {slot: (key, use) for use, (key, slot) in enumerate(scope.pages, 1)}
     end = max(pages, default=-1) + 1

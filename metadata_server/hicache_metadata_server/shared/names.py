@@ -41,6 +41,6 @@ def pin_key(pin: int) -> bytes:
     return b"hm:{pin:%d}" % pin
 
 
-def once_key(once: str, prefix: bytes = b"hm:") -> bytes:
+def idempotency_redis_key(idempotency_key: str, prefix: bytes = b"hm:") -> bytes:
     """First answers under an idempotency key; of one scope, where `prefix` is its own."""
-    return prefix + b"once:" + once.encode()
+    return prefix + b"once:" + idempotency_key.encode()

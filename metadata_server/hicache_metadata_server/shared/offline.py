@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared.assembly import open_link
+from hicache_metadata_server.shared.assembly import open_connection
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.importing import import_shared
 from hicache_metadata_server.shared.preflight import check_redis
@@ -43,11 +43,11 @@ def import_into_store(url: str, scopes: Sequence[ImportedScope], tenant: str = "
 
 def _run(url: str, do: Callable[[SharedService], Awaitable[_T]]) -> _T:
     async def run() -> _T:
-        link = open_link(url)
+        connection = open_connection(url)
         try:
-            await check_redis(link, p.Durability.NONE)
-            return await do(SharedService(link, DEFAULTS, durability=p.Durability.NONE))
+            await check_redis(connection, p.Durability.NONE)
+            return await do(SharedService(connection, DEFAULTS, durability=p.Durability.NONE))
         finally:
-            await link.close()
+            await connection.close()
 
     return asyncio.run(run())

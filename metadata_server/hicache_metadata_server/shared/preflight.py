@@ -10,7 +10,7 @@ from hicache_metadata_server.protocol import Durability
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.shared.connection import Link
+    from hicache_metadata_server.shared.connection import RedisConnection
 
 _MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (Durability.NONE, Durability.PROCESS, Durability.MACHINE)
@@ -22,36 +22,42 @@ _FIXES: Final = {
 _log = structlog.get_logger()
 
 
-async def check_redis(link: Link, wanted: Durability) -> None:
+async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
     """See that every node keeps what is promised, and throws nothing away.
 
     Raises:
         StoreError: one does not, or is not reached; the message says which setting is to be
         changed.
     """
-    for info in await link.on_each("INFO"):
-        _check_node(link, info)
-        if int(info.get("connected_slaves", 0)) < link.replicas:
+    for info in await connection.on_each("INFO"):
+        _check_node(connection, info)
+        if int(info.get("connected_slaves", 0)) < connection.replicas:
             # They may come; until then changes are refused.
             _log.warning(
                 "replicas_missing",
-                store=link.shown,
-                wanted=link.replicas,
+                store=connection.redacted,
+                wanted=connection.replicas,
                 connected=info.get("connected_slaves"),
             )
     try:
-        policies = await _config(link, "maxmemory-policy")
-        files, fsyncs = await _config(link, "appendonly"), await _config(link, "appendfsync")
+        policies = await _config(connection, "maxmemory-policy")
+        files, fsyncs = (
+            await _config(connection, "appendonly"),
+            await _config(connection, "appendfsync"),
+        )
     except StoreError as error:
         # Some that are run by others do not tell.
         _log.warning(
-            "store_settings_unknown", store=link.shown, durability=str(wanted), error=str(error)
+            "store_settings_unknown",
+            store=connection.redacted,
+            durability=str(wanted),
+            error=str(error),
         )
         return
     for policy in policies:
         if policy != "noeviction":
             raise StoreError(
-                f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: "
+                f"{connection.redacted}: maxmemory-policy is {policy}, which would throw keys of ours away: "
                 f"set it to noeviction"
             )
     for file, fsync in zip(files, fsyncs, strict=True):
@@ -59,7 +65,7 @@ async def check_redis(link: Link, wanted: Durability) -> None:
         if _ORDER.index(kept) < _ORDER.index(wanted):
             settings = f"appendonly {file}" + (f", appendfsync {fsync}" if file == "yes" else "")
             raise StoreError(
-                f"{link.shown}: its settings ({settings}) keep durability {str(kept)!r}, not "
+                f"{connection.redacted}: its settings ({settings}) keep durability {str(kept)!r}, not "
                 f"{str(wanted)!r}: "
                 f"set {_FIXES[wanted]} there, or durability to {str(kept)!r} here"
             )
@@ -78,8 +84,8 @@ def kept_by(appendonly: str, appendfsync: str) -> Durability:
     )
 
 
-async def _config(link: Link, name: str) -> list[str]:
-    return [_text(found, name) for found in await link.on_each("CONFIG GET", name)]
+async def _config(connection: RedisConnection, name: str) -> list[str]:
+    return [_text(found, name) for found in await connection.on_each("CONFIG GET", name)]
 
 
 def _text(found: Any, name: str) -> str:
@@ -93,19 +99,19 @@ def _plain(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _check_node(link: Link, info: dict[str, Any]) -> None:
+def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < _MIN_VERSION:
         raise StoreError(
-            f"{link.shown}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
+            f"{connection.redacted}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
             f"Valkey"
         )
-    if info.get("cluster_enabled") and not link.is_cluster:
+    if info.get("cluster_enabled") and not connection.is_cluster:
         raise StoreError(
-            f"{link.shown}: this is a node of a cluster: name it as "
+            f"{connection.redacted}: this is a node of a cluster: name it as "
             f"redis+cluster://HOST:PORT,HOST:PORT"
         )
     if info.get("role") != "master":
         raise StoreError(
-            f"{link.shown}: this is a replica, which cannot be written: name the primary"
+            f"{connection.redacted}: this is a replica, which cannot be written: name the primary"
         )

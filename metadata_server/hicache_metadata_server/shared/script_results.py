@@ -21,7 +21,7 @@ packed: Final = msgspec.msgpack.Encoder().encode
 unpacked: Final = msgspec.msgpack.Decoder().decode
 
 
-class Once(NamedTuple):
+class IdempotencyKey(NamedTuple):
     """The idempotency key of a request, and the digest by which it is told apart; empty where it
     has none."""
 
@@ -29,7 +29,7 @@ class Once(NamedTuple):
     digest: bytes = b""
 
 
-NOT_ONCE: Final = Once()
+NO_IDEMPOTENCY_KEY: Final = IdempotencyKey()
 
 
 def exact(numbers: Sequence[int]) -> list[int]:

@@ -21,28 +21,28 @@ from hicache_metadata_server.core.limits import (
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.core.totals import Totals
+from hicache_metadata_server.shared.catalog import (
+    MICROSECONDS,
+    NO_LEASES,
+    ScopeCatalog,
+    ScriptTask,
+    is_refused,
+    tasks_of,
+)
 from hicache_metadata_server.shared.chunking import answer_of, empty_answer, in_order, task_of
 from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.inspecting import statuses_of
 from hicache_metadata_server.shared.names import SCOPES
-from hicache_metadata_server.shared.pins import Pins
-from hicache_metadata_server.shared.scopes import (
-    MICROSECONDS,
-    NO_LEASES,
-    Scopes,
-    Task,
-    is_refused,
-    tasks_of,
-)
-from hicache_metadata_server.shared.script_results import NOT_ONCE, value_of
+from hicache_metadata_server.shared.pins import PinRegistry
+from hicache_metadata_server.shared.script_results import NO_IDEMPOTENCY_KEY, value_of
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from hicache_metadata_server.core.limits import Columns
-    from hicache_metadata_server.shared.connection import Link
-    from hicache_metadata_server.shared.script_results import Once
+    from hicache_metadata_server.shared.connection import RedisConnection
+    from hicache_metadata_server.shared.script_results import IdempotencyKey
 
 TOGETHER: Final = 4
 """Scripts of a long request that are sent together: what others wait for, some milliseconds."""
@@ -60,7 +60,7 @@ class SharedService:
 
     def __init__(
         self,
-        link: Link,
+        connection: RedisConnection,
         limits: p.Limits,
         *,
         durability: p.Durability,
@@ -76,14 +76,14 @@ class SharedService:
             limits=limits,
         )
         self.max_scopes = max_scopes
-        self.link = link
+        self.connection = connection
         self.tenants = Tenants()
-        self.catalog = Scopes(link, limits, self.tenants)
+        self.catalog = ScopeCatalog(connection, limits, self.tenants)
         self.draining = False
         self.recovery_problems: list[str] = []
         self.problem = ""
         """Why Redis could not be asked when it was tried last."""
-        self._pins = Pins(self.catalog)
+        self._pins = PinRegistry(self.catalog)
         self._statuses: dict[str, p.ScopeStatus] = {}
         self._turn = 0
         self._next_probe = 0.0
@@ -96,7 +96,10 @@ class SharedService:
     # Scopes.
 
     async def initialize(
-        self, request: p.Initialize, once: Once = NOT_ONCE, caller: Caller = ANYBODY
+        self,
+        request: p.Initialize,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
+        caller: Caller = ANYBODY,
     ) -> p.Initialized:
         """Make scopes, or see that they are what the client takes them for: all or none."""
         measure = Measure(self.limits)
@@ -106,26 +109,32 @@ class SharedService:
         earlier = check_earlier_leases(request)
 
         async def register() -> p.Initialized:
-            return p.Initialized(created=await self.register(request.scopes, caller, once, earlier))
+            return p.Initialized(
+                created=await self.register(request.scopes, caller, idempotency_key, earlier)
+            )
 
-        initialized: p.Initialized = await self._claimed(once, register)
+        initialized: p.Initialized = await self._claimed(idempotency_key, register)
         return initialized
 
     async def register(
         self,
         parts: Sequence[p.ScopeGeometry],
         caller: Caller,
-        once: Once = NOT_ONCE,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
         earlier: Mapping[str, float] = NO_LEASES,
     ) -> list[bool]:
         """Make scopes that were measured."""
         quota = self.tenants.quotas.of(caller.tenant)
-        return await self.catalog.register(parts, once, self.max_scopes, caller, quota, earlier)
+        return await self.catalog.register(
+            parts, idempotency_key, self.max_scopes, caller, quota, earlier
+        )
 
-    async def describe(self, request: p.Describe, once: Once = NOT_ONCE) -> None:
+    async def describe(
+        self, request: p.Describe, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> None:
         """Name the model whose pages a scope holds; the last name stays."""
         await self.catalog.find([request.scope], ["scope"])
-        await self.catalog.run([Task("describe", request.scope, "scope", [request.model])])
+        await self.catalog.run([ScriptTask("describe", request.scope, "scope", [request.model])])
 
     async def check_tenant(self, caller: Caller, names: Sequence[str], fields: str) -> None:
         """See that a caller may use those of these scopes that are there (`Tenants.see`)."""
@@ -136,26 +145,31 @@ class SharedService:
         """The scopes of a tenant, as this server knows them."""
         return [known.geometry for known in self.catalog.known.values() if known.tenant == tenant]
 
-    async def clear(self, request: p.Clear, once: Once = NOT_ONCE) -> p.Cleared:
+    async def clear(
+        self, request: p.Clear, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Cleared:
         """Empty scopes, leases included."""
         Measure(self.limits).scopes(request.scopes)
         fields = [f"scopes[{i}]" for i in range(len(request.scopes))]
         await self.catalog.find(request.scopes, fields)
         tasks = [
-            Task("clear", scope, fields[i], piece=str(i)) for i, scope in enumerate(request.scopes)
+            ScriptTask("clear", scope, fields[i], piece=str(i))
+            for i, scope in enumerate(request.scopes)
         ]
 
         async def clear() -> p.Cleared:
             return p.Cleared(
-                pages=[value_of(reply) for reply in await self.catalog.run(tasks, once)]
+                pages=[value_of(reply) for reply in await self.catalog.run(tasks, idempotency_key)]
                 if tasks
                 else []
             )
 
-        cleared: p.Cleared = await self._claimed(once, clear, alone=not tasks)
+        cleared: p.Cleared = await self._claimed(idempotency_key, clear, alone=not tasks)
         return cleared
 
-    async def drop(self, request: p.Drop, once: Once = NOT_ONCE) -> p.Dropped:
+    async def drop(
+        self, request: p.Drop, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Dropped:
         """Remove scopes that are empty: all or none, unless one comes into use meanwhile."""
         Measure(self.limits).scopes(request.scopes)
         names, seconds = list(dict.fromkeys(request.scopes)), self.limits.quarantine_seconds
@@ -171,67 +185,91 @@ class SharedService:
 
     # Pages.
 
-    async def lookup(self, request: p.Lookup, once: Once = NOT_ONCE) -> p.LookedUp:
+    async def lookup(
+        self, request: p.Lookup, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.LookedUp:
         """Where pages are; pinned for a time, if asked for."""
         await self._check(request)
         if request.pin_seconds <= 0 or not request.scopes:
-            return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+            return await self._in_pieces(request, idempotency_key)  # type: ignore[no-any-return]
         seconds = min(request.pin_seconds, self.limits.max_pin_seconds)
         pin = self._pins.draw()
-        found: p.LookedUp = await self._in_pieces(request, once, pin=pin, seconds=seconds)
+        found: p.LookedUp = await self._in_pieces(
+            request, idempotency_key, pin=pin, seconds=seconds
+        )
         if not any(slot >= 0 for part in found.scopes for slot in part.slots):
             return found
         if not await self._pins.enter(pin, request, seconds):
-            return await self.lookup(request, once)
+            return await self.lookup(request, idempotency_key)
         return p.LookedUp(scopes=found.scopes, pin=pin, pin_seconds=seconds)
 
-    async def reserve(self, request: p.Reserve, once: Once = NOT_ONCE) -> p.Leases:
+    async def reserve(
+        self, request: p.Reserve, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Leases:
         """Lease slots for keys that are not there."""
         await self._check(request)
-        if self.draining and not once.digest:
+        if self.draining and not idempotency_key.digest:
             raise draining()
         seconds = lease_seconds(self.limits, request.lease_seconds)
-        return await self._in_pieces(request, once, seconds=seconds, draining=self.draining)  # type: ignore[no-any-return]
+        leases: p.Leases = await self._in_pieces(
+            request, idempotency_key, seconds=seconds, draining=self.draining
+        )
+        return leases
 
-    async def commit(self, request: p.Commit, once: Once = NOT_ONCE) -> p.SettledLeases:
+    async def commit(
+        self, request: p.Commit, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.SettledLeases:
         """Make pages live."""
         await self._check(request)
         check_lengths(
             request, [self.catalog.known[part.scope].geometry.slot_bytes for part in request.scopes]
         )
-        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+        return await self._in_pieces(request, idempotency_key)  # type: ignore[no-any-return]
 
-    async def abort(self, request: p.Abort, once: Once = NOT_ONCE) -> p.SettledLeases:
+    async def abort(
+        self, request: p.Abort, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.SettledLeases:
         """Give leases back."""
         await self._check(request)
-        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+        return await self._in_pieces(request, idempotency_key)  # type: ignore[no-any-return]
 
-    async def renew(self, request: p.Renew, once: Once = NOT_ONCE) -> p.SettledLeases:
+    async def renew(
+        self, request: p.Renew, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.SettledLeases:
         """Let leases last from now on."""
         await self._check(request)
         seconds = lease_seconds(self.limits, request.lease_seconds)
-        return await self._in_pieces(request, once, seconds=seconds)  # type: ignore[no-any-return]
+        return await self._in_pieces(request, idempotency_key, seconds=seconds)  # type: ignore[no-any-return]
 
     async def unpin(
-        self, request: p.Unpin, once: Once = NOT_ONCE, caller: Caller = ANYBODY
+        self,
+        request: p.Unpin,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
+        caller: Caller = ANYBODY,
     ) -> None:
         """Let pins go before their time."""
         Measure(self.limits).entries(request.pins, "pins")
         await self._pins.let_go(request.pins, caller)
 
-    async def touch(self, request: p.Touch, once: Once = NOT_ONCE) -> p.Marked:
+    async def touch(
+        self, request: p.Touch, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Marked:
         """Count as use."""
         await self._check(request)
-        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+        return await self._in_pieces(request, idempotency_key)  # type: ignore[no-any-return]
 
-    async def delete(self, request: p.Delete, once: Once = NOT_ONCE) -> p.Marked:
+    async def delete(
+        self, request: p.Delete, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Marked:
         """Make pages go."""
         await self._check(request)
-        return await self._in_pieces(request, once)  # type: ignore[no-any-return]
+        return await self._in_pieces(request, idempotency_key)  # type: ignore[no-any-return]
 
     # Operators.
 
-    async def inspect(self, request: p.Inspect, once: Once = NOT_ONCE) -> p.Inspected:
+    async def inspect(
+        self, request: p.Inspect, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Inspected:
         """All about some slots, then about the slots of some keys."""
         measure = Measure(self.limits)
         measure.keys(request.keys, "keys")
@@ -246,20 +284,24 @@ class SharedService:
         pieces += [((), keys) for keys in groups_of(request.keys)]
         found = list[p.SlotStatus | None]()
         for piece in pieces:
-            (reply,) = await self.catalog.run([Task("inspect", request.scope, "scope", piece)])
+            (reply,) = await self.catalog.run(
+                [ScriptTask("inspect", request.scope, "scope", piece)]
+            )
             found += statuses_of(reply)
         return p.Inspected(slots=found)
 
-    async def export(self, request: p.Export, once: Once = NOT_ONCE) -> p.Exported:
+    async def export(
+        self, request: p.Export, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Exported:
         """What some slots of a scope hold."""
         (known,) = await self.catalog.find([request.scope], ["scope"])
         now, count = time.time(), min(request.count, self.limits.keys)
-        pages, rests, used, epoch, lease = await read_slots(
+        pages, empty, used, epoch, lease = await read_slots(
             self.catalog, request.scope, request.first, count, now, self.limits.max_lease_seconds
         )
         return exported(
             pages,
-            rests,
+            empty,
             now,
             used=used,
             epoch=epoch,
@@ -268,7 +310,9 @@ class SharedService:
             tenant=known.tenant,
         )
 
-    async def drain(self, request: p.Drain, once: Once = NOT_ONCE) -> p.Draining:
+    async def drain(
+        self, request: p.Drain, idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> p.Draining:
         """Give no new leases from this server, while all else goes on; the leases that any server
         has given are told."""
         self.draining = request.enabled
@@ -335,8 +379,8 @@ class SharedService:
         # After one that failed the next tick tries again: the problem lasts until Redis takes
         # writes.
         if time.monotonic() >= self._next_probe:
-            scopes = self.catalog.known.values() if self.link.is_cluster else ()
-            await self.link.probe_writes([SCOPES, *(known.keys.all[0] for known in scopes)])
+            scopes = self.catalog.known.values() if self.connection.is_cluster else ()
+            await self.connection.probe_writes([SCOPES, *(known.keys.all[0] for known in scopes)])
             self._next_probe = time.monotonic() + PROBE_SECONDS
 
     async def _settle(self, names: Sequence[str]) -> bool:
@@ -382,7 +426,7 @@ class SharedService:
     async def _in_pieces(
         self,
         request: Columns,
-        once: Once,
+        idempotency_key: IdempotencyKey,
         *,
         pin: int = 0,
         seconds: float = 0.0,
@@ -401,7 +445,7 @@ class SharedService:
             if not pieces:
                 return empty_answer(request, seconds)
             for some in groups_of(list(zip(pieces, tasks, strict=True)), TOGETHER):
-                replies = await self.catalog.run([task for _, task in some], once)
+                replies = await self.catalog.run([task for _, task in some], idempotency_key)
                 _check_done(replies)
                 answers += [
                     answer_of(piece.request, reply, seconds)
@@ -409,18 +453,20 @@ class SharedService:
                 ]
             return joined(pieces, answers)
 
-        return await self._claimed(once, run, alone=not pieces)
+        return await self._claimed(idempotency_key, run, alone=not pieces)
 
-    async def _claimed(self, once: Once, run: Callable[[], Any], *, alone: bool = False) -> Any:
+    async def _claimed(
+        self, idempotency_key: IdempotencyKey, run: Callable[[], Any], *, alone: bool = False
+    ) -> Any:
         # Otherwise each script sees to it by itself; a request about no scope has none (`alone`).
-        if not once.digest or not (self.link.is_cluster or alone):
+        if not idempotency_key.digest or not (self.connection.is_cluster or alone):
             return await run()
-        is_new = await self.catalog.claim(once)
+        is_new = await self.catalog.claim(idempotency_key)
         try:
             return await run()
         except RefusedError:
             if is_new:
-                await self.catalog.unclaim(once)
+                await self.catalog.unclaim(idempotency_key)
             raise
 
 

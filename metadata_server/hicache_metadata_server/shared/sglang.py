@@ -9,8 +9,12 @@ from hicache_metadata_server.core.chunking import groups_of
 from hicache_metadata_server.core.errors import RefusedError, other_size, stale
 from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
-from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
-from hicache_metadata_server.shared.script_results import NOT_ONCE, Once, value_of
+from hicache_metadata_server.shared.catalog import MICROSECONDS, ScriptTask
+from hicache_metadata_server.shared.script_results import (
+    NO_IDEMPOTENCY_KEY,
+    IdempotencyKey,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.shared.service import SharedService
 
 
-class SharedCompatible:
+class SharedSglangCompat:
     """What an unchanged SGLang asks for, on the same scopes."""
 
     def __init__(self, service: SharedService) -> None:
@@ -28,7 +32,7 @@ class SharedCompatible:
         self,
         rank: int,
         request: p.CompatibleInitialize,
-        once: Once = NOT_ONCE,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
         caller: Caller = ANYBODY,
     ) -> None:
         """Make a scope, or see that it has as many pages."""
@@ -51,13 +55,19 @@ class SharedCompatible:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
     async def exists(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.CompatibleKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
         """Which keys are live; counts as use."""
         return {"exists": [slot >= 0 for slot in await self._find(rank, request)]}
 
     async def get_page_indices(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.CompatibleKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
         """Slots of live keys; counts as use."""
         return {
@@ -65,7 +75,10 @@ class SharedCompatible:
         }
 
     async def reserve_and_allocate_page_indices(
-        self, rank: int, request: p.CompatibleReserve, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.CompatibleReserve,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
         """Slots for new keys, -1 where there are none."""
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
@@ -84,14 +97,17 @@ class SharedCompatible:
         for some in groups_of(request.keys):
             arguments = ([key for key, _ in some], [prefix for _, prefix in some], "", lasts, False)
             (reply,) = await self._service.catalog.run(
-                [Task("reserve", name, "namespace", arguments)]
+                [ScriptTask("reserve", name, "namespace", arguments)]
             )
             states, slots, *_ = value_of(reply)
             indices += [(state == 1, slot) for state, slot in zip(states, slots, strict=True)]
         return {"indices": indices}
 
     async def confirm_write(
-        self, rank: int, request: p.CompatibleConfirm, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.CompatibleConfirm,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
         """Make reserved slots live, give others back; what cannot be done is refused after all else
         was done."""
@@ -108,20 +124,28 @@ class SharedCompatible:
                 raise stale(f"{field}[{done.index(False)}]")
 
     async def delete_keys(
-        self, rank: int, request: p.CompatibleKeys, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.CompatibleKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
         """Make keys go."""
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
         for some in groups_of(request.keys):
-            await self._service.catalog.run([Task("delete", name, "namespace", (some, ()))])
+            await self._service.catalog.run([ScriptTask("delete", name, "namespace", (some, ()))])
 
-    async def clear(self, rank: int, request: p.CompatibleClear, once: Once = NOT_ONCE) -> None:
+    async def clear(
+        self,
+        rank: int,
+        request: p.CompatibleClear,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
+    ) -> None:
         """Make everything go."""
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
-        await self._service.catalog.run([Task("clear", name, "namespace")])
+        await self._service.catalog.run([ScriptTask("clear", name, "namespace")])
 
     async def _find(self, rank: int, request: p.CompatibleKeys) -> list[int]:
         Measure(self._service.limits).keys(request.keys, "keys")
@@ -136,7 +160,7 @@ class SharedCompatible:
         found = list[list[int]]()
         for some in reversed(list(groups_of(keys))):
             (reply,) = await self._service.catalog.run(
-                [Task("find", name, "namespace", (some, touch, counted))]
+                [ScriptTask("find", name, "namespace", (some, touch, counted))]
             )
             found.append(value_of(reply))
         return [slot for slots in reversed(found) for slot in slots]
@@ -150,7 +174,9 @@ class SharedCompatible:
         ]
         pieces += [([], [], some) for some in groups_of(releases)]
         for piece in pieces:
-            (reply,) = await self._service.catalog.run([Task("confirm", name, "namespace", piece)])
+            (reply,) = await self._service.catalog.run(
+                [ScriptTask("confirm", name, "namespace", piece)]
+            )
             done = value_of(reply)
             confirmed += done[0]
             released += done[1]

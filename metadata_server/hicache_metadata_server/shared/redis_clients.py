@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from hicache_metadata_server.shared.address import Address, Kind, Login, Tls
+from hicache_metadata_server.shared.address import Address, AddressKind, Credentials, TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ CONNECTIONS: Final = 64
 class PasswordFile(CredentialProvider):
     """Reads the password for each connection anew, so that it can be changed while servers run."""
 
-    def __init__(self, login: Login) -> None:
+    def __init__(self, login: Credentials) -> None:
         self._login = login
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
@@ -93,11 +93,11 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
         **_login(address.login),
         **_tls(address.tls),
     }
-    if address.kind is Kind.CLUSTER:
+    if address.kind is AddressKind.CLUSTER:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         cluster = RedisCluster(startup_nodes=nodes, ssl=address.tls is not None, **options)
         return cluster, cluster.aclose
-    if address.kind is Kind.SENTINEL:
+    if address.kind is AddressKind.SENTINEL:
         return _by_sentinel(address, options | {"timeout": answer_seconds, "db": address.db})
     pool = BlockingConnectionPool(
         timeout=answer_seconds, db=address.db, **_where(address), **options
@@ -107,7 +107,7 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
 
 
 def _where(address: Address) -> dict[str, Any]:
-    if address.kind is Kind.SOCKET:
+    if address.kind is AddressKind.SOCKET:
         return {"connection_class": UnixDomainSocketConnection, "path": address.path}
     [(host, port)] = address.hosts
     return {
@@ -140,13 +140,13 @@ def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callab
     return primary, close
 
 
-def _login(login: Login) -> dict[str, Any]:
+def _login(login: Credentials) -> dict[str, Any]:
     if login.password_file:
         return {"credential_provider": PasswordFile(login)}
     return {"username": login.user or None, "password": login.password or None}
 
 
-def _tls(tls: Tls | None) -> dict[str, Any]:
+def _tls(tls: TlsFiles | None) -> dict[str, Any]:
     if tls is None:
         return {}
     return {

@@ -21,15 +21,15 @@ from hicache_metadata_server.core.tenants import (
     Quota,
     beyond_quota,
 )
-from hicache_metadata_server.shared.connection import Call
-from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, once_key
+from hicache_metadata_server.shared.connection import ScriptCall
+from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, idempotency_redis_key
 from hicache_metadata_server.shared.script_results import (
-    NOT_ONCE,
+    NO_IDEMPOTENCY_KEY,
     OK,
     REFUSED,
     REUSED,
     UNKNOWN,
-    Once,
+    IdempotencyKey,
     packed,
     unpacked,
     value_of,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from hicache_metadata_server.core.tenants import Tenants
-    from hicache_metadata_server.shared.connection import Link
+    from hicache_metadata_server.shared.connection import RedisConnection
 
 FIELDS: Final = ("slots", "slot_bytes", "geometry", "identity")
 MICROSECONDS: Final = 1_000_000
@@ -49,7 +49,7 @@ BEYOND_QUOTA: Final = 5
 NO_LEASES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
-class Known(NamedTuple):
+class KnownScope(NamedTuple):
     """A scope that the list has."""
 
     geometry: p.ScopeGeometry
@@ -57,7 +57,7 @@ class Known(NamedTuple):
     tenant: str = ""
 
 
-class Task(NamedTuple):
+class ScriptTask(NamedTuple):
     """A script that is to be run on a scope."""
 
     name: str
@@ -70,12 +70,12 @@ class Task(NamedTuple):
     """Tells it from others of the same request under one idempotency key."""
 
 
-class Scopes:
+class ScopeCatalog:
     """What this server knows of the list, and the way to run scripts on a scope."""
 
-    def __init__(self, link: Link, limits: p.Limits, tenants: Tenants) -> None:
-        self.link = link
-        self.known: dict[str, Known] = {}
+    def __init__(self, connection: RedisConnection, limits: p.Limits, tenants: Tenants) -> None:
+        self.connection = connection
+        self.known: dict[str, KnownScope] = {}
         self._tenants = tenants
         self.clock_offset = 0
         """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
@@ -85,7 +85,7 @@ class Scopes:
 
     async def refresh(self) -> None:
         """Read the whole list again."""
-        found: dict[bytes, bytes] | list[bytes] = await self.link.command("HGETALL", SCOPES)
+        found: dict[bytes, bytes] | list[bytes] = await self.connection.command("HGETALL", SCOPES)
         pairs = (
             found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
         )
@@ -93,8 +93,8 @@ class Scopes:
         self.known = {name: self._known(name, record) for name, record in known.items()}
         self._tenants.of_scope = {name: known.tenant for name, known in self.known.items()}
 
-    async def find(self, names: Sequence[str], fields: Sequence[str]) -> list[Known]:
-        """Scopes by their names.
+    async def find(self, names: Sequence[str], fields: Sequence[str]) -> list[KnownScope]:
+        """ScopeCatalog by their names.
 
         Raises:
             RefusedError: there is none of one of the names, which stands in that field.
@@ -109,7 +109,7 @@ class Scopes:
         """See which of these scopes the list has."""
         missing = [name for name in dict.fromkeys(names) if name not in self.known]
         if missing:
-            records = await self.link.command("HMGET", SCOPES, *missing)
+            records = await self.connection.command("HMGET", SCOPES, *missing)
             self._know(
                 {
                     name: self._known(name, record)
@@ -121,7 +121,7 @@ class Scopes:
     async def register(
         self,
         parts: Sequence[p.ScopeGeometry],
-        once: Once,
+        idempotency_key: IdempotencyKey,
         most: int,
         caller: Caller = ANYBODY,
         quota: Quota = NO_QUOTA,
@@ -134,7 +134,7 @@ class Scopes:
             RefusedError: one is otherwise, or another tenant's, or there are too many, for all or
             for this tenant.
         """
-        prefix = SCOPES + b":" if self.link.is_cluster else b"hm:"
+        prefix = SCOPES + b":" if self.connection.is_cluster else b"hm:"
         tenant, limits = (
             caller.tenant,
             [-1 if some is None else some for some in (quota.scopes, quota.slots, quota.bytes)],
@@ -147,12 +147,12 @@ class Scopes:
             caller.sees_all,
             limits,
         )
-        call = Call(
+        call = ScriptCall(
             script("register"),
-            (SCOPES, once_key(once.key, prefix)),
-            (packed(arguments), once.digest, "register", self._once_milliseconds),
+            (SCOPES, idempotency_redis_key(idempotency_key.key, prefix)),
+            (packed(arguments), idempotency_key.digest, "register", self._once_milliseconds),
         )
-        (reply,) = await self.link.run([call])
+        (reply,) = await self.connection.run([call])
         if reply[0] == REUSED:
             raise key_reused()
         if reply[0] == REFUSED:
@@ -192,15 +192,15 @@ class Scopes:
         new = {part.scope: part for part in parts}
         if not new:
             return
-        self._know({name: Known(part, ScopeKeys(name), tenant) for name, part in new.items()})
+        self._know({name: KnownScope(part, ScopeKeys(name), tenant) for name, part in new.items()})
         lasts = {
             name: round(min(earlier.get(name, 0.0), self._max_lease) * MICROSECONDS) for name in new
         }
         tasks = [
-            Task("make", name, "", [*_record(part, tenant), lasts[name]])
+            ScriptTask("make", name, "", [*_record(part, tenant), lasts[name]])
             for name, part in new.items()
         ]
-        made = await self.link.run([self._call(task, NOT_ONCE) for task in tasks])
+        made = await self.connection.run([self._call(task, NO_IDEMPOTENCY_KEY) for task in tasks])
         for part, reply in zip(new.values(), made, strict=True):
             if value_of(reply) != _record(part, tenant):
                 raise RefusedError(
@@ -210,18 +210,22 @@ class Scopes:
                     "scopes",
                 )
 
-    async def run(self, tasks: Sequence[Task], once: Once = NOT_ONCE) -> list[list[Any]]:
+    async def run(
+        self, tasks: Sequence[ScriptTask], idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
+    ) -> list[list[Any]]:
         """Run scripts on scopes that were found; what each answers.
 
         Raises:
             RefusedError: a scope is there no longer, or the idempotency key belongs to another
             request. StoreError: Redis was not reached, or did not answer; some may have been done.
         """
-        replies = await self.link.run([self._call(task, once) for task in tasks])
+        replies = await self.connection.run([self._call(task, idempotency_key) for task in tasks])
         lost = [place for place, reply in enumerate(replies) if reply[0] == UNKNOWN]
         if lost:
             for place, reply in zip(
-                lost, await self._run_again([tasks[place] for place in lost], once), strict=True
+                lost,
+                await self._run_again([tasks[place] for place in lost], idempotency_key),
+                strict=True,
             ):
                 replies[place] = reply
         if any(reply[0] == REUSED for reply in replies):
@@ -236,40 +240,48 @@ class Scopes:
     async def remove(self, name: str) -> int:
         """Remove a scope, unless slots of it are in use; how many are."""
         # Off the list first: another server makes anew what is on it.
-        await self.link.command("HDEL", SCOPES, name)
+        await self.connection.command("HDEL", SCOPES, name)
         used, record = await self._drop(name, remove=True)
         if used:
             # As the scope itself has it: what the list had may be of one that was dropped
             # meanwhile, or be missing.
-            await self.link.command("HSET", SCOPES, name, packed(record))
+            await self.connection.command("HSET", SCOPES, name, packed(record))
         else:
             self.known.pop(name, None)
             self._tenants.of_scope.pop(name, None)
         return used
 
     async def _drop(self, name: str, *, remove: bool) -> tuple[int, list[str]]:
-        (reply,) = await self.link.run([self._call(Task("drop", name, "", [remove]), NOT_ONCE)])
+        (reply,) = await self.connection.run(
+            [self._call(ScriptTask("drop", name, "", [remove]), NO_IDEMPOTENCY_KEY)]
+        )
         found: tuple[int, list[str]] = (0, []) if reply[0] == UNKNOWN else tuple(value_of(reply))
         return found
 
-    async def claim(self, once: Once) -> bool:
+    async def claim(self, idempotency_key: IdempotencyKey) -> bool:
         """Hold an idempotency key for a request, where the keys of its scopes may lie on other
         nodes; whether it was nobody's.
 
         Raises:
             RefusedError: it belongs to another request.
         """
-        call = Call(script("claim"), (once_key(once.key),), (once.digest, self._once_milliseconds))
-        (held,) = await self.link.run([call])
+        call = ScriptCall(
+            script("claim"),
+            (idempotency_redis_key(idempotency_key.key),),
+            (idempotency_key.digest, self._once_milliseconds),
+        )
+        (held,) = await self.connection.run([call])
         if held == 0:
             raise key_reused()
         return bool(held == 2)
 
-    async def unclaim(self, once: Once) -> None:
+    async def unclaim(self, idempotency_key: IdempotencyKey) -> None:
         """Let it go: the request was refused."""
-        await self.link.command("DEL", once_key(once.key))
+        await self.connection.command("DEL", idempotency_redis_key(idempotency_key.key))
 
-    async def _run_again(self, tasks: Sequence[Task], once: Once) -> list[list[Any]]:
+    async def _run_again(
+        self, tasks: Sequence[ScriptTask], idempotency_key: IdempotencyKey
+    ) -> list[list[Any]]:
         """A server that is killed while it initializes leaves scopes that the list has and that
         were not made."""
         names = list(dict.fromkeys(task.scope for task in tasks))
@@ -280,27 +292,29 @@ class Scopes:
             # Or Redis has lost what was in them, leases as well: nobody knows how long the longest
             # was.
             await self.make([one.geometry], one.tenant, {one.geometry.scope: self._max_lease})
-        replies = await self.link.run([self._call(task, once) for task in tasks])
+        replies = await self.connection.run([self._call(task, idempotency_key) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
             if reply[0] == UNKNOWN:
                 raise unknown_scope(task.scope, task.field)
         return replies
 
-    def _call(self, task: Task, once: Once) -> Call:
+    def _call(self, task: ScriptTask, idempotency_key: IdempotencyKey) -> ScriptCall:
         known = self.known.get(task.scope)
         keys = known.keys if known is not None else ScopeKeys(task.scope)
         arguments = (self._quarantine, self.clock_offset, packed(task.arguments), task.pages)
-        if not once.digest:
-            return Call(script(task.name), keys.all, (*arguments, b""))
-        kept = once_key(once.key, keys.prefix if self.link.is_cluster else b"hm:")
-        more = (once.digest, f"{task.scope}/{task.piece}", self._once_milliseconds)
-        return Call(script(task.name), (*keys.all, kept), (*arguments, *more))
+        if not idempotency_key.digest:
+            return ScriptCall(script(task.name), keys.all, (*arguments, b""))
+        kept = idempotency_redis_key(
+            idempotency_key.key, keys.prefix if self.connection.is_cluster else b"hm:"
+        )
+        more = (idempotency_key.digest, f"{task.scope}/{task.piece}", self._once_milliseconds)
+        return ScriptCall(script(task.name), (*keys.all, kept), (*arguments, *more))
 
-    def _know(self, found: Mapping[str, Known]) -> None:
+    def _know(self, found: Mapping[str, KnownScope]) -> None:
         self.known |= found
         self._tenants.of_scope |= {name: known.tenant for name, known in found.items()}
 
-    def _known(self, name: str, record: bytes) -> Known:
+    def _known(self, name: str, record: bytes) -> KnownScope:
         there = self.known.get(name)
         slots, slot_bytes, geometry, identity, tenant = unpacked(record)
         read = p.ScopeGeometry(
@@ -312,12 +326,12 @@ class Scopes:
         )
         if there is not None and (there.geometry, there.tenant) == (read, tenant):
             return there
-        return Known(read, ScopeKeys(name), tenant)
+        return KnownScope(read, ScopeKeys(name), tenant)
 
 
-def tasks_of(name: str, scopes: Iterable[str]) -> list[Task]:
+def tasks_of(name: str, scopes: Iterable[str]) -> list[ScriptTask]:
     """One script on several scopes."""
-    return [Task(name, scope, "scopes") for scope in scopes]
+    return [ScriptTask(name, scope, "scopes") for scope in scopes]
 
 
 def is_refused(reply: list[Any]) -> bool:
