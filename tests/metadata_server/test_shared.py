@@ -488,11 +488,11 @@ PLANTED = {
     "a quarantine for good": (("ZADD", "resting", "inf", "3"), "slot 3 is quarantined for good"),
     "a page that builds upon none": (
         ("HSET", "children", "b", 1),
-        "0 live pages build upon 'b', and 1 are counted",
+        "0 live pages have the prefix 'b', and 1 are counted",
     ),
     "a page upon which more build": (
         ("HDEL", "children", "a"),
-        "1 live pages build upon 'a', and 0 are counted",
+        "1 live pages have the prefix 'a', and 0 are counted",
     ),
     "a page kept for nothing": (("ZADD", "aside", 1, "1"), "in the lists live, aside"),
     "a pin on nothing": (("HSET", "holds", "1", 3), "slot 1 has 3 pins, and 1 are known"),

@@ -18,7 +18,7 @@ from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.address import AddressKind, TlsFiles, parse_address, redacted
 from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.script_results import IdempotencyKey
+from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import run

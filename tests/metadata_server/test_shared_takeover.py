@@ -25,7 +25,7 @@ from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.redis_clients import _Sentinels
-from hicache_metadata_server.shared.script_results import IdempotencyKey
+from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import StoreError
 from tests.backends.hf3fs.conftest import SERVE

@@ -1,4 +1,4 @@
-"""A snapshot of what a service has in memory."""
+"""Snapshot of a service in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
 
 CHUNK_SLOTS: Final = 2048
-"""Slots that are taken together: some 3 ms."""
+"""Slots of one chunk: reading them takes about 3 ms, for which a server answers no one else."""
 
 
 def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
-    """All of a service, which must not change meanwhile."""
+    """Yield the snapshot of a service, which must not change meanwhile."""
     for name in sorted(service.scopes):
         scope = service.scopes[name]
         yield ScopeHeader(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
@@ -33,16 +33,18 @@ def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
 def read_chunk(
     scope: Scope, first: int, end: int, now: float, max_lease_seconds: float
 ) -> tuple[Pages, EmptySlots]:
-    """The slots from `first` up to `end` as they are now.
+    """Read the slots from `first` up to `end`.
 
-    A leased slot rests as long as any lease may last: its writer does not know that its lease has
-    not travelled. A pinned slot that holds nothing rests as long as its pins.
+    Leases are not part of a snapshot. A leased slot is quarantined for as long as any lease may
+    last, since its writer goes on writing. A pinned slot without a page is quarantined for as long
+    as its pins last.
     """
     table = scope.table
     live, others = list[int](), list[int]()
     for slot, state in enumerate(table.states[first:end], first):
         if state == LIVE:
             live.append(slot)
+        # Generation 0 is a slot that was never used; a snapshot leaves it out.
         elif table.generations[slot]:
             others.append(slot)
     pages = Pages(
@@ -64,7 +66,7 @@ def _until(scope: Scope, slot: int, now: float, max_lease_seconds: float) -> flo
         return 0.0
     if state == LEASED:
         return now + max_lease_seconds
-    # A slot that a clear has let go may not have been told yet when its quarantine ends.
+    # A clear marks a scope and visits its slots later: until then the table has no end for them.
     ends = [
         scope.table.until[slot],
         scope.cleared_until,

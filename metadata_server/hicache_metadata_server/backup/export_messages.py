@@ -1,4 +1,4 @@
-"""Pieces of a snapshot as they travel from a server."""
+"""Conversion between chunks of a snapshot and messages of the export route."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def chunk_digest(pages: Pages, empty: EmptySlots) -> str:
-    """Differs where a slot holds something else, or has been given away meanwhile."""
+    """Return a digest that changes when a slot gets other content or another generation."""
+    # Generations too: a slot that was reused for the same page holds another writer's bytes.
     whole = pages_digest(pages) + generations_digest(pages) + generations_digest(empty)
     return f"{whole % DIGESTS:032x}"
 
@@ -34,7 +35,7 @@ def exported(
     rows: bool,
     tenant: str = "",
 ) -> Exported:
-    """The answer to a request for slots of a scope; without `rows` only about them."""
+    """Return the answer to a request for slots; without `rows` only digest and counters."""
     digest = chunk_digest(pages, empty)
     if not rows:
         return Exported(
@@ -61,15 +62,16 @@ def exported(
         prefixes=pages.prefixes,
         other_slots=empty.slots,
         other_generations=empty.generations,
+        # Durations, since the clocks of two machines differ.
         other_seconds=[max(0.0, until - now) for until in empty.until],
     )
 
 
 def parts_of(answer: Exported, now: float) -> tuple[Pages, EmptySlots]:
-    """What a server has told, its durations as times of this machine.
+    """Decode an answer; convert its durations to times of this machine.
 
     Raises:
-        ValueError: its columns are not of one length, or not those of the digest.
+        ValueError: the columns have different lengths, or do not match the digest.
     """
     pages = Pages(
         answer.slots,
@@ -83,5 +85,5 @@ def parts_of(answer: Exported, now: float) -> tuple[Pages, EmptySlots]:
     until = [now + seconds if seconds > 0 else 0.0 for seconds in answer.other_seconds]
     empty = EmptySlots(answer.other_slots, answer.other_generations, until)
     if chunk_digest(pages, empty) != answer.digest or len(until) != len(empty):
-        raise ValueError("the digest of a piece is not that of its slots")
+        raise ValueError("the digest of a chunk is not that of its slots")
     return pages, empty

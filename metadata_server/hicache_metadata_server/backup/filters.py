@@ -1,4 +1,8 @@
-"""What a snapshot leaves out on its way into a store."""
+"""Filters of snapshots: each yields a stream without some of its pages or scopes.
+
+The slot of a removed page stays in the stream, as an empty one with its generation: the generation
+must not be given to another page.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,14 @@ if TYPE_CHECKING:
     from hicache_metadata_server.backup.parts import SnapshotPart
 
 LEAP: Final = 1 << 40
-"""Numbers that are left out behind those of a backup: more than any server has given since."""
+"""Gap behind the counters of a backup: more numbers than a server can have given since."""
 
 
 def verifiable(parts: Iterable[SnapshotPart], dropped: Counter[str]) -> Iterator[SnapshotPart]:
-    """Without the pages that no reader can verify: their slots may hold other pages by now, and
-    nobody would notice."""
+    """Leave out pages without a checksum.
+
+    Their slots may have been overwritten since the backup, and no reader can detect it.
+    """
     for part in parts:
         if not isinstance(part, Pages):
             yield part
@@ -40,9 +46,11 @@ def verifiable(parts: Iterable[SnapshotPart], dropped: Counter[str]) -> Iterator
 
 
 def restored(parts: Iterable[SnapshotPart], until: float) -> Iterator[SnapshotPart]:
-    """As a backup is to be taken over: no number is given again that was given since, and all slots
-    that hold nothing rest until then, because a writer may have a lease on them that the backup
-    does not know of."""
+    """Adapt an old snapshot to the time that has passed since.
+
+    Counters jump, so that no number is given twice. Empty slots are quarantined until `until`: a
+    writer may hold a lease on them that is younger than the backup.
+    """
     for part in parts:
         match part:
             case Counters():
@@ -56,7 +64,9 @@ def restored(parts: Iterable[SnapshotPart], until: float) -> Iterator[SnapshotPa
 def only_intact(
     parts: Iterable[SnapshotPart], checker: PageChecker, dropped: Counter[str]
 ) -> Iterator[SnapshotPart]:
-    """Without the pages that are not in their slots; those of other directories stay."""
+    """Leave out pages whose slots do not hold them; keep scopes of other directories."""
+    # A scope of another directory cannot be judged here. To keep it is safe: its pages have
+    # checksums (`verifiable`), which every reader compares.
     name, is_here = "", False
     for part in parts:
         if isinstance(part, ScopeHeader):
@@ -73,9 +83,9 @@ def only_intact(
 
 
 def without(
-    parts: Iterable[SnapshotPart], going: Container[tuple[str, int]]
+    parts: Iterable[SnapshotPart], removed: Container[tuple[str, int]]
 ) -> Iterator[SnapshotPart]:
-    """Without the pages in some slots of some scopes."""
+    """Leave out the pages in some slots of some scopes."""
     name = ""
     for part in parts:
         if isinstance(part, ScopeHeader):
@@ -83,7 +93,9 @@ def without(
         if not isinstance(part, Pages):
             yield part
             continue
-        kept, gone = part.partition([(name, slot) not in going for slot in part.slots].__getitem__)
+        kept, gone = part.partition(
+            [(name, slot) not in removed for slot in part.slots].__getitem__
+        )
         yield kept
         yield emptied(gone)
 
@@ -91,12 +103,13 @@ def without(
 def without_scopes(
     parts: Iterable[SnapshotPart], names: Collection[str], dropped: Counter[str]
 ) -> Iterator[SnapshotPart]:
-    """Without some scopes: whoever names one of them later makes it anew. Lease numbers go on in
-    stores that count them for all scopes together; a shared store counts those of each, from the
-    beginning.
+    """Leave out whole scopes, with their slots; a client that uses one later creates it anew.
+
+    In stores with one lease counter for all scopes the numbers go on. A shared store counts the
+    leases of each scope, from 1.
 
     Raises:
-        SnapshotError: at the end, one of them was not there.
+        SnapshotError: at the end of the stream, for a scope that was not in it.
     """
     missing, name = set(names), ""
     for part in parts:
@@ -107,6 +120,7 @@ def without_scopes(
             yield part
         elif isinstance(part, Pages):
             dropped[f"scope {name}"] += len(part)
+    # An error, not a warning: a name that is mistyped would keep the scope that has to go.
     if missing:
         raise SnapshotError(
             f"there is no scope {min(missing)}; --without names those that `hicache metadata "
@@ -115,5 +129,5 @@ def without_scopes(
 
 
 def emptied(pages: Pages) -> EmptySlots:
-    """The slots of pages that go; they are free."""
+    """Return the slots of removed pages, as free ones."""
     return EmptySlots(pages.slots, pages.generations, [0.0] * len(pages))

@@ -1,4 +1,4 @@
-"""A store that no server has open, as a source."""
+"""Read-only access to a store that no server has open."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 def opened_store(
     url: str, max_lease_seconds: float = DEFAULTS.max_lease_seconds
 ) -> Generator[MetadataService]:
-    """What a store has kept, as a server would take it over; nobody else can open it meanwhile, and
-    nothing in it is changed.
+    """Return the service that a server would recover from a store; change nothing in the store.
+
+    The store is locked meanwhile.
 
     Raises:
-        StoreError: it cannot be read, or a server has it.
-        ValueError: the address is not the address of a store.
+        StoreError: the store cannot be read, or a server has it open.
+        ValueError: the address is not that of a store.
     """
     if url == MEMORY:
         raise StoreError(
             "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
         )
     if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
-        # It would be made.
+        # `open_store` would create it, and a mistyped path would be an empty store.
         raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
     store, now = open_store(url), time.time()
     try:

@@ -1,4 +1,7 @@
-"""Addresses of shared stores, taken apart. Nothing that is raised or shown has a password in it."""
+"""Parser of the addresses of shared stores.
+
+No message and no attribute for display contains a password.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ _SENTINEL: Final = ("sentinel_user", "sentinel_password_file")
 
 
 class AddressKind(StrEnum):
-    """Who is at an address."""
+    """Topology behind an address."""
 
     ONE = "one"
     SOCKET = "socket"
     CLUSTER = "cluster"
     SENTINEL = "sentinel"
-    """Sentinels, which know the primary."""
+    """Sentinels, which name the primary."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Who the store takes a server for."""
+    """User and password, or the file of the password."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -39,7 +42,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files; "" for those that are not given."""
+    """Paths of PEM files; "" for a file that is not given."""
 
     ca: str = ""
     certificate: str = ""
@@ -48,15 +51,15 @@ class TlsFiles:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a shared store is, and how it is spoken to."""
+    """Hosts, database, credentials and TLS files of a shared store."""
 
     kind: AddressKind
     redacted: str
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
-    """Of a socket."""
+    """Path of the socket, for `AddressKind.SOCKET`."""
     name: str = ""
-    """What Sentinels call the primary."""
+    """Name of the primary, for `AddressKind.SENTINEL`."""
     db: int = 0
     login: Credentials = Credentials()
     sentinel_login: Credentials = Credentials()
@@ -64,23 +67,22 @@ class Address:
 
 
 def is_shared(url: str) -> bool:
-    """Whether an address is one of Redis or Valkey."""
+    """Return True for an address of Redis or Valkey."""
     return "://" in url and _SCHEME.fullmatch(url.partition("://")[0]) is not None
 
 
 def redacted(url: str) -> str:
-    """An address as it may be written down: without its login and its options."""
+    """Return an address without credentials and options, as logs and messages may show it."""
     scheme, mark, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     return scheme + mark + ("***@" if login or at else "") + place.partition("?")[0]
 
 
 def parse_address(url: str) -> Address:
-    """An address taken apart.
+    """Parse an address.
 
     Raises:
-        ValueError: it is none; the message says what is wrong, and shows nothing that could be a
-        password.
+        ValueError: it is not valid; the message shows nothing that could be part of a password.
     """
     parts = _parts(url)
     scheme = _SCHEME.fullmatch(parts.scheme)
@@ -89,6 +91,8 @@ def parse_address(url: str) -> Address:
             "store: a shared store is redis://HOST:PORT/DB, rediss://, redis+cluster://, "
             "redis+sentinel:// or unix:///PATH"
         )
+    # A `/`, `?` or `#` in a password ends the host part early, and the rest of the password is
+    # parsed as path or query. The only trace of it is the `@` that follows.
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError(f"store: {_ESCAPED}")
     login, _, hosts = parts.netloc.rpartition("@")
@@ -120,8 +124,8 @@ def _parts(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError:
-        # Its message shows the login.
-        raise ValueError(f"store: the address is none; {_ESCAPED}") from None
+        # The original message contains the credentials, hence also `from None`.
+        raise ValueError(f"store: the address is not valid; {_ESCAPED}") from None
 
 
 def _options(query: str, kind: AddressKind, *, secure: bool) -> dict[str, str]:
@@ -132,12 +136,14 @@ def _options(query: str, kind: AddressKind, *, secure: bool) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = set(options) - set(known)
     if unknown:
-        # Which ones is not told: they may be a part of a password with a `?`.
+        # The message does not name them: with an unescaped `?` they are part of a password.
         why = "; those of TLS need rediss://" if unknown <= set(_TLS) else ""
         raise ValueError(
             f"store: an address of this kind has no options but {', '.join(known)}{why}"
         )
     for option in (*_TLS, "password_file", "sentinel_password_file"):
+        # Checked here, since redis-py reads the files at the first connection only, and reports a
+        # missing one as a broken connection.
         if option in options and not Path(options[option]).is_file():
             raise ValueError(f"store: {option}: there is no file {options[option]}")
     if options.get("key") and not options.get("certificate"):
@@ -146,7 +152,7 @@ def _options(query: str, kind: AddressKind, *, secure: bool) -> dict[str, str]:
 
 
 def _place(kind: AddressKind, path: str, db: str) -> tuple[str, int, str]:
-    """Name of the primary, number of the database, path of the socket."""
+    """Return name of the primary, number of the database and path of the socket."""
     name, place = "", unquote(path)
     if kind is AddressKind.SOCKET:
         if not place:
@@ -175,16 +181,16 @@ def _hosts(text: str, kind: AddressKind) -> tuple[tuple[str, int], ...]:
         matched = _HOST.fullmatch(host)
         port = matched and (matched[2] or _default_port(kind))
         if not matched or not port or not 0 < int(port) < 65536:
-            # What stands behind a colon may be a password whose host was forgotten.
-            told = f"{host!r} is" if ":" not in text else "one of the hosts is"
+            # The text after a colon may be a password whose host is missing.
+            subject = f"{host!r} is" if ":" not in text else "one of the hosts is"
             raise ValueError(
-                f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
+                f"store: {subject} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
             )
         found.append((matched[1].strip("[]"), int(port)))
     if kind is AddressKind.ONE and len(found) > 1:
         raise ValueError(
             "store: several hosts are a cluster (redis+cluster://), or Sentinels "
-            "(redis+sentinel://), which know which of them is the primary"
+            "(redis+sentinel://), which name the primary"
         )
     return tuple(found)
 

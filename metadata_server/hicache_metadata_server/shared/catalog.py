@@ -1,4 +1,8 @@
-"""The scopes that there are: one list in Redis, and scripts that are run on one of them."""
+"""Catalog of scopes: the list in Redis, and scripts that run on one scope.
+
+The list is the truth about which scopes exist. A server caches it, and notices by a script's reply
+(`UNKNOWN`) that a scope of its cache is gone.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from hicache_metadata_server.core.tenants import (
 )
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.names import SCOPES, ScopeKeys, idempotency_redis_key
-from hicache_metadata_server.shared.script_results import (
+from hicache_metadata_server.shared.scripts import (
     NO_IDEMPOTENCY_KEY,
     OK,
     REFUSED,
@@ -31,10 +35,10 @@ from hicache_metadata_server.shared.script_results import (
     UNKNOWN,
     IdempotencyKey,
     packed,
+    script,
     unpacked,
     value_of,
 )
-from hicache_metadata_server.shared.scripts import script
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,15 +46,17 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.tenants import Tenants
     from hicache_metadata_server.shared.connection import RedisConnection
 
+# In the order in which the script `register` compares them: it returns the index of the first that
+# differs.
 FIELDS: Final = ("slots", "slot_bytes", "geometry", "identity")
 MICROSECONDS: Final = 1_000_000
 BEYOND_QUOTA: Final = 5
-"""In the place of a field that differs."""
+"""Index that the script `register` returns, in the place of that of a field, beyond a quota."""
 NO_LEASES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class KnownScope(NamedTuple):
-    """A scope that the list has."""
+    """A scope of the list."""
 
     geometry: p.ScopeGeometry
     keys: ScopeKeys
@@ -58,27 +64,27 @@ class KnownScope(NamedTuple):
 
 
 class ScriptTask(NamedTuple):
-    """A script that is to be run on a scope."""
+    """A script to run on a scope."""
 
     name: str
     scope: str
     field: str
-    """Of the request that names the scope."""
+    """Field of the request that names the scope, for error messages."""
     arguments: object = None
     pages: bytes = b""
-    piece: str = ""
-    """Tells it from others of the same request under one idempotency key."""
+    chunk: str = ""
+    """Distinguishes it from other scripts of the same request under one idempotency key."""
 
 
 class ScopeCatalog:
-    """What this server knows of the list, and the way to run scripts on a scope."""
+    """Cache of the list of scopes, and runner of scripts on scopes."""
 
     def __init__(self, connection: RedisConnection, limits: p.Limits, tenants: Tenants) -> None:
         self.connection = connection
         self.known: dict[str, KnownScope] = {}
         self._tenants = tenants
         self.clock_offset = 0
-        """Microseconds that the scripts add to Redis' time: for tests, which cannot wait."""
+        """Microseconds that scripts add to the time of Redis, so that tests need not wait."""
         self._quarantine = round(limits.quarantine_seconds * MICROSECONDS)
         self._max_lease = limits.max_lease_seconds
         self._once_milliseconds = max(1, round(limits.idempotency_seconds * 1000))
@@ -90,14 +96,19 @@ class ScopeCatalog:
             found.items() if isinstance(found, dict) else zip(found[::2], found[1::2], strict=True)
         )
         known = {name.decode(): record for name, record in pairs}
+        # Replaced rather than updated: a scope that another server has dropped goes.
         self.known = {name: self._known(name, record) for name, record in known.items()}
         self._tenants.of_scope = {name: known.tenant for name, known in self.known.items()}
 
     async def find(self, names: Sequence[str], fields: Sequence[str]) -> list[KnownScope]:
-        """ScopeCatalog by their names.
+        """Return scopes by their names.
+
+        Args:
+            names: names of scopes.
+            fields: for each name its field in the request, for the error.
 
         Raises:
-            RefusedError: there is none of one of the names, which stands in that field.
+            RefusedError: a scope does not exist.
         """
         await self.learn(names)
         for name, field in zip(names, fields, strict=True):
@@ -106,7 +117,9 @@ class ScopeCatalog:
         return [self.known[name] for name in names]
 
     async def learn(self, names: Iterable[str]) -> None:
-        """See which of these scopes the list has."""
+        """Read those of these scopes from the list that are not cached."""
+        # Only unknown names cost a round trip. A cached scope that is gone is found out by the
+        # reply of the script that uses it.
         missing = [name for name in dict.fromkeys(names) if name not in self.known]
         if missing:
             records = await self.connection.command("HMGET", SCOPES, *missing)
@@ -127,18 +140,21 @@ class ScopeCatalog:
         quota: Quota = NO_QUOTA,
         earlier: Mapping[str, float] = NO_LEASES,
     ) -> list[bool]:
-        """Make scopes of the caller's, or see that they are as they are said to be: all or none;
-        which of them are new.
+        """Create scopes for the caller, or check that they are as described: all or none.
+
+        Returns:
+            For each scope, true if it is new.
 
         Raises:
-            RefusedError: one is otherwise, or another tenant's, or there are too many, for all or
-            for this tenant.
+            RefusedError: a scope is different or belongs to another tenant, or there are too many,
+                in the store or of this tenant.
         """
+        # The key of the answers has to be on the node of the list: a script uses one node.
         prefix = SCOPES + b":" if self.connection.is_cluster else b"hm:"
-        tenant, limits = (
-            caller.tenant,
-            [-1 if some is None else some for some in (quota.scopes, quota.slots, quota.bytes)],
-        )
+        tenant = caller.tenant
+        limits = [
+            -1 if limit is None else limit for limit in (quota.scopes, quota.slots, quota.bytes)
+        ]
         arguments = (
             [part.scope for part in parts],
             [_record(part, tenant) for part in parts],
@@ -164,6 +180,8 @@ class ScopeCatalog:
                 )
             raise _mismatch(parts, scope, at, known, most)
         created: list[bool] = value_of(reply)
+        # A scope that is not new may be one whose server died between its two scripts, so what this
+        # server has not seen is made as well; `make` changes nothing of a scope that exists.
         new = [
             part
             for part, is_new in zip(parts, created, strict=True)
@@ -178,16 +196,16 @@ class ScopeCatalog:
         tenant: str = "",
         earlier: Mapping[str, float] = NO_LEASES,
     ) -> None:
-        """See that scopes are there that the list has, or will have.
+        """Create the keys of scopes that the list has, or will have; keep existing ones.
 
         Args:
             parts: the scopes.
-            tenant: whose they are.
-            earlier: how long leases of a scope last that nobody knows of here, by its name: it
-                gives no slot before.
+            tenant: tenant of the scopes.
+            earlier: remaining seconds, by scope, of leases from before the store lost them. The
+                scope gives no slot until then.
 
         Raises:
-            RefusedError: one is there, and is another.
+            RefusedError: a scope exists with other properties.
         """
         new = {part.scope: part for part in parts}
         if not new:
@@ -206,18 +224,19 @@ class ScopeCatalog:
                 raise RefusedError(
                     409,
                     "mismatch",
-                    f"the list of scopes was lost, and {part.scope!r} is another than it says",
+                    f"the list of scopes was lost, and {part.scope!r} is not as it was listed again",
                     "scopes",
                 )
 
     async def run(
         self, tasks: Sequence[ScriptTask], idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY
     ) -> list[list[Any]]:
-        """Run scripts on scopes that were found; what each answers.
+        """Run scripts on known scopes; return their replies.
 
         Raises:
-            RefusedError: a scope is there no longer, or the idempotency key belongs to another
-            request. StoreError: Redis was not reached, or did not answer; some may have been done.
+            RefusedError: a scope is gone, or the idempotency key belongs to another request.
+            StoreError: Redis was not reached, or did not answer; some of the scripts may have been
+                executed.
         """
         replies = await self.connection.run([self._call(task, idempotency_key) for task in tasks])
         lost = [place for place, reply in enumerate(replies) if reply[0] == UNKNOWN]
@@ -233,18 +252,18 @@ class ScopeCatalog:
         return replies
 
     async def used(self, name: str) -> int:
-        """How many slots of a scope are not free; one that has none can be removed."""
+        """Return the number of slots that are not free; at 0 the scope can be removed."""
         used, _ = await self._drop(name, remove=False)
         return used
 
     async def remove(self, name: str) -> int:
-        """Remove a scope, unless slots of it are in use; how many are."""
-        # Off the list first: another server makes anew what is on it.
+        """Remove a scope unless slots of it are in use; return the number of those."""
+        # Off the list first: other servers create the keys of a listed scope again.
         await self.connection.command("HDEL", SCOPES, name)
         used, record = await self._drop(name, remove=True)
         if used:
-            # As the scope itself has it: what the list had may be of one that was dropped
-            # meanwhile, or be missing.
+            # The record of the scope itself: the entry of the list may be missing, or describe a
+            # scope of that name that was dropped meanwhile.
             await self.connection.command("HSET", SCOPES, name, packed(record))
         else:
             self.known.pop(name, None)
@@ -259,8 +278,10 @@ class ScopeCatalog:
         return found
 
     async def claim(self, idempotency_key: IdempotencyKey) -> bool:
-        """Hold an idempotency key for a request, where the keys of its scopes may lie on other
-        nodes; whether it was nobody's.
+        """Claim an idempotency key for a request; return True if it is new.
+
+        Needed where the scopes of the request may be on other nodes than the key: each script then
+        sees only the answers of its own scope.
 
         Raises:
             RefusedError: it belongs to another request.
@@ -276,21 +297,23 @@ class ScopeCatalog:
         return bool(held == 2)
 
     async def unclaim(self, idempotency_key: IdempotencyKey) -> None:
-        """Let it go: the request was refused."""
+        """Release the key of a request that was refused."""
         await self.connection.command("DEL", idempotency_redis_key(idempotency_key.key))
 
     async def _run_again(
         self, tasks: Sequence[ScriptTask], idempotency_key: IdempotencyKey
     ) -> list[list[Any]]:
-        """A server that is killed while it initializes leaves scopes that the list has and that
-        were not made."""
+        """Create listed scopes whose keys are missing, and run the scripts once more.
+
+        A server that is killed between its two scripts leaves a scope in the list without keys.
+        """
         names = list(dict.fromkeys(task.scope for task in tasks))
         for name in names:
             self.known.pop(name, None)
         found = await self.find([task.scope for task in tasks], [task.field for task in tasks])
         for one in found:
-            # Or Redis has lost what was in them, leases as well: nobody knows how long the longest
-            # was.
+            # Redis may also have lost the keys, and leases with them. The writers still hold these
+            # leases, and the longest may last as long as any.
             await self.make([one.geometry], one.tenant, {one.geometry.scope: self._max_lease})
         replies = await self.connection.run([self._call(task, idempotency_key) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
@@ -307,7 +330,7 @@ class ScopeCatalog:
         kept = idempotency_redis_key(
             idempotency_key.key, keys.prefix if self.connection.is_cluster else b"hm:"
         )
-        more = (idempotency_key.digest, f"{task.scope}/{task.piece}", self._once_milliseconds)
+        more = (idempotency_key.digest, f"{task.scope}/{task.chunk}", self._once_milliseconds)
         return ScriptCall(script(task.name), (*keys.all, kept), (*arguments, *more))
 
     def _know(self, found: Mapping[str, KnownScope]) -> None:
@@ -315,7 +338,7 @@ class ScopeCatalog:
         self._tenants.of_scope |= {name: known.tenant for name, known in found.items()}
 
     def _known(self, name: str, record: bytes) -> KnownScope:
-        there = self.known.get(name)
+        cached = self.known.get(name)
         slots, slot_bytes, geometry, identity, tenant = unpacked(record)
         read = p.ScopeGeometry(
             scope=name,
@@ -324,23 +347,25 @@ class ScopeCatalog:
             geometry=geometry,
             identity=identity,
         )
-        if there is not None and (there.geometry, there.tenant) == (read, tenant):
-            return there
+        # The same object for the same record, with its keys: `refresh` reads thousands of scopes.
+        if cached is not None and (cached.geometry, cached.tenant) == (read, tenant):
+            return cached
         return KnownScope(read, ScopeKeys(name), tenant)
 
 
 def tasks_of(name: str, scopes: Iterable[str]) -> list[ScriptTask]:
-    """One script on several scopes."""
+    """Return one script for each of several scopes."""
     return [ScriptTask(name, scope, "scopes") for scope in scopes]
 
 
 def is_refused(reply: list[Any]) -> bool:
-    """Whether a script has not done what it was to do."""
+    """Return True if a script has refused."""
     return bool(reply[0] != OK)
 
 
 def _record(part: p.ScopeGeometry, tenant: str) -> list[str]:
-    """As the list keeps it: numbers as text, since Lua's are not exact."""
+    """Return the record of a scope in the list."""
+    # Numbers as text: Lua's numbers are not exact beyond 2**53.
     return [str(part.slots), str(part.slot_bytes), part.geometry, part.identity, tenant]
 
 

@@ -1,4 +1,4 @@
-"""PinRegistry, which have one number for slots of several scopes."""
+"""Registry of pins, each of which is one number for slots of several scopes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hicache_metadata_server.core.tenants import ANYBODY, Caller, may_use
 from hicache_metadata_server.shared.catalog import ScriptTask
 from hicache_metadata_server.shared.chunking import in_order
 from hicache_metadata_server.shared.names import pin_key
-from hicache_metadata_server.shared.script_results import EXACT, packed, unpacked
+from hicache_metadata_server.shared.scripts import EXACT, packed, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,25 +19,30 @@ if TYPE_CHECKING:
     from hicache_metadata_server import protocol as p
     from hicache_metadata_server.shared.catalog import ScopeCatalog
 
+# Redis executes one command at a time, and serves other clients between two batches.
 _AT_ONCE: Final = 64
 
 
 class PinRegistry:
-    """Which scopes each pin is on. The slots, and when it ends, each scope knows itself."""
+    """Registry of the scopes of each pin. Each scope itself has the slots and the end of a pin."""
 
     def __init__(self, catalog: ScopeCatalog) -> None:
         self._catalog = catalog
 
     def draw(self) -> int:
-        """A number that hardly anybody has."""
+        """Return a random number for a pin."""
+        # Random rather than counted: servers would have to agree on a counter, and `enter` finds
+        # the rare number that is taken.
         return 1 + secrets.randbelow(EXACT - 1)
 
     async def enter(self, pin: int, request: p.Lookup, seconds: float) -> bool:
-        """Write down what a pin is on; False if another pin has that number. One that its server
-        dies with is told to nobody, and ends by itself."""
+        """Register a pin; return False if another pin has its number.
+
+        If the server dies before that, nobody knows the number, and the pin expires by itself.
+        """
         names = dict[str, list[str]]()
-        for number, piece in enumerate(in_order(request)):
-            names.setdefault(piece.request.scopes[0].scope, []).append(f"{pin}.{number}")
+        for number, chunk in enumerate(in_order(request)):
+            names.setdefault(chunk.request.scopes[0].scope, []).append(f"{pin}.{number}")
         lasts = max(1, round(seconds * 1000))
         return bool(
             await self._catalog.connection.command(
@@ -45,14 +50,14 @@ class PinRegistry:
             )
         )
 
-    async def let_go(self, pins: Sequence[int], caller: Caller = ANYBODY) -> None:
-        """End pins before their time; unknown ones, and those on another tenant's scopes, are no
-        error."""
+    async def release(self, pins: Sequence[int], caller: Caller = ANYBODY) -> None:
+        """End pins before their time. Ignore unknown ones and those on another tenant's scopes."""
         drawn = [pin for pin in dict.fromkeys(pins) if pin < EXACT]
         if not caller.sees_all:
             drawn = await self._permitted(drawn, caller)
         for some in groups_of(drawn, _AT_ONCE):
-            # One by one: in a cluster they lie anywhere.
+            # One command for each: in a cluster they are on any node. GETDEL, so that of two
+            # releases at once only one goes through the scopes.
             records = await self._catalog.connection.commands(
                 [("GETDEL", pin_key(pin)) for pin in some]
             )
@@ -84,5 +89,5 @@ class PinRegistry:
                 try:
                     await self._catalog.run([ScriptTask("unpin", scope, "pins", some)])
                 except RefusedError:
-                    # The scope was lost, and its pins with it.
+                    # The scope was removed or lost, and its pins with it.
                     break

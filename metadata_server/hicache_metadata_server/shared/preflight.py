@@ -1,4 +1,8 @@
-"""Whether a Redis is one that can be relied upon, seen before the first request."""
+"""Preflight check of a Redis: version, role, eviction and durability.
+
+A wrong setting loses pages long after the start, and without an error. So a server does not start
+on a Redis with such a setting.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from hicache_metadata_server.storage.store import StoreError
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import RedisConnection
 
+# The first version with GETDEL, which the release of pins needs.
 _MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (Durability.NONE, Durability.PROCESS, Durability.MACHINE)
 _FIXES: Final = {
@@ -23,16 +28,15 @@ _log = structlog.get_logger()
 
 
 async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
-    """See that every node keeps what is promised, and throws nothing away.
+    """Check that every node keeps changes as durably as wanted, and evicts no keys.
 
     Raises:
-        StoreError: one does not, or is not reached; the message says which setting is to be
-        changed.
+        StoreError: a node does not, or is not reached; the message names the setting to change.
     """
     for info in await connection.on_each("INFO"):
         _check_node(connection, info)
         if int(info.get("connected_slaves", 0)) < connection.replicas:
-            # They may come; until then changes are refused.
+            # No error: replicas may join later. Until then `WAIT` fails every change.
             _log.warning(
                 "replicas_missing",
                 store=connection.redacted,
@@ -46,7 +50,7 @@ async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
             await _config(connection, "appendfsync"),
         )
     except StoreError as error:
-        # Some that are run by others do not tell.
+        # Managed services forbid CONFIG. The operator has to know their settings.
         _log.warning(
             "store_settings_unknown",
             store=connection.redacted,
@@ -57,8 +61,8 @@ async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
     for policy in policies:
         if policy != "noeviction":
             raise StoreError(
-                f"{connection.redacted}: maxmemory-policy is {policy}, which would throw keys of ours away: "
-                f"set it to noeviction"
+                f"{connection.redacted}: maxmemory-policy is {policy}, which would evict keys of the "
+                f"store: set it to noeviction"
             )
     for file, fsync in zip(files, fsyncs, strict=True):
         kept = kept_by(file, fsync)
@@ -72,10 +76,10 @@ async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
 
 
 def kept_by(appendonly: str, appendfsync: str) -> Durability:
-    """What acknowledged changes survive.
+    """Return the durability of acknowledged changes under two settings of Redis.
 
-    With `everysec` Redis may answer before it has written, while an earlier fsync lasts; with `no`
-    it always writes first.
+    With `everysec` Redis may answer before it has written a change, while an earlier fsync is in
+    progress. With `no` it always writes first.
     """
     if appendonly != "yes":
         return Durability.NONE
@@ -91,7 +95,7 @@ async def _config(connection: RedisConnection, name: str) -> list[str]:
 def _text(found: Any, name: str) -> str:
     values = {_plain(key): _plain(value) for key, value in found.items()}
     if name not in values:
-        raise StoreError(f"it does not tell {name}")
+        raise StoreError(f"it does not report {name}")
     return values[name]
 
 
@@ -111,6 +115,7 @@ def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
             f"{connection.redacted}: this is a node of a cluster: name it as "
             f"redis+cluster://HOST:PORT,HOST:PORT"
         )
+    # A replica answers reads, so that a server would start and fail at the first change.
     if info.get("role") != "master":
         raise StoreError(
             f"{connection.redacted}: this is a replica, which cannot be written: name the primary"

@@ -1,4 +1,4 @@
-"""Clients of redis-py for each kind of address."""
+"""Clients of redis-py, one factory for all kinds of addresses."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS: Final = 1.0
 SENTINEL_SECONDS: Final = 0.5
-"""For each Sentinel to connect, and to answer."""
+"""Timeout of each Sentinel, to connect and to answer."""
 CONNECTIONS: Final = 64
-"""At most, of one server process."""
+"""Limit of one server process."""
 
 
 class PasswordFile(CredentialProvider):
-    """Reads the password for each connection anew, so that it can be changed while servers run."""
+    """Credential provider that reads the password file for each new connection.
+
+    The password can be changed while servers run.
+    """
 
     def __init__(self, login: Credentials) -> None:
         self._login = login
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Password, or user and password.
+        """Return the password, or user and password.
 
         Raises:
             AuthenticationError: the file cannot be read, or is empty.
@@ -47,6 +50,7 @@ class PasswordFile(CredentialProvider):
         try:
             password = Path(self._login.password_file).read_text("utf-8").strip()
         except (OSError, UnicodeError) as error:
+            # The text of a UnicodeError contains the bytes of the file, so only its type is shown.
             raise AuthenticationError(
                 f"{self._login.password_file} cannot be read: {type(error).__name__}"
             ) from None
@@ -55,19 +59,23 @@ class PasswordFile(CredentialProvider):
         return (self._login.user, password) if self._login.user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same."""
+        """Return the same; redis-py calls this method from its asynchronous connections."""
         return self.get_credentials()
 
 
 class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Waits for a connection, as that of one Redis does."""
+    """Connection pool behind Sentinels that waits for a free connection.
+
+    The pool of redis-py for Sentinels fails at once when all connections are in use.
+    """
 
 
 class _Sentinels(Sentinel):
-    """Remembers them all.
+    """Sentinel client with a complete list of Sentinels.
 
-    Who finds the primary puts the Sentinel that knew it at the head of redis-py's list; two who
-    look at the same time put one there twice, and another one is asked never again, nor closed.
+    redis-py moves the Sentinel that has named the primary to the head of its list, by swapping
+    entries. Two concurrent discoveries can duplicate one entry, and lose another: that Sentinel is
+    never asked again, and its connection is never closed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -83,8 +91,9 @@ class _Sentinels(Sentinel):
 
 
 def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[], Any]]:
-    """A client, whose connections are made when they are needed, and what closes it."""
-    # What was sent may have been done: only whoever has an idempotency key may send it again.
+    """Return a client that connects on demand, and the function that closes it."""
+    # No retries in the library: a command whose answer was lost may have been executed. Only a
+    # caller with an idempotency key may repeat it.
     options: dict[str, Any] = {
         "socket_timeout": answer_seconds,
         "socket_connect_timeout": CONNECT_SECONDS,
@@ -133,6 +142,7 @@ def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callab
     )
 
     async def close() -> None:
+        # Closing the client of the primary leaves the connections to the Sentinels open.
         await primary.aclose()
         for sentinel in sentinels.all:
             await sentinel.aclose()

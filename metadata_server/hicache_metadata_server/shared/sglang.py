@@ -1,4 +1,4 @@
-"""The compatible part, done in Redis."""
+"""SGLang's protocol, executed in Redis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hicache_metadata_server.core.errors import RefusedError, other_size, stale
 from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
 from hicache_metadata_server.shared.catalog import MICROSECONDS, ScriptTask
-from hicache_metadata_server.shared.script_results import (
+from hicache_metadata_server.shared.scripts import (
     NO_IDEMPOTENCY_KEY,
     IdempotencyKey,
     value_of,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SharedSglangCompat:
-    """What an unchanged SGLang asks for, on the same scopes."""
+    """Operations of SGLang's own client, on the same scopes as those of the protocol."""
 
     def __init__(self, service: SharedService) -> None:
         self._service = service
@@ -35,7 +35,7 @@ class SharedSglangCompat:
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
         caller: Caller = ANYBODY,
     ) -> None:
-        """Make a scope, or see that it has as many pages."""
+        """Create a scope, or check that it has as many pages."""
         name = f"{rank}:{request.namespace}"
         try:
             (known,) = await self._service.catalog.find([name], ["namespace"])
@@ -49,7 +49,7 @@ class SharedSglangCompat:
                     raise RefusedError(
                         refused.status, refused.problem.code, refused.problem.message, "namespace"
                     ) from refused
-            # Another client was quicker.
+            # Another client has created it between `find` and `register`.
             (known,) = await self._service.catalog.find([name], ["namespace"])
         if known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
@@ -60,7 +60,7 @@ class SharedSglangCompat:
         request: p.CompatibleKeys,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Which keys are live; counts as use."""
+        """Return which keys are live, and record a use of them."""
         return {"exists": [slot >= 0 for slot in await self._find(rank, request)]}
 
     async def get_page_indices(
@@ -69,7 +69,7 @@ class SharedSglangCompat:
         request: p.CompatibleKeys,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Slots of live keys; counts as use."""
+        """Return the slots of live keys, and record a use of them."""
         return {
             "indices": [slot if slot >= 0 else None for slot in await self._find(rank, request)]
         }
@@ -80,20 +80,20 @@ class SharedSglangCompat:
         request: p.CompatibleReserve,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Slots for new keys, -1 where there are none."""
+        """Reserve slots for new keys; -1 for a key that gets none."""
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
         measure = Measure(self._service.limits)
         measure.keys(keys, "keys")
         measure.lengths(prefixes, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
+        # SGLang's client knows no refusal of a reservation: while the server drains, live keys get
+        # their slots and all others none.
         if self._service.draining:
             slots = await self._slots(name, keys, touch=False, counted=False)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
-        lasts, indices = (
-            round(self._service.limits.lease_seconds * MICROSECONDS),
-            list[tuple[bool, int]](),
-        )
+        lasts = round(self._service.limits.lease_seconds * MICROSECONDS)
+        indices = list[tuple[bool, int]]()
         for some in groups_of(request.keys):
             arguments = ([key for key, _ in some], [prefix for _, prefix in some], "", lasts, False)
             (reply,) = await self._service.catalog.run(
@@ -109,8 +109,11 @@ class SharedSglangCompat:
         request: p.CompatibleConfirm,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
-        """Make reserved slots live, give others back; what cannot be done is refused after all else
-        was done."""
+        """Make reserved slots live and release others.
+
+        Raises:
+            RefusedError: an entry is not reserved; the valid entries were executed.
+        """
         pairs, releases = request.written_keys_to_confirm, request.pages_to_release
         measure = Measure(self._service.limits)
         measure.keys([key for key, _ in pairs], "written_keys_to_confirm")
@@ -129,7 +132,7 @@ class SharedSglangCompat:
         request: p.CompatibleKeys,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
-        """Make keys go."""
+        """Delete pages."""
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
@@ -142,7 +145,7 @@ class SharedSglangCompat:
         request: p.CompatibleClear,
         idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
-        """Make everything go."""
+        """Empty the scope."""
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
         await self._service.catalog.run([ScriptTask("clear", name, "namespace")])
@@ -156,7 +159,8 @@ class SharedSglangCompat:
     async def _slots(
         self, name: str, keys: Sequence[str], *, touch: bool, counted: bool
     ) -> list[int]:
-        """From the last keys to the first, as they count as used."""
+        """Find slots from the last keys to the first."""
+        # The head of a chain is used last, so that eviction takes tails before heads.
         found = list[list[int]]()
         for some in reversed(list(groups_of(keys))):
             (reply,) = await self._service.catalog.run(
@@ -169,13 +173,13 @@ class SharedSglangCompat:
         self, name: str, pairs: Sequence[tuple[str, int]], releases: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
         confirmed, released = list[bool](), list[bool]()
-        pieces: list[tuple[list[str], list[int], Sequence[int]]] = [
+        chunks: list[tuple[list[str], list[int], Sequence[int]]] = [
             ([key for key, _ in some], [slot for _, slot in some], ()) for some in groups_of(pairs)
         ]
-        pieces += [([], [], some) for some in groups_of(releases)]
-        for piece in pieces:
+        chunks += [([], [], some) for some in groups_of(releases)]
+        for chunk in chunks:
             (reply,) = await self._service.catalog.run(
-                [ScriptTask("confirm", name, "namespace", piece)]
+                [ScriptTask("confirm", name, "namespace", chunk)]
             )
             done = value_of(reply)
             confirmed += done[0]
