@@ -86,7 +86,7 @@ def redis(tmp_path_factory):
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def server(request, tmp_path):
-    """What makes a server of each kind."""
+    """Factory of a server, for each kind of store."""
     if request.param == "redis":
         redis = request.getfixturevalue("redis")
         return lambda: OneOfSeveral(redis)

@@ -1,5 +1,4 @@
-"""What several servers on one Redis promise beyond the state machine: settings, faults, repeated
-requests, fsck."""
+"""Several servers on one Redis, beyond the state machine: settings, faults, repeated requests, fsck."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_leases_that_a_replica_lacks_are_given_to_nobody_else(pair, moving):
 
 
 async def eventually(ask):
-    """What it answers when the store has come back; each time within the deadline."""
+    """Answer of a call once the store is back; each attempt ends within the deadline."""
     until = time.monotonic() + PATIENCE_SECONDS
     while True:
         begin = time.monotonic()

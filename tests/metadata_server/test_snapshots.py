@@ -307,7 +307,7 @@ def test_a_backup_says_what_the_store_says(stored):
     assert found.origin.source == address(stored.directory / "m.db")
     assert stored.file.stat().st_mode & 0o777 == 0o600
     assert (
-        "is there already"
+        "exists already"
         in hicache("backup", address(stored.directory / "m.db"), stored.file).output
     )
 
@@ -402,9 +402,9 @@ def test_what_is_left_out_is_no_page_any_more(seed):
     less = list(after.over(restored(verifiable(whole, dropped), NOW + 600)))
     assert after.pages == before.pages - dropped.total()
     for name, count in before.scopes.items():
-        assert (
-            count.pages + count.empty == after.scopes[name].pages + after.scopes[name].empty
-        ), "no slot is lost"
+        assert count.pages + count.empty == after.scopes[name].pages + after.scopes[name].empty, (
+            "no slot is lost"
+        )
     assert all(page[3] for page in pages_in(less).values())
 
 
@@ -412,10 +412,11 @@ def test_what_is_left_out_is_no_page_any_more(seed):
 
 
 class Between:
-    """A service as a remote one; somebody else is served before each request of ours."""
+    """A service as a remote server, which serves others before each request of the snapshot."""
 
     def __init__(self, engine, steps):
-        self.engine, self.steps = engine, steps
+        self.engine = engine
+        self.steps = steps
 
     def call(self, path, request, kind):
         for _ in range(self.steps):
@@ -498,7 +499,7 @@ def test_moving_a_server_that_runs(tmp_path):
         assert "3,000 pages in 1 scopes" in saved.output
         done = hicache("copy", place.url, address(tmp_path / "b.db"), "--wait", "0")
         assert done.exit_code == 0, done.output
-        assert "drains; 1 leases are out" in done.output
+        assert "draining; 1 leases left" in done.output
         assert (
             "holds scopes already" in hicache("copy", place.url, address(tmp_path / "b.db")).output
         )

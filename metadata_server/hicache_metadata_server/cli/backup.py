@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 HTTP: Final = ("http://", "https://")
 POLL_SECONDS: Final = 0.2
-DRAINS: Final = (
-    "It gives no new leases: stop it, start one on the copy, and point the clients there."
+DRAINING: Final = (
+    "The server gives no new leases: stop it, start one on the copy, and point the clients there."
 )
 
 Source = Annotated[
@@ -52,21 +52,22 @@ Target = Annotated[
     ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")
+    bool,
+    typer.Option("--replace", help="Replace the existing content once the new one is complete."),
 ]
 Without = Annotated[
     list[str] | None,
     typer.Option(
         "--without",
         metavar="SCOPE",
-        help="A scope that is left out, since nobody uses it any more. May be repeated.",
+        help="Scope to leave out, such as one that no engine uses any more. May be repeated.",
     ),
 ]
 MaxLease = Annotated[
     float,
     typer.Option(
-        help="How long a lease may last in a store that no server has open: so long its slot stays "
-        "in quarantine.",
+        help="Longest lease of a store that no server has open, in seconds: its leased slots are "
+        "quarantined for that long.",
         envvar="HICACHE_METADATA_MAX_LEASE_SECONDS",
         min=0.001,
     ),
@@ -81,7 +82,7 @@ def copy(
     wait: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0, help="For leases that are out, of a server that runs."
+            metavar="SECONDS", min=0, help="Time to wait for the leases of a running server."
         ),
     ] = 60.0,
     max_lease_seconds: MaxLease = 600.0,
@@ -91,9 +92,8 @@ def copy(
 ) -> None:
     """Copy all scopes into another store, and verify them there.
 
-    Of a store that no server has open all is copied. A server goes on serving while most of it is
-    copied; then it drains, and what has changed is copied. It is left draining, or set free again
-    if the copy fails.
+    A running server serves during most of the copy. Then it drains, and the changes are copied. It
+    stays draining, or gives leases again if the copy fails.
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
@@ -107,15 +107,17 @@ def copy(
     ):
         begin = time.monotonic()
         if is_shared(source):
-            taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
-            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _check_unchanged(taken)
+            snapshot = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
+            tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
+            _check_unchanged(snapshot)
         elif source.startswith(HTTP):
             remote = connect_remote(source, token_file, ca, certificate)
-            taken = stack.enter_context(_spooled(remote))
+            # Spooled before it drains, so that clients can write during the long first pass.
+            snapshot = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
-            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _check_unchanged(taken)
+            tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
+            # Leases that outlast the wait can still be committed, and pages deleted.
+            _check_unchanged(snapshot)
         else:
             tally = fill(
                 target,
@@ -127,13 +129,13 @@ def copy(
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
     _print_dropped(dropped)
     if source.startswith(HTTP):
-        typer.echo(DRAINS, err=True)
+        typer.echo(DRAINING, err=True)
 
 
 def backup(
     source: Source,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")
+        Path, typer.Argument(metavar="FILE", help="The new backup, readable by its owner only.")
     ],
     replace: Replace = False,
     max_lease_seconds: MaxLease = 600.0,
@@ -141,15 +143,17 @@ def backup(
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Write all scopes into one file. A server may go on serving: pages that come, go or move
-    meanwhile are left out."""
+    """Write all scopes into one file.
+
+    A server goes on serving: pages that are committed, removed or moved meanwhile are left out.
+    """
     from hicache_metadata_server.backup.backup_file import write_backup
     from hicache_metadata_server.backup.frames import BackupHeader
     from hicache_metadata_server.shared.address import is_shared
 
     with exit_on_error(), ExitStack() as stack:
         if file.exists() and not replace:
-            raise FileExistsError(f"{file} is there already; with --replace it makes room")
+            raise FileExistsError(f"{file} exists already; --replace replaces it")
         begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
         parts: Iterable[SnapshotPart]
         if online:
@@ -158,6 +162,8 @@ def backup(
                 if is_shared(source)
                 else connect_remote(source, token_file, ca, certificate)
             )
+            # The spool is as large as the backup: where that fits, a spool most likely fits too,
+            # unlike in a small /tmp.
             parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(
                 drained=False
             )
@@ -170,21 +176,23 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `backup` has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `backup` has written.")],
     store: Target,
     replace: Replace = False,
     files: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The directory of the driver's files: keep only pages whose bytes are right.",
+            help="Directory of the driver's files: keep only pages whose bytes are intact.",
         ),
     ] = None,
     without: Without = None,
     max_lease_seconds: MaxLease = 600.0,
 ) -> None:
-    """Fill a store from a backup. Pages that no reader can verify are left out: their slots may
-    hold other pages by now."""
+    """Fill a store from a backup.
+
+    Pages that no reader can verify are left out: their slots may hold other pages by now.
+    """
     from hicache_metadata_server.backup.backup_file import BackupFile
     from hicache_metadata_server.backup.filters import (
         only_intact,
@@ -196,6 +204,7 @@ def restore(
 
     dropped = Counter[str]()
     with exit_on_error(), ExitStack() as stack:
+        # Verified as a whole before the store is opened, and so before anything is removed.
         found = BackupFile(file)
         checker = stack.enter_context(closing(_checker(files))) if files is not None else None
         with closing(open_target(store, replace=replace)) as target:
@@ -232,7 +241,7 @@ def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[SnapshotPa
         if problems:
             raise SnapshotError(
                 f"{url} contradicts itself ({problems[0]}); `hicache metadata fsck --store {url} "
-                f"--repair` mends it"
+                f"--repair` repairs it"
             )
         yield snapshot_of(service, time.time())
 
@@ -251,19 +260,22 @@ def _spooled(remote: ExportServer, directory: Path | None = None) -> Generator[R
 
 @contextmanager
 def _draining(remote: RemoteServer, wait: float) -> Generator[None]:
-    """Drains a server and waits for its leases; sets it free again where the block fails."""
+    """Drain a server and wait for its leases; if the block fails, let it give leases again."""
     from hicache_metadata_server.cli.remote_server import RemoteError
     from hicache_metadata_server.protocol import Drain, Draining
 
     drained_before, until = remote.is_draining(), time.monotonic() + wait
     answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     try:
+        # Each answer counts the leases anew; to drain a draining server changes nothing.
         while answer.leases and time.monotonic() < until:
             time.sleep(min(POLL_SECONDS, wait))
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
-        typer.echo(f"drains; {answer.leases:,} leases are out", err=True)
+        typer.echo(f"draining; {answer.leases:,} leases left", err=True)
         yield
     except BaseException:
+        # Also on Ctrl-C: a server that stays draining stores nothing any more. One that drained
+        # before does so for another reason, which still holds.
         if not drained_before:
             with suppress(RemoteError):
                 remote.call("/v2/drain", Drain(enabled=False), Draining)
@@ -281,24 +293,24 @@ def _check_unchanged(source: RemoteSource) -> None:
         )
 
 
-def _print(tally: Tally, what: str) -> None:
+def _print(tally: Tally, summary: str) -> None:
     table = Table(
         "scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False
     )
     for name, count in sorted(tally.scopes.items()):
         table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.empty:,}")
     Console(highlight=False).print(table)
-    typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {what}")
+    typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {summary}")
 
 
 def _print_dropped(dropped: Counter[str]) -> None:
-    for why, count in sorted(dropped.items()):
+    for reason, count in sorted(dropped.items()):
         if count:
-            typer.echo(f"{count:,} pages left out: {why}", err=True)
+            typer.echo(f"{count:,} pages left out: {reason}", err=True)
 
 
 def _without_credentials(address: str) -> str:
-    """An address without user and password."""
+    """Return an address without user and password, which a backup file must not contain."""
     from hicache_metadata_server.shared.address import is_shared, redacted
 
     if is_shared(address):

@@ -1,4 +1,4 @@
-"""What commands have in common: whom they ask, and how they fail."""
+"""Shared options of the commands, and their error handling."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Token = Annotated[
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.",
+        help="File that contains only a token; default: $HICACHE_METADATA_TOKEN.",
     ),
 ]
 Ca = Annotated[
@@ -50,24 +50,23 @@ Certificate = Annotated[
 def connect_remote(
     url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
 ) -> RemoteServer:
-    """A client of the server there, which has not been asked yet."""
+    """Return a client of the server at `url`; no request is sent yet."""
     import os
 
     from hicache_metadata_server.cli.remote_server import RemoteServer
     from hicache_metadata_server.client.tls import client_context
 
-    told = os.environ.get
-    token = (
-        token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
-    )
-    authorities, shown = (
-        ca or told("HICACHE_METADATA_CA", ""),
-        certificate or told("HICACHE_METADATA_CERTIFICATE", ""),
-    )
+    # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
+    environment = os.environ.get
+    token = environment("HICACHE_METADATA_TOKEN", "")
+    if token_file:
+        token = token_file.read_text("utf-8").strip()
+    authorities = ca or environment("HICACHE_METADATA_CA", "")
+    client = certificate or environment("HICACHE_METADATA_CERTIFICATE", "")
     return RemoteServer(
         url,
         token,
-        client_context(ca=str(authorities), certificate=str(shown))
+        client_context(ca=str(authorities), certificate=str(client))
         if url.startswith("https:")
         else None,
     )
@@ -75,7 +74,7 @@ def connect_remote(
 
 @contextmanager
 def exit_on_error() -> Generator[None]:
-    """Errors that are the operator's to read end the command with a sentence."""
+    """End the command with a message, instead of a traceback, on an expected error."""
     from hicache_metadata_server.cli.remote_server import RemoteError
     from hicache_metadata_server.core.errors import RefusedError
     from hicache_metadata_server.storage.store import StoreError
@@ -89,13 +88,14 @@ def exit_on_error() -> Generator[None]:
 
 
 def error_message(error: Exception) -> str:
-    """What an error says; one of the operating system without its number."""
+    """Return the message of an error; for an `OSError` without its number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with a sentence."""
+    """End the command with a message and exit status 2."""
+    # soft_wrap: messages contain commands and paths to copy, which a hard wrap would break.
     Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
     raise typer.Exit(FAILED)

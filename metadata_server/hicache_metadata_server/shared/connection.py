@@ -81,7 +81,9 @@ class RedisConnection:
         self._is_secure = address.tls is not None
         self._discovery = asyncio.Lock()
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
-        self._client, self._close = client_of(address, answer_seconds)
+        client, close = client_of(address, answer_seconds)
+        self._client = client
+        self._close = close
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Send scripts together, each of which is atomic; return their replies."""
