@@ -105,13 +105,13 @@ def metadata_url():
 @pytest.fixture
 def server():
     """A metadata server of the test's own, which it may kill; in order at the end."""
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.protocol import Checked, Fsck
     from tests.interop.metadata import started
 
     with started() as served:
         yield served
-        assert RemoteServer(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
+        assert AdminClient(served.url).call("/v2/fsck", Fsck(), Checked).problems == []
 
 
 @pytest.fixture

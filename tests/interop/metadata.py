@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_conformance.protocol.server import Served
-from hicache_metadata_server.cli.remote_server import RemoteServer
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.protocol import Scopes
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def live(url: str) -> dict[str, int]:
     """How many pages our server says there are, by scope."""
     return {
         scope.scope: scope.live
-        for scope in RemoteServer(url).call("/v2/scopes", None, Scopes).scopes
+        for scope in AdminClient(url).call("/v2/scopes", None, Scopes).scopes
     }
 
 

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker, sampled
 from hicache_metadata_server.backup.parts import Pages
 from hicache_metadata_server.cli.main import app

@@ -18,10 +18,9 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.backup import remote
 from hicache_metadata_server.backup.backup_file import BackupFile, write_backup
-from hicache_metadata_server.backup.capture import snapshot_of
 from hicache_metadata_server.backup.filters import LEAP, restored, verifiable
 from hicache_metadata_server.backup.frames import BackupHeader
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import Pages, SnapshotError, Tally
 from hicache_metadata_server.backup.remote import RemoteSource
 from hicache_metadata_server.backup.target import fill, open_target

@@ -9,8 +9,7 @@ from contextlib import closing
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import Pages, SnapshotError
 from hicache_metadata_server.backup.redis import SharedStoreClient
 from hicache_metadata_server.backup.target import fill, open_target

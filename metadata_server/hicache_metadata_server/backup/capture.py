@@ -1,33 +1,17 @@
-"""Snapshot of a service in memory."""
+"""Snapshot of slots in memory."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.backup.parts import EmptySlots, Pages, ScopeHeader
+from hicache_metadata_server.backup.parts import EmptySlots, Pages
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.core.service import MetadataService
 
 CHUNK_SLOTS: Final = 2048
 """Slots of one chunk: reading them takes about 3 ms, for which a server answers no one else."""
-
-
-def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
-    """Yield the snapshot of a service, which must not change meanwhile."""
-    for name in sorted(service.scopes):
-        scope = service.scopes[name]
-        yield ScopeHeader(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
-        for first in range(0, len(scope.table), CHUNK_SLOTS):
-            yield from read_chunk(
-                scope, first, first + CHUNK_SLOTS, now, service.limits.max_lease_seconds
-            )
-    yield service.counters()
 
 
 def read_chunk(

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from hicache_metadata_server.backup.capture import CHUNK_SLOTS, read_chunk
+from hicache_metadata_server.backup.parts import ScopeHeader
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.store import MEMORY, SQLITE, StoreError, open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
+
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 
 @contextmanager
@@ -44,3 +48,15 @@ def opened_store(
         yield service
     finally:
         store.close()
+
+
+def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
+    """Yield the snapshot of a service, which must not change meanwhile."""
+    for name in sorted(service.scopes):
+        scope = service.scopes[name]
+        yield ScopeHeader(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
+        for first in range(0, len(scope.table), CHUNK_SLOTS):
+            yield from read_chunk(
+                scope, first, first + CHUNK_SLOTS, now, service.limits.max_lease_seconds
+            )
+    yield service.counters()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import xxhash
 
-from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
+from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads it
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:

@@ -115,8 +115,8 @@ class RedisTarget:
             self._old = self._store.call("/v2/scopes", None, p.Scopes).scopes
             if self._old and not replace:
                 raise SnapshotError(
-                    f"{self._store.service.connection.redacted} holds scopes already; with --replace they "
-                    f"make room"
+                    f"{self._store.service.connection.redacted} holds scopes already; "
+                    f"--replace replaces them"
                 )
         except BaseException:
             self._store.close()

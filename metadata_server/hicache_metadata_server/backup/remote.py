@@ -60,7 +60,8 @@ class RemoteSource:
 
     def __init__(self, remote: ExportServer, directory: Path) -> None:
         self._remote = remote
-        self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 - closed by `__exit__`
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by `__exit__`
+        self._file = cast("BinaryIO", file)
         self._writer = FrameWriter(self._file)
         self._spooled: dict[_ChunkId, tuple[int, int, str]] = {}
         """Position of a chunk in the spool, number of its first record, and its digest."""

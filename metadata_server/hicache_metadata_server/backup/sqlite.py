@@ -1,4 +1,4 @@
-"""SQLite stores as targets of snapshots: a new file is filled, and then renamed over the old one."""
+"""SQLite stores as targets of snapshots: a new file is filled and renamed over the old one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import (
     Counters,
     EmptySlots,
@@ -71,7 +70,7 @@ class SqliteTarget:
         self._lock = StoreLock(f"{file}.lock")
         try:
             if _holds_scopes(self._file) and not replace:
-                raise SnapshotError(f"{file} holds scopes already; with --replace they make room")
+                raise SnapshotError(f"{file} holds scopes already; --replace replaces them")
             _remove(self._incoming)
         except BaseException:
             self._lock.release()

@@ -17,8 +17,8 @@ from hicache_metadata_server.cli.options import (
     Ca,
     Certificate,
     Token,
-    connect_remote,
     exit_on_error,
+    open_client,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.backup.parts import SnapshotPart, Tally
     from hicache_metadata_server.backup.redis import SharedStoreClient
     from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
 
 HTTP: Final = ("http://", "https://")
 POLL_SECONDS: Final = 0.2
@@ -111,7 +111,7 @@ def copy(
             tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
             _check_unchanged(snapshot)
         elif source.startswith(HTTP):
-            remote = connect_remote(source, token_file, ca, certificate)
+            remote = open_client(source, token_file, ca, certificate)
             # Spooled before it drains, so that clients can write during the long first pass.
             snapshot = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
@@ -160,7 +160,7 @@ def backup(
             remote = (
                 stack.enter_context(_shared(source))
                 if is_shared(source)
-                else connect_remote(source, token_file, ca, certificate)
+                else open_client(source, token_file, ca, certificate)
             )
             # The spool is as large as the backup: where that fits, a spool most likely fits too,
             # unlike in a small /tmp.
@@ -232,8 +232,7 @@ def _checker(files: Path) -> PageChecker:
 
 @contextmanager
 def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[SnapshotPart]]:
-    from hicache_metadata_server.backup.capture import snapshot_of
-    from hicache_metadata_server.backup.offline import opened_store
+    from hicache_metadata_server.backup.offline import opened_store, snapshot_of
     from hicache_metadata_server.backup.parts import SnapshotError
 
     with opened_store(url, max_lease_seconds) as service:
@@ -259,9 +258,9 @@ def _spooled(remote: ExportServer, directory: Path | None = None) -> Generator[R
 
 
 @contextmanager
-def _draining(remote: RemoteServer, wait: float) -> Generator[None]:
+def _draining(remote: AdminClient, wait: float) -> Generator[None]:
     """Drain a server and wait for its leases; if the block fails, let it give leases again."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+    from hicache_metadata_server.cli.admin_client import RemoteError
     from hicache_metadata_server.protocol import Drain, Draining
 
     drained_before, until = remote.is_draining(), time.monotonic() + wait

@@ -14,9 +14,9 @@ import typer
 from hicache_metadata_server.cli.options import (
     FAILED,
     FOUND_PROBLEMS,
-    connect_remote,
     exit_on_error,
     fail,
+    open_client,
 )
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.backup.page_checks import PageChecker, PageCheckReport, PageDefect
     from hicache_metadata_server.backup.parts import SnapshotPart
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
 
 Files = Annotated[
@@ -85,8 +85,7 @@ def fsck_with_files(
 def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
     """Check a store that no server has open, rewrite it if it has problems; return the exit
     status."""
-    from hicache_metadata_server.backup.capture import snapshot_of
-    from hicache_metadata_server.backup.offline import opened_store
+    from hicache_metadata_server.backup.offline import opened_store, snapshot_of
     from hicache_metadata_server.backup.sqlite import StoreStamp
     from hicache_metadata_server.core.invariants import audit
 
@@ -123,7 +122,7 @@ def fsck_server(
     from hicache_metadata_server.protocol import Fsck, Scopes
 
     with exit_on_error():
-        remote = connect_remote(url, *access)
+        remote = open_client(url, *access)
         problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), CheckedScopes).problems
         wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
         with closing(open_page_checker(files)) as checker:
@@ -161,8 +160,8 @@ def _some(parts: Iterable[SnapshotPart], sample: int | None) -> Iterable[Snapsho
 def _rewrite(
     store: str, service: MetadataService, defects: Iterable[PageDefect], stamp: object
 ) -> None:
-    from hicache_metadata_server.backup.capture import snapshot_of
     from hicache_metadata_server.backup.filters import without
+    from hicache_metadata_server.backup.offline import snapshot_of
     from hicache_metadata_server.backup.parts import SnapshotError
     from hicache_metadata_server.backup.sqlite import StoreStamp
     from hicache_metadata_server.backup.target import fill, open_target
@@ -178,8 +177,8 @@ def _rewrite(
     typer.echo(f"repaired: {tally.pages:,} pages left", err=True)
 
 
-def _is_still_wrong(remote: RemoteServer, defect: PageDefect, checker: PageChecker) -> bool:
-    """Return True if a page is still live in its slot and generation, and its bytes are still wrong.
+def _is_still_wrong(remote: AdminClient, defect: PageDefect, checker: PageChecker) -> bool:
+    """Return True if a page is still live in its slot, and its bytes are still wrong.
 
     The question comes after the read: a page that is live now was live when its bytes were read.
     """
@@ -202,7 +201,7 @@ def _is_still_wrong(remote: RemoteServer, defect: PageDefect, checker: PageCheck
     return bool(defects_of(checker, defect.scope, page)[0])
 
 
-def _delete(remote: RemoteServer, defects: Sequence[PageDefect]) -> None:
+def _delete(remote: AdminClient, defects: Sequence[PageDefect]) -> None:
     """Delete defective pages."""
     # With their generations: a page that was written again since the check stays.
     from hicache_metadata_server.protocol import Delete, DeleteScope, Marked

@@ -23,21 +23,22 @@ from hicache_metadata_server.cli.options import (
     Certificate,
     Token,
     Url,
-    connect_remote,
     error_message,
     exit_on_error,
     fail,
+    open_client,
 )
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
 
 app = typer.Typer(
-    help="Run and administer the metadata server of the 3FS driver. Commands exit with 2 on errors.",
+    help="Run and administer the metadata server of the 3FS driver. Commands exit with 2 on "
+    "errors.",
     no_args_is_help=True,
 )
 for _command in (
@@ -187,7 +188,7 @@ def status(
     from hicache_metadata_server.protocol import About, Scopes
 
     with exit_on_error():
-        remote = connect_remote(url, token_file, ca, certificate)
+        remote = open_client(url, token_file, ca, certificate)
         # A server that is starting refuses connections: without the wait that would be an error.
         _wait_until_ready(remote, time.monotonic() + wait)
         about = remote.call("/v2", None, About)
@@ -218,7 +219,7 @@ def scopes(
         bool,
         typer.Option(
             "--json",
-            help="Print all fields, also identity, tenant, hits and misses: one JSON object a line.",
+            help="Print all fields, also identity, tenant, hits, misses: one JSON object a line.",
         ),
     ] = False,
     url: Url = LOCAL,
@@ -233,7 +234,7 @@ def scopes(
 
     with exit_on_error():
         found = (
-            connect_remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+            open_client(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
         )
     if as_json:
         for one in found:
@@ -286,7 +287,7 @@ def inspect(
     with exit_on_error():
         request = Inspect(scope=scope, keys=key or [], slots=slot or [])
         found = (
-            connect_remote(url, token_file, ca, certificate)
+            open_client(url, token_file, ca, certificate)
             .call("/v2/inspect", request, Inspected)
             .slots
         )
@@ -329,7 +330,7 @@ def fsck(
         checked = (
             _fsck_store(store, request)
             if store
-            else connect_remote(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
+            else open_client(url, token_file, ca, certificate).call("/v2/fsck", request, Checked)
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -350,7 +351,7 @@ def import_file(
         str,
         typer.Option(
             metavar="URL",
-            help="sqlite:///FILE that no server has open, created if it does not exist; or a Redis.",
+            help="sqlite:///FILE that no server has open, created if missing; or a Redis.",
         ),
     ],
     tenant: Annotated[str, typer.Option(help="Tenant of the scopes; none by default.")] = "",
@@ -393,7 +394,7 @@ def drain(
 
     deadline = time.monotonic() + wait
     with exit_on_error():
-        remote = connect_remote(url, token_file, ca, certificate)
+        remote = open_client(url, token_file, ca, certificate)
         answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
         while not off and answer.leases and time.monotonic() < deadline:
             time.sleep(min(0.2, wait))
@@ -402,9 +403,9 @@ def drain(
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
-def _wait_until_ready(remote: RemoteServer, until: float) -> None:
+def _wait_until_ready(remote: AdminClient, until: float) -> None:
     """Poll until the server is ready, or until a time; leave errors to the next call."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+    from hicache_metadata_server.cli.admin_client import RemoteError
 
     # Errors are expected until the server listens.
     while time.monotonic() < until:

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
@@ -47,13 +47,13 @@ Certificate = Annotated[
 ]
 
 
-def connect_remote(
+def open_client(
     url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
-) -> RemoteServer:
+) -> AdminClient:
     """Return a client of the server at `url`; no request is sent yet."""
     import os
 
-    from hicache_metadata_server.cli.remote_server import RemoteServer
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.client.tls import client_context
 
     # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
@@ -63,7 +63,7 @@ def connect_remote(
         token = token_file.read_text("utf-8").strip()
     authorities = ca or environment("HICACHE_METADATA_CA", "")
     client = certificate or environment("HICACHE_METADATA_CERTIFICATE", "")
-    return RemoteServer(
+    return AdminClient(
         url,
         token,
         client_context(ca=str(authorities), certificate=str(client))
@@ -75,7 +75,7 @@ def connect_remote(
 @contextmanager
 def exit_on_error() -> Generator[None]:
     """End the command with a message, instead of a traceback, on an expected error."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+    from hicache_metadata_server.cli.admin_client import RemoteError
     from hicache_metadata_server.core.errors import RefusedError
     from hicache_metadata_server.storage.store import StoreError
 

@@ -13,8 +13,8 @@ from hicache_metadata_server.cli.options import (
     Certificate,
     Token,
     Url,
-    connect_remote,
     exit_on_error,
+    open_client,
 )
 
 ScopeNames = Annotated[
@@ -34,7 +34,7 @@ def clear(
     from hicache_metadata_server.protocol import Clear, Cleared
 
     with exit_on_error():
-        cleared = connect_remote(url, token_file, ca, certificate).call(
+        cleared = open_client(url, token_file, ca, certificate).call(
             "/v2/clear", Clear(scopes=scope), Cleared
         )
     for name, pages in zip(scope, cleared.pages, strict=True):
@@ -59,12 +59,12 @@ def drop(
 
     An engine that still uses one creates it again.
     """
-    from hicache_metadata_server.cli.remote_server import RefusalError
+    from hicache_metadata_server.cli.admin_client import RefusalError
     from hicache_metadata_server.protocol import Drop, Dropped
 
     until = time.monotonic() + wait
     with exit_on_error():
-        remote = connect_remote(url, token_file, ca, certificate)
+        remote = open_client(url, token_file, ca, certificate)
         while True:
             try:
                 remote.call("/v2/drop", Drop(scopes=scope), Dropped)

@@ -191,15 +191,17 @@ def _print(
         (
             "pages of a rank",
             (
-                f"{outcome.local:,} found locally, {outcome.asked:,} asked for: {outcome.hits:,} hits, "
-                f"{outcome.misses:,} misses; {outcome.not_asked:,} not asked for"
+                f"{outcome.local:,} found locally, {outcome.asked:,} asked for: "
+                f"{outcome.hits:,} hits, {outcome.misses:,} misses; "
+                f"{outcome.not_asked:,} not asked for"
             ),
         ),
         (
             "stored",
             (
-                f"{outcome.stored:,}; {outcome.existing:,} were there, {outcome.full:,} found no room, "
-                f"{outcome.lost:,} lost, {outcome.unanswered:,} unanswered"
+                f"{outcome.stored:,}; {outcome.existing:,} were there, "
+                f"{outcome.full:,} found no room, {outcome.lost:,} lost, "
+                f"{outcome.unanswered:,} unanswered"
             ),
         ),
         (
@@ -218,8 +220,8 @@ def _print(
             "data",
             (
                 f"{_bytes(needs.read_bytes_per_second)}/s read, "
-                f"{_bytes(needs.written_bytes_per_second)}/s written, {_bytes(needs.data_bytes)} of "
-                f"files"
+                f"{_bytes(needs.written_bytes_per_second)}/s written, "
+                f"{_bytes(needs.data_bytes)} of files"
             ),
         ),
         ("processor", f"{needs.cpu:.3f} s a second: {needs.servers} servers"),
@@ -227,8 +229,8 @@ def _print(
         (
             "costs",
             (
-                f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, reserve and "
-                f"commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, "
+                f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, "
+                f"reserve and commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, "
                 f"{costs.page_bytes:.0f} bytes a page ({costs.measured})"
             ),
         ),

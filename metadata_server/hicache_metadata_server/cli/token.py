@@ -74,8 +74,7 @@ def new(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the token to this new file, readable by its owner only, instead of printing "
-            "it.",
+            help="Write the token to this new file, readable by its owner only; do not print it.",
         ),
     ] = None,
 ) -> None:

@@ -16,7 +16,10 @@ PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
 _SCHEME: Final = re.compile(r"(?:redis|valkey)(s?)(?:\+(cluster|sentinel))?|unix")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{1,5}))?")
-_ESCAPED: Final = "in an address `/`, `?`, `#`, `@`, `[` and `]` of a password are written %2F, %3F, %23, %40, %5B and %5D"
+_ESCAPED: Final = (
+    "in an address `/`, `?`, `#`, `@`, `[` and `]` of a password are written %2F, %3F, %23, %40, "
+    "%5B and %5D"
+)
 _TLS: Final = ("ca", "certificate", "key")
 _SENTINEL: Final = ("sentinel_user", "sentinel_password_file")
 

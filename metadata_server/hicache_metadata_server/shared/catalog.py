@@ -224,7 +224,8 @@ class ScopeCatalog:
                 raise RefusedError(
                     409,
                     "mismatch",
-                    f"the list of scopes was lost, and {part.scope!r} is not as it was listed again",
+                    f"the list of scopes was lost, and {part.scope!r} has other properties "
+                    f"than the request",
                     "scopes",
                 )
 

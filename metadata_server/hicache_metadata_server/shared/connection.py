@@ -228,8 +228,8 @@ class RedisConnection:
         *_, replicas = await self._raise_errors(list(marked))
         if replicas < self.replicas:
             raise StoreError(
-                f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be lost if "
-                f"one takes over"
+                f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be "
+                f"lost if one takes over"
             )
 
     async def _failed(self, error: Exception) -> StoreError:

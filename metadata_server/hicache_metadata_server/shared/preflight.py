@@ -61,16 +61,16 @@ async def check_redis(connection: RedisConnection, wanted: Durability) -> None:
     for policy in policies:
         if policy != "noeviction":
             raise StoreError(
-                f"{connection.redacted}: maxmemory-policy is {policy}, which would evict keys of the "
-                f"store: set it to noeviction"
+                f"{connection.redacted}: maxmemory-policy is {policy}, which would evict keys "
+                f"of the store: set it to noeviction"
             )
     for file, fsync in zip(files, fsyncs, strict=True):
         kept = kept_by(file, fsync)
         if _ORDER.index(kept) < _ORDER.index(wanted):
             settings = f"appendonly {file}" + (f", appendfsync {fsync}" if file == "yes" else "")
             raise StoreError(
-                f"{connection.redacted}: its settings ({settings}) keep durability {str(kept)!r}, not "
-                f"{str(wanted)!r}: "
+                f"{connection.redacted}: its settings ({settings}) keep durability "
+                f"{str(kept)!r}, not {str(wanted)!r}: "
                 f"set {_FIXES[wanted]} there, or durability to {str(kept)!r} here"
             )
 
@@ -107,8 +107,8 @@ def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < _MIN_VERSION:
         raise StoreError(
-            f"{connection.redacted}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
-            f"Valkey"
+            f"{connection.redacted}: this is Redis {info['redis_version']}; 6.2 or later is "
+            f"needed, or Valkey"
         )
     if info.get("cluster_enabled") and not connection.is_cluster:
         raise StoreError(

@@ -245,7 +245,8 @@ class SharedService:
         """Renew leases from now on."""
         await self._check(request)
         seconds = lease_seconds(self.limits, request.lease_seconds)
-        return await self._in_chunks(request, idempotency_key, seconds=seconds)  # type: ignore[no-any-return]
+        renewed: p.SettledLeases = await self._in_chunks(request, idempotency_key, seconds=seconds)
+        return renewed
 
     async def unpin(
         self,

@@ -40,7 +40,7 @@ class RefusalError(RemoteError):
         """Error code of the protocol; "" if the answer is not one of a metadata server."""
 
 
-class RemoteServer:
+class AdminClient:
     """Client of one running server; opens a connection for each request."""
 
     def __init__(self, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
