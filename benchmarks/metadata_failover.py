@@ -26,7 +26,7 @@ from typing import Final
 from hicache_conformance.injectors.servers import Servers, stand_still
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.remote_server import Remote, RemoteError
+from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_storage.objects import Call
 
@@ -111,7 +111,7 @@ def heal(server: Served, manner: str) -> None:
         os.killpg(process_group(server), signal.SIGCONT)
     while True:
         try:
-            if Remote(server.url).is_ready()[0]:
+            if AdminClient(server.url).is_ready()[0]:
                 return
         except RemoteError:
             time.sleep(0.05)

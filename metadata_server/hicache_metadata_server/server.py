@@ -23,7 +23,7 @@ from hicache_metadata_server.http.fast_path import DirectProtocol
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
-from hicache_metadata_server.shared.address import is_shared, shown
+from hicache_metadata_server.shared.address import is_shared, redacted
 from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 
@@ -160,7 +160,7 @@ def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
     security = Security.of(settings, service)
     _log.info(
         "started",
-        store=shown(settings.store),
+        store=redacted(settings.store),
         durability=str(settings.durability),
         replicas=settings.store_replicas,
         instance=service.about.instance,

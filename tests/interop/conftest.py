@@ -105,13 +105,13 @@ def metadata_url():
 @pytest.fixture
 def server():
     """A metadata server of the test's own, which it may kill; in order at the end."""
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.protocol import Fsck, FsckReport
     from tests.interop.metadata import started
 
     with started() as served:
         yield served
-        assert Remote(served.url).call("/v2/fsck", Fsck(), FsckReport).problems == []
+        assert AdminClient(served.url).call("/v2/fsck", Fsck(), FsckReport).problems == []
 
 
 @pytest.fixture

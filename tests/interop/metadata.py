@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from hicache_conformance.protocol.server import Served
-from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.protocol import Scopes
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def wait_until_saved(file: Path, live: dict[str, int]) -> None:
 def live(url: str) -> dict[str, int]:
     """How many pages our server says there are, by scope."""
     return {
-        scope.scope: scope.live for scope in Remote(url).call("/v2/scopes", None, Scopes).scopes
+        scope.scope: scope.live
+        for scope in AdminClient(url).call("/v2/scopes", None, Scopes).scopes
     }
 
 

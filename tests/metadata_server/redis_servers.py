@@ -47,7 +47,7 @@ class Secured:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of redis-py."""
+        """Options for redis-py."""
         return {
             "ssl": True,
             "ssl_ca_certs": str(self.ca),
@@ -58,7 +58,7 @@ class Secured:
 
     @property
     def query(self) -> str:
-        """Of an address."""
+        """Query of an address."""
         return "?" + urlencode(
             {"ca": self.ca, "certificate": self.certificate, "key": self.key}, safe="/"
         )
@@ -258,11 +258,11 @@ class Sentinel:
 
 
 class RedisCluster:
-    """Masters that share all hash slots, and replicas, the first of them of the first master and so
-    on."""
+    """Masters that share all hash slots, and replicas in the order of their masters."""
 
     def __init__(self, nodes: list[RedisServer], replicas: list[RedisServer]) -> None:
-        self.nodes, self.replicas = nodes, replicas
+        self.nodes = nodes
+        self.replicas = replicas
 
     @property
     def url(self) -> str:

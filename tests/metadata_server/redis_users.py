@@ -35,7 +35,7 @@ def secured(directory):
 
 
 def guarded(directory):
-    """What a Redis with TLS, a password and that user is started with."""
+    """Settings of a Redis with TLS, a password and the documented user."""
     return {"tls": secured(directory), "password": ADMIN, "user": documented_user()}
 
 
@@ -47,7 +47,7 @@ def with_password(url, directory, password=PASSWORD):
 
 
 def denied(server):
-    """What the user has tried, and may not."""
+    """Operations that the user was denied."""
     with server.client() as client:
         return [(entry["username"], entry["reason"], entry["object"]) for entry in client.acl_log()]
 

@@ -17,12 +17,12 @@ from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
-from hicache_metadata_server.shared.assembly import open_link
+from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.catalog import MICROSECONDS
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
-from hicache_metadata_server.shared.scopes import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.shared.sglang import SharedCompatible
+from hicache_metadata_server.shared.sglang import SharedSglangCompat
 
 if TYPE_CHECKING:
     import random
@@ -65,7 +65,7 @@ class SharedHistory:
         self.reference = MetadataService(self.limits)
         self.old = SglangService(self.reference)
         self.servers = [self.server(), self.server()]
-        await self.servers[0].link.command("FLUSHALL")
+        await self.servers[0].connection.command("FLUSHALL")
         request = p.Initialize(
             scopes=[p.ScopeGeometry(scope=name, slots=self.slots) for name in SCOPES]
         )
@@ -75,10 +75,12 @@ class SharedHistory:
 
     async def end(self) -> None:
         for server in self.servers:
-            await server.link.close()
+            await server.connection.close()
 
     def server(self) -> SharedService:
-        made = SharedService(open_link(self.url), self.limits, durability=p.StoreDurability.NONE)
+        made = SharedService(
+            open_connection(self.url), self.limits, durability=p.StoreDurability.NONE
+        )
         made.catalog.clock_offset = round(self.now * MICROSECONDS)
         return made
 
@@ -245,13 +247,13 @@ class SharedHistory:
         assert await self.any_server.touch(request) == self.reference.touch(request, self.now)
 
     async def exists(self) -> None:
-        request, new = p.SglangKeys(keys=self.some_keys(4)), SharedCompatible(self.any_server)
+        request, new = p.SglangKeys(keys=self.some_keys(4)), SharedSglangCompat(self.any_server)
         assert await new.exists(0, request) == self.old.exists(0, request, self.now)
 
     async def compatible(self) -> None:
         """Reserve, confirm some and release others by the compatible part, some of them wrong."""
         pairs = [(key, self.chance.choice(("", self.key()))) for key in self.some_keys(4)]
-        request, new = p.SglangReserve(keys=pairs), SharedCompatible(self.any_server)
+        request, new = p.SglangReserve(keys=pairs), SharedSglangCompat(self.any_server)
         ours = (await new.reserve_and_allocate_page_indices(0, request))["indices"]
         theirs = self.old.reserve_and_allocate_page_indices(0, request, self.now)["indices"]
         assert [(there, slot >= 0) for there, slot in ours] == [
@@ -300,8 +302,8 @@ class SharedHistory:
     async def crash(self) -> None:
         """A server is gone, another comes; Redis has forgotten the scripts."""
         gone = self.servers.pop(self.chance.randrange(2))
-        await gone.link.command("SCRIPT FLUSH")
-        await gone.link.close()
+        await gone.connection.command("SCRIPT FLUSH")
+        await gone.connection.close()
         self.servers.append(self.server())
 
     # What must be true.
@@ -349,12 +351,12 @@ class SharedHistory:
                 strict=False,
             )
         )
-        live = await server.link.command("HGETALL", names["live"])
+        live = await server.connection.command("HGETALL", names["live"])
         owner = {slot: key.decode() for key, slot in live.items()}
         uses = [
             (use, owner[slot])
             for name in ("order", "aside")
-            for slot, use in await server.link.command(
+            for slot, use in await server.connection.command(
                 "ZRANGE", names[name], 0, -1, "WITHSCORES", withscores=True
             )
         ]

@@ -46,10 +46,10 @@ def test_looking_after_a_server(place):
     assert hicache("fsck", *where).exit_code == 0
     assert hicache("fsck", "0:kv", *where).exit_code == 0
     drained = hicache("drain", *where)
-    assert "drains; 1 leases are out" in drained.output
+    assert "draining; 1 leases left" in drained.output
     assert drained.exit_code == 1
     assert hicache("status", *where).exit_code == 1
-    assert "drains; 0 leases are out" in hicache("drain", "--wait", "20", *where).output
+    assert "draining; 0 leases left" in hicache("drain", "--wait", "20", *where).output
     assert hicache("drain", "--off", *where).output == "gives leases\n"
     assert hicache("status", *where).exit_code == 0
 
@@ -59,7 +59,7 @@ def test_scopes_are_listed_and_emptied(place):
     where = ("--url", url, "--token-file", token)
     [listed] = map(msgspec.json.decode, hicache("scopes", "--json", *where).output.splitlines())
     assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
-    assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages forgotten\n"
+    assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages removed\n"
     assert "scope '0:none' is not initialized" in " ".join(
         hicache("clear", "0:none", *where).output.split()
     )

@@ -23,7 +23,7 @@ from grafana_foundation_sdk.models import prometheus, timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared.address import address_of
+from hicache_metadata_server.shared.address import parse_address
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 
@@ -138,7 +138,7 @@ def test_the_manifest_of_several_servers(monkeypatch):
     monkeypatch.setattr(
         Path, "is_file", lambda path: str(path).startswith(tuple(mounts(container)))
     )
-    store = address_of(settings.store)
+    store = parse_address(settings.store)
     assert store.tls is not None
     assert store.login.password_file
     ports = [

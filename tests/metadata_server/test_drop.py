@@ -44,7 +44,7 @@ async def on_sqlite(directory):
 
 @pytest.fixture(scope="module", params=["sqlite", "redis", "cluster"])
 def serving(request, tmp_path_factory):
-    """What opens one server after the other on one store."""
+    """Factory of servers, one after the other on one store."""
     directory = tmp_path_factory.mktemp("drop")
     if request.param == "sqlite":
         yield lambda: on_sqlite(directory)

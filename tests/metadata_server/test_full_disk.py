@@ -20,8 +20,7 @@ from hicache_metadata_server.http import app as web_app
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared import connection as link
-from hicache_metadata_server.shared import handlers as shared_desk
+from hicache_metadata_server.shared import connection, handlers
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit, sqlite
 from hicache_metadata_server.storage.factory import open_store
@@ -166,7 +165,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (group_commit, shared_desk, link, web_app):
+        for module in (group_commit, handlers, connection, web_app):
             stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
         yield said
 

@@ -10,8 +10,8 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared.assembly import open_link
-from hicache_metadata_server.shared.scopes import MICROSECONDS
+from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.catalog import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import run
@@ -61,7 +61,7 @@ class OneOfSeveral:
         redis.client().flushall()
         self.now = NOW
         self.service = SharedService(
-            open_link(redis.url), LIMITS, durability=p.StoreDurability.NONE
+            open_connection(redis.url), LIMITS, durability=p.StoreDurability.NONE
         )
 
     async def ask(self, name, request):
@@ -75,7 +75,7 @@ class OneOfSeveral:
         return status.free, status.leased, status.live, status.quarantined
 
     async def close(self):
-        await self.service.link.close()
+        await self.service.connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def redis(tmp_path_factory):
 
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def server(request, tmp_path):
-    """What makes a server of each kind."""
+    """Factory of a server, for each kind of store."""
     if request.param == "redis":
         redis = request.getfixturevalue("redis")
         return lambda: OneOfSeveral(redis)

@@ -13,7 +13,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared.assembly import open_link
+from hicache_metadata_server.shared.assembly import open_connection
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.http_calls import run
@@ -117,7 +117,7 @@ def test_an_old_lease_is_stale_for_good(tmp_path, store, loss):
 
 def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
     async def scenario(url, client):
-        service = SharedService(open_link(url), DEFAULTS, durability=p.StoreDurability.NONE)
+        service = SharedService(open_connection(url), DEFAULTS, durability=p.StoreDurability.NONE)
         try:
             seen = list[int]()
             for _ in range(3):
@@ -137,7 +137,7 @@ def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
                 client.flushall()
                 service.catalog.known.clear()
         finally:
-            await service.link.close()
+            await service.connection.close()
 
     with redis_server(tmp_path) as server:
         run(scenario(server.url, server.client()))

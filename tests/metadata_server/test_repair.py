@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, Verdict
+from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.checking import PageChecker, check, sampled
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
+from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker, sampled
 from hicache_metadata_server.backup.parts import Pages
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.changes import Changes
@@ -137,14 +136,14 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
     names = iter(NAMES)
     bad = {}
     for at in (0, 500, planted.page_bytes - 1):
-        bad[name := next(names)] = Verdict.DAMAGED
+        bad[name := next(names)] = SlotVerdict.DAMAGED
         flip(rig, slots[name], at)
     # Of the envelope: magic number, length, fingerprint, key, checksum.
     for at in (0, 8, 16, 32, 56):
-        bad[name := next(names)] = Verdict.OTHER
+        bad[name := next(names)] = SlotVerdict.OTHER
         flip(rig, slots[name], planted.page_bytes + at)
     one, other = next(names), next(names)
-    bad[one] = bad[other] = Verdict.OTHER
+    bad[one] = bad[other] = SlotVerdict.OTHER
     swap(rig, slots[one], slots[other])
     spared = next(names)
     # The generation of the envelope is nobody's proof.
@@ -154,7 +153,7 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
     with planted.file.open("r+b") as file:
         file.truncate(tail + planted.page_bytes + 63)
     # Written behind the last of the chain.
-    bad["~"] = Verdict.SHORT
+    bad["~"] = SlotVerdict.SHORT
     content = planted.file.read_bytes()
     done = hicache("fsck", "--store", planted.store, "--files", planted.data)
     assert done.exit_code == 1, done.output
@@ -162,10 +161,10 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
     told = [line for line in done.output.splitlines() if line.startswith(planted.scope)]
     found = {}
     for line in told:
-        for verdict in Verdict:
+        for verdict in SlotVerdict:
             if f" {verdict}: " in line:
                 found[line.rpartition(": ")[2].strip("'")] = verdict
-    late = {name for name, verdict in found.items() if verdict is Verdict.SHORT}
+    late = {name for name, verdict in found.items() if verdict is SlotVerdict.SHORT}
     assert {name: verdict for name, verdict in found.items() if name not in late} == {
         n: v for n, v in bad.items() if n != "~"
     }
@@ -188,16 +187,20 @@ def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
         slot = planted.slots[NAMES[0]]
         length, checksum = scope.table.lengths[slot], scope.table.checksums[slot]
     with closing(checked):
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum)) is Verdict.WHOLE
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], 0, 0)) is Verdict.UNKNOWN
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], 64, checksum)) is Verdict.LENGTH
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum)) is SlotVerdict.WHOLE
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], 0, 0)) is SlotVerdict.UNKNOWN
+        assert checked.verdict(ExpectedPage(slot, NAMES[0], 64, checksum)) is SlotVerdict.LENGTH
         assert (
             checked.verdict(ExpectedPage(slot, NAMES[0], scope.geometry.slot_bytes + 1, checksum))
-            is Verdict.LENGTH
+            is SlotVerdict.LENGTH
         )
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], length - 1, checksum)) is Verdict.OTHER
-        assert checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum ^ 1)) is Verdict.OTHER
-        assert checked.verdict(ExpectedPage(slot, NAMES[1], length, checksum)) is Verdict.OTHER
+        assert (
+            checked.verdict(ExpectedPage(slot, NAMES[0], length - 1, checksum)) is SlotVerdict.OTHER
+        )
+        assert (
+            checked.verdict(ExpectedPage(slot, NAMES[0], length, checksum ^ 1)) is SlotVerdict.OTHER
+        )
+        assert checked.verdict(ExpectedPage(slot, NAMES[1], length, checksum)) is SlotVerdict.OTHER
 
 
 def test_a_file_that_is_gone_or_cannot_be_read(planted):
@@ -225,12 +228,23 @@ def test_a_mount_that_is_not_there_costs_nothing(planted):
     assert len(left(planted)) == PAGES
 
 
+def test_without_the_driver_the_error_names_the_package(planted, monkeypatch):
+    # None is how Python remembers that a module cannot be imported.
+    monkeypatch.setitem(sys.modules, "hicache_backends.hf3fs.fsck", None)
+    done = hicache("fsck", "--store", planted.store, "--files", planted.data)
+    assert done.exit_code == 2
+    assert "pip install 'hicache-storage[hf3fs]'" in done.output
+
+
 def test_a_sample(planted):
-    with opened_store(planted.store) as service, closing(PageChecker(planted.data)) as checker:
+    with (
+        opened_store(planted.store) as service,
+        closing(open_page_checker(planted.data)) as checker,
+    ):
         parts = list(snapshot_of(service, 0.0))
         for size in (1, 5, PAGES, PAGES + 5):
-            found = check(sampled(parts, size, random.Random(1)), checker)
-            assert found.verdicts == {Verdict.WHOLE: min(size, PAGES)}
+            found = check_snapshot(sampled(parts, size, random.Random(1)), checker)
+            assert found.verdicts == {SlotVerdict.WHOLE: min(size, PAGES)}
         drawn = set()
         for seed in range(60):
             drawn |= {
@@ -273,7 +287,7 @@ def test_of_a_server_that_runs(planted):
         asked = p.Lookup(scopes=[p.LookupScope(scope=planted.scope, keys=NAMES[:-1])])
         slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
         assert [key for key, slot in zip(NAMES, slots, strict=False) if slot < 0] == bad
-        assert "mends nothing by itself" in " ".join(
+        assert "a running server cannot be repaired" in " ".join(
             hicache("fsck", "--url", server.url, "--repair").output.split()
         )
         assert (

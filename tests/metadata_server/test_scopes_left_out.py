@@ -21,7 +21,7 @@ def engine():
 
 
 def test_copying_without_a_scope(engine, tmp_path):
-    """Which begins anew for whoever names it again, with leases that were never given."""
+    """A client that uses it again gets an empty scope, and leases that were never given."""
     service = engine.service
     gone, stays = sorted(service.scopes)
     write(tmp_path / "a.db", service)

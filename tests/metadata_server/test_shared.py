@@ -1,5 +1,4 @@
-"""What several servers on one Redis promise beyond the state machine: settings, faults, repeated
-requests, fsck."""
+"""Several servers on one Redis, beyond the state machine: settings, faults, repeated requests, fsck."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from typer.testing import CliRunner
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared.address import shown
-from hicache_metadata_server.shared.assembly import check_store, open_link
-from hicache_metadata_server.shared.connection import Link
+from hicache_metadata_server.shared.address import redacted
+from hicache_metadata_server.shared.assembly import check_store, open_connection
+from hicache_metadata_server.shared.catalog import MICROSECONDS
+from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.preflight import kept_by
-from hicache_metadata_server.shared.scopes import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.http_calls import run, running_shared
@@ -70,7 +69,7 @@ def cluster(tmp_path_factory):
 @asynccontextmanager
 async def service_on(url: str, slots: int = 8, **limits: float) -> AsyncIterator[SharedService]:
     service = SharedService(
-        open_link(url),
+        open_connection(url),
         msgspec.structs.replace(DEFAULTS, **limits),
         durability=p.StoreDurability.NONE,
     )
@@ -78,7 +77,7 @@ async def service_on(url: str, slots: int = 8, **limits: float) -> AsyncIterator
         await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=slots)]))
         yield service
     finally:
-        await service.link.close()
+        await service.connection.close()
 
 
 async def leased(
@@ -155,11 +154,11 @@ def test_a_node_of_a_cluster_is_named_as_one(cluster):
 
 
 def test_addresses():
-    assert shown("redis://user:secret@host:1/0") == "redis://***@host:1/0"
-    assert shown("redis+cluster://:secret@a:1,b:2") == "redis+cluster://***@a:1,b:2"
-    assert shown("unix:///run/redis.sock") == "unix:///run/redis.sock"
+    assert redacted("redis://user:secret@host:1/0") == "redis://***@host:1/0"
+    assert redacted("redis+cluster://:secret@a:1,b:2") == "redis+cluster://***@a:1,b:2"
+    assert redacted("unix:///run/redis.sock") == "unix:///run/redis.sock"
     with pytest.raises(ValueError, match=r"'nohost' is no HOST:PORT"):
-        Link("redis+cluster://nohost")
+        RedisConnection("redis+cluster://nohost")
     assert kept_by("yes", "unheard-of") is p.StoreDurability.NONE
 
 
@@ -340,7 +339,7 @@ def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_pat
 def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
     async def ask():
         async with service_on(empty.url) as service:
-            await service.link.command("UNLINK", NAMES["meta"])
+            await service.connection.command("UNLINK", NAMES["meta"])
             # Nobody can tell that from a Redis that has lost the scope, and leases with it.
             assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
             limits = service.limits
@@ -358,11 +357,11 @@ def test_leases_of_a_redis_that_has_forgotten_them_are_given_to_nobody_again(emp
 
     async def ask():
         async with service_on(empty.url, quarantine_seconds=0) as service:
-            before = await service.link.command("HGET", NAMES["meta"], "lease")
+            before = await service.connection.command("HGET", NAMES["meta"], "lease")
             first = await leased(service, ["a"])
             empty.client().flushall()
             await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]))
-            assert await service.link.command("HGET", NAMES["meta"], "lease") == before
+            assert await service.connection.command("HGET", NAMES["meta"], "lease") == before
             other = await leased(service, ["b"])
             assert other.slots == first.slots
             assert other.leases[0] > first.leases[0]
@@ -387,7 +386,7 @@ def test_a_clear_is_taken_apart_bit_by_bit_and_so_is_the_next(empty):
             assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [2600]
             await stored(service, keys[:90])
             assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [90]
-            raw = await service.link.command("ZCARD", NAMES["resting"])
+            raw = await service.connection.command("ZCARD", NAMES["resting"])
             assert raw < 2690, "not all of it at once"
             found = (
                 await service.inspect(
@@ -488,11 +487,11 @@ PLANTED = {
     "a quarantine for good": (("ZADD", "resting", "inf", "3"), "slot 3 is quarantined for good"),
     "a page that builds upon none": (
         ("HSET", "children", "b", 1),
-        "0 live pages build upon 'b', and 1 are counted",
+        "0 live pages have the prefix 'b', and 1 are counted",
     ),
     "a page upon which more build": (
         ("HDEL", "children", "a"),
-        "1 live pages build upon 'a', and 0 are counted",
+        "1 live pages have the prefix 'a', and 0 are counted",
     ),
     "a page kept for nothing": (("ZADD", "aside", 1, "1"), "in the lists live, aside"),
     "a pin on nothing": (("HSET", "holds", "1", 3), "slot 1 has 3 pins, and 1 are known"),

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.backup import _public
+from hicache_metadata_server.cli.backup import _without_credentials
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import Caller
-from hicache_metadata_server.shared.address import Kind, Tls, address_of, shown
+from hicache_metadata_server.shared.address import AddressKind, TlsFiles, parse_address, redacted
 from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.script_results import Once
+from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import run
@@ -69,7 +69,7 @@ async def everything(url):
         await service.unpin(p.Unpin(pins=[found.pin]))
         await service.unpin(p.Unpin(pins=[found.pin]), caller=Caller(tenant="acme"))
         more = [f"m{number}" for number in range(12)]
-        once = Once("once", b"digest")
+        once = IdempotencyKey("once", b"digest")
         leased = (
             await service.reserve(
                 p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=more, prefixes=[])]), once
@@ -85,13 +85,15 @@ async def everything(url):
         await service.inspect(p.Inspect(scope="0:kv", slots=[0], keys=keys))
         assert (await fsck(service, p.Fsck())).problems == []
         await stored(service, ["last"])
-        await service.clear(p.Clear(scopes=["0:kv"]), once=Once("clear", b"digest"))
+        await service.clear(
+            p.Clear(scopes=["0:kv"]), idempotency_key=IdempotencyKey("clear", b"digest")
+        )
         await service.look()
         service.draining = True
         with pytest.raises(RequestError, match="drains"):
             await service.reserve(
                 p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["x"], prefixes=[])]),
-                Once("x", b"x"),
+                IdempotencyKey("x", b"x"),
             )
 
 
@@ -224,26 +226,26 @@ def test_a_password_file_that_is_of_no_use(place, url, tmp_path):
 def test_addresses_are_taken_apart(tmp_path):
     for name in ("ca.pem", "c.pem", "c.key", "p"):
         (tmp_path / name).touch()
-    one = address_of(
+    one = parse_address(
         f"rediss://me:p%40ss%2F@[::1]:1/4?ca={tmp_path}/ca.pem&certificate={tmp_path}/c.pem&key={tmp_path}/c.key"
     )
     assert (one.kind, one.hosts, one.db, one.login.user, one.login.password) == (
-        Kind.ONE,
+        AddressKind.ONE,
         (("::1", 1),),
         4,
         "me",
         "p@ss/",
     )
-    assert one.tls == Tls(f"{tmp_path}/ca.pem", f"{tmp_path}/c.pem", f"{tmp_path}/c.key")
-    assert one.shown == "rediss://***@[::1]:1/4"
+    assert one.tls == TlsFiles(f"{tmp_path}/ca.pem", f"{tmp_path}/c.pem", f"{tmp_path}/c.key")
+    assert one.redacted == "rediss://***@[::1]:1/4"
     assert "p@ss" not in repr(one)
-    assert address_of("valkey://host").hosts == (("host", 6379),)
-    assert address_of("redis://host").tls is None
-    by = address_of(
+    assert parse_address("valkey://host").hosts == (("host", 6379),)
+    assert parse_address("redis://host").tls is None
+    by = parse_address(
         f"valkeys+sentinel://a,b:2/cache/1?sentinel_user=s&sentinel_password_file={tmp_path}/p"
     )
     assert (by.kind, by.hosts, by.name, by.db) == (
-        Kind.SENTINEL,
+        AddressKind.SENTINEL,
         (("a", 26379), ("b", 2)),
         "cache",
         1,
@@ -251,10 +253,10 @@ def test_addresses_are_taken_apart(tmp_path):
     assert (by.sentinel_login.user, by.sentinel_login.password_file, by.tls) == (
         "s",
         f"{tmp_path}/p",
-        Tls(),
+        TlsFiles(),
     )
-    assert address_of("unix:///run/redis.sock?db=2").path == "/run/redis.sock"
-    assert address_of("unix:///run/redis.sock?db=2").db == 2
+    assert parse_address("unix:///run/redis.sock?db=2").path == "/run/redis.sock"
+    assert parse_address("unix:///run/redis.sock?db=2").db == 2
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_addresses_are_taken_apart(tmp_path):
 )
 def test_addresses_that_are_none(url, message):
     with pytest.raises(ValueError, match=message) as caught:
-        address_of(url)
+        parse_address(url)
     assert "pa" not in str(caught.value).replace("path", "").replace("password", "").replace(
         "apart", ""
     )
@@ -305,9 +307,9 @@ PASSWORDS = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_si
     ),
 )
 def test_any_password_can_be_written_in_an_address(password, url):
-    address = address_of(url.format(f"me:{quote(password, safe='')}@"))
+    address = parse_address(url.format(f"me:{quote(password, safe='')}@"))
     assert (address.login.user, address.login.password) == ("me", password)
-    assert "S3cr3t" not in address.shown
+    assert "S3cr3t" not in address.redacted
 
 
 @given(
@@ -327,10 +329,10 @@ def test_no_password_is_told_however_wrong_the_address_is(password, url):
     written = url.format(password)
     told = ""
     try:
-        address_of(written)
+        parse_address(written)
     except ValueError as error:
         told = str(error)
     assert "S3cr3t" not in told
     assert "T3rc3s" not in told
     if "@" in written:
-        assert "S3cr3t" not in shown(written) + _public(written)
+        assert "S3cr3t" not in redacted(written) + _without_credentials(written)

@@ -20,12 +20,12 @@ from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared import preflight as opening
+from hicache_metadata_server.shared import preflight
 from hicache_metadata_server.shared.assembly import check_store
-from hicache_metadata_server.shared.connecting import _Sentinels
-from hicache_metadata_server.shared.connection import Link
+from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.script_results import Once
+from hicache_metadata_server.shared.redis_clients import _Sentinels
+from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import StoreError
 from tests.backends.hf3fs.conftest import SERVE
@@ -44,7 +44,9 @@ PATIENCE_SECONDS = 30.0
 @asynccontextmanager
 async def service_on(url, *, replicas=0, slots=4000):
     limits = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
-    service = SharedService(Link(url, replicas=replicas), limits, durability=p.StoreDurability.NONE)
+    service = SharedService(
+        RedisConnection(url, replicas=replicas), limits, durability=p.StoreDurability.NONE
+    )
     try:
         await eventually(
             lambda: service.initialize(
@@ -53,15 +55,21 @@ async def service_on(url, *, replicas=0, slots=4000):
         )
         yield service
     finally:
-        await service.link.close()
+        await service.connection.close()
 
 
-async def committed(service, leases, once=None):
+async def committed(service, leases, idempotency_key=None):
     part = p.CommitScope(
         scope="0:kv", leases=leases, lengths=[1] * len(leases), checksums=[7] * len(leases)
     )
     return (
-        (await service.commit(p.Commit(scopes=[part]), *([once] if once else []))).scopes[0].states
+        (
+            await service.commit(
+                p.Commit(scopes=[part]), *([idempotency_key] if idempotency_key else [])
+            )
+        )
+        .scopes[0]
+        .states
     )
 
 
@@ -102,20 +110,22 @@ def test_nothing_is_told_that_no_replica_has(pair):
         async with service_on(primary.url, replicas=1) as service:
             first = await eventually(lambda: leased(service, ["a", "b"]))
             replica.suspend()
-            once = Once("once", b"digest")
+            idempotency_key = IdempotencyKey("once", b"digest")
             with pytest.raises(StoreError, match="0 of 1 replicas have it"):
-                await committed(service, first.leases, once)
+                await committed(service, first.leases, idempotency_key)
             # A connection that has never written anything asks for the answer that was kept.
             other = SharedService(
-                Link(primary.url, replicas=1), DEFAULTS, durability=p.StoreDurability.NONE
+                RedisConnection(primary.url, replicas=1),
+                DEFAULTS,
+                durability=p.StoreDurability.NONE,
             )
             with pytest.raises(StoreError, match="0 of 1 replicas"):
-                await committed(other, first.leases, once)
-            await other.link.close()
+                await committed(other, first.leases, idempotency_key)
+            await other.connection.close()
             # It was done, and is there; that is not told either.
             asked = [
                 live(service, ["a"]),
-                *(committed(service, first.leases, once) for _ in range(4)),
+                *(committed(service, first.leases, idempotency_key) for _ in range(4)),
             ]
             for refused in await asyncio.gather(*asked, return_exceptions=True):
                 assert "0 of 1 replicas" in str(refused)
@@ -124,7 +134,7 @@ def test_nothing_is_told_that_no_replica_has(pair):
             assert "0 of 1 replicas" in service.problem
             replica.resume()
             assert (
-                await eventually(lambda: committed(service, first.leases, once))
+                await eventually(lambda: committed(service, first.leases, idempotency_key))
                 == [p.Settled.DONE] * 2
             )
             await service.tick(8)
@@ -139,7 +149,7 @@ def test_nothing_is_told_that_no_replica_has(pair):
 def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, monkeypatch):
     # Where a line goes depends on what has configured logs in this process before.
     lines = structlog.testing.CapturingLogger()
-    monkeypatch.setattr(opening, "_log", lines)
+    monkeypatch.setattr(preflight, "_log", lines)
     check_store(pair[0].url, p.StoreDurability.NONE, 1)
     assert not lines.calls
     check_store(pair[0].url, p.StoreDurability.NONE, 2)
@@ -199,7 +209,7 @@ def test_leases_that_a_replica_lacks_are_given_to_nobody_else(pair, moving):
 
 
 async def eventually(ask):
-    """What it answers when the store has come back; each time within the deadline."""
+    """Answer of a call once the store is back; each attempt ends within the deadline."""
     until = time.monotonic() + PATIENCE_SECONDS
     while True:
         begin = time.monotonic()

@@ -16,12 +16,11 @@ from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
-from hicache_metadata_server.backup import remote as remotes
-from hicache_metadata_server.backup.backup_file import Backup, write_backup
-from hicache_metadata_server.backup.capture import snapshot_of
+from hicache_metadata_server.backup import remote
+from hicache_metadata_server.backup.backup_file import BackupFile, write_backup
 from hicache_metadata_server.backup.filters import LEAP, restored, verifiable
-from hicache_metadata_server.backup.frames import Origin
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.frames import BackupHeader
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import Pages, SnapshotError, Tally
 from hicache_metadata_server.backup.remote import RemoteSource
 from hicache_metadata_server.backup.target import fill, open_target
@@ -38,7 +37,7 @@ from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served
 
 NOW = 1_700_000_000.0
-ORIGIN = Origin("sqlite:///m.db", NOW, False)
+ORIGIN = BackupHeader("sqlite:///m.db", NOW, False)
 
 
 def hicache(*arguments, **options):
@@ -157,7 +156,7 @@ def test_a_copy_has_the_pages_and_goes_on_growing(seed, steps, tmp_path_factory)
     service = engine.service
     with closing(open_target(address(directory / "b.db"), replace=False)) as target:
         fill(target, snapshot_of(service, engine.now))
-        target.keep()
+        target.commit()
     store = open_store(address(directory / "b.db"))
     copied = MetadataService()
     copied.restore(store.recover(engine.now), store.rows, engine.now)
@@ -302,13 +301,13 @@ def stored(tmp_path_factory):
 
 
 def test_a_backup_says_what_the_store_says(stored):
-    found = Backup(stored.file)
+    found = BackupFile(stored.file)
     assert pages_in(found.parts()) == live(stored.service)
     assert found.counters == stored.service.counters()
     assert found.origin.source == address(stored.directory / "m.db")
     assert stored.file.stat().st_mode & 0o777 == 0o600
     assert (
-        "is there already"
+        "exists already"
         in hicache("backup", address(stored.directory / "m.db"), stored.file).output
     )
 
@@ -345,7 +344,7 @@ def test_a_backup_that_is_not_whole_is_refused(stored, tmp_path):
         bad[place] ^= 1 << chance.randrange(8)
         (tmp_path / "bad").write_bytes(bad)
         with pytest.raises(SnapshotError):
-            Backup(tmp_path / "bad")
+            BackupFile(tmp_path / "bad")
     for length in {
         0,
         5,
@@ -357,11 +356,11 @@ def test_a_backup_that_is_not_whole_is_refused(stored, tmp_path):
     }:
         (tmp_path / "bad").write_bytes(whole[:length])
         with pytest.raises(SnapshotError):
-            Backup(tmp_path / "bad")
+            BackupFile(tmp_path / "bad")
     for content in (whole + b"\0", whole + whole, b"SQLite format 3\0" + bytes(1000)):
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(SnapshotError):
-            Backup(tmp_path / "bad")
+            BackupFile(tmp_path / "bad")
     done = hicache("restore", tmp_path / "bad", address(tmp_path / "r.db"))
     assert done.exit_code == 2
     assert "no backup of a metadata server" in " ".join(done.output.split())
@@ -371,12 +370,12 @@ def test_a_backup_that_is_not_whole_is_refused(stored, tmp_path):
 def test_records_of_another_backup_do_not_fit(stored, tmp_path):
     """A record that is whole, and of another place."""
     write_backup(tmp_path / "one", ORIGIN, list(snapshot_of(stored.service, NOW)))
-    parts = list(Backup(tmp_path / "one").parts())
+    parts = list(BackupFile(tmp_path / "one").parts())
     write_backup(tmp_path / "two", ORIGIN, [*parts[:1], *parts[2:]])
     one, two = (tmp_path / "one").read_bytes(), (tmp_path / "two").read_bytes()
     (tmp_path / "mixed").write_bytes(one[: len(one) // 2] + two[len(two) // 2 :])
     with pytest.raises(SnapshotError):
-        Backup(tmp_path / "mixed")
+        BackupFile(tmp_path / "mixed")
 
 
 def test_a_backup_that_cannot_be_written_leaves_nothing(tmp_path):
@@ -403,9 +402,9 @@ def test_what_is_left_out_is_no_page_any_more(seed):
     less = list(after.over(restored(verifiable(whole, dropped), NOW + 600)))
     assert after.pages == before.pages - dropped.total()
     for name, count in before.scopes.items():
-        assert (
-            count.pages + count.resting == after.scopes[name].pages + after.scopes[name].resting
-        ), "no slot is lost"
+        assert count.pages + count.empty == after.scopes[name].pages + after.scopes[name].empty, (
+            "no slot is lost"
+        )
     assert all(page[3] for page in pages_in(less).values())
 
 
@@ -413,10 +412,11 @@ def test_what_is_left_out_is_no_page_any_more(seed):
 
 
 class Between:
-    """A service as a remote one; somebody else is served before each request of ours."""
+    """A service as a remote server, which serves others before each request of the snapshot."""
 
     def __init__(self, engine, steps):
-        self.engine, self.steps = engine, steps
+        self.engine = engine
+        self.steps = steps
 
     def call(self, path, request, kind):
         for _ in range(self.steps):
@@ -469,9 +469,9 @@ def test_a_copy_of_a_drained_server_is_whole(seed, steps, tmp_path_factory, monk
 @pytest.fixture(scope="module")
 def monkeypatch_module():
     """Pieces of a few slots, so that small scopes have several."""
-    before, remotes.PIECE = remotes.PIECE, 16
+    before, remote.CHUNK_SLOTS = remote.CHUNK_SLOTS, 16
     yield
-    remotes.PIECE = before
+    remote.CHUNK_SLOTS = before
 
 
 def test_moving_a_server_that_runs(tmp_path):
@@ -499,7 +499,7 @@ def test_moving_a_server_that_runs(tmp_path):
         assert "3,000 pages in 1 scopes" in saved.output
         done = hicache("copy", place.url, address(tmp_path / "b.db"), "--wait", "0")
         assert done.exit_code == 0, done.output
-        assert "drains; 1 leases are out" in done.output
+        assert "draining; 1 leases left" in done.output
         assert (
             "holds scopes already" in hicache("copy", place.url, address(tmp_path / "b.db")).output
         )

@@ -9,10 +9,9 @@ from contextlib import closing
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import Pages, SnapshotError
-from hicache_metadata_server.backup.redis import SharedStore
+from hicache_metadata_server.backup.redis import SharedStoreClient
 from hicache_metadata_server.backup.target import fill, open_target
 from hicache_metadata_server.core.service import MetadataService
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
@@ -69,7 +68,7 @@ def test_there_and_back(url, tmp_path):
     assert done.exit_code == 0, done.output
     assert hicache("fsck", "--store", url).exit_code == 0
     assert "holds scopes already" in hicache("copy", address(tmp_path / "a.db"), url).output
-    with SharedStore(url) as store:
+    with SharedStoreClient(url) as store:
         assert pages_of(store) == bare(live(engine.service))
         told = store.call("/v2/scopes", None, p.Scopes).scopes
         assert {one.scope: one.tenant for one in told} == engine.service.tenants.of_scope
@@ -118,7 +117,7 @@ def test_a_scope_is_left_behind(url, tmp_path):
     done = hicache("copy", url, address(tmp_path / "b.db"), "--without", "1:kv")
     assert done.exit_code == 0, done.output
     assert hicache("copy", address(tmp_path / "b.db"), url, "--replace").exit_code == 0
-    with SharedStore(url) as store:
+    with SharedStoreClient(url) as store:
         assert [one.scope for one in store.call("/v2/scopes", None, p.Scopes).scopes] == ["0:kv"]
         assert pages_of(store) == {
             place: page for place, page in bare(live(engine.service)).items() if place[0] == "0:kv"
@@ -134,7 +133,7 @@ def test_a_backup_of_a_shared_store(url, tmp_path):
     assert hicache("restore", tmp_path / "r.backup", url).exit_code == 2
     assert hicache("restore", tmp_path / "r.backup", url, "--replace").exit_code == 0
     assert hicache("fsck", "--store", url).exit_code == 0
-    with SharedStore(url) as store:
+    with SharedStoreClient(url) as store:
         assert pages_of(store) == bare(live(engine.service))
 
 
@@ -152,9 +151,9 @@ def test_slots_that_nobody_has_used_between_others(url):
     )
     with closing(open_target(url, replace=False)) as target:
         fill(target, [head, pages])
-        target.keep()
+        target.commit()
     assert hicache("fsck", "--store", url).exit_code == 0
-    with SharedStore(url) as store:
+    with SharedStoreClient(url) as store:
         assert pages_of(store) == {
             ("0:kv", "a"): (3, 7, 8, ""),
             ("0:kv", "b\0"): (50, 7, 2**64 - 1, "a"),
@@ -192,7 +191,7 @@ def test_on_a_cluster(tmp_path):
     with redis_cluster(tmp_path) as cluster:
         done = hicache("copy", address(tmp_path / "a.db"), cluster.url)
         assert done.exit_code == 0, done.output
-        with SharedStore(cluster.url) as store:
+        with SharedStoreClient(cluster.url) as store:
             assert pages_of(store) == bare(live(engine.service))
         assert hicache("copy", cluster.url, address(tmp_path / "b.db")).exit_code == 0
     with opened_store(address(tmp_path / "b.db")) as service:

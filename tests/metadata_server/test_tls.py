@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
+from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.cli.remote_server import Remote, RemoteError
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.tls import client_context
@@ -95,7 +95,7 @@ def test_handshakes(tmp_path, authority, others):
         with pytest.raises(ssl.SSLError, match=r"EOF|alert protocol version"):
             shown(place, old)
         with pytest.raises(RemoteError, match="does not answer"):
-            Remote(place.url.replace("https", "http")).call("/v2", None, About)
+            AdminClient(place.url.replace("https", "http")).call("/v2", None, About)
 
 
 def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):

@@ -120,7 +120,7 @@ def test_checking_a_token(tmp_path):
     assert command("check", "--file", file).output == "2 tokens\n"
     for token, code, said in (
         ("right", 0, "a: write"),
-        ("late-expired", 1, "which is over"),
+        ("late-expired", 1, "expired"),
         ("other", 1, "unknown"),
     ):
         by_variable = command("check", "--file", file, env={"HICACHE_METADATA_TOKEN": token})

@@ -1,1 +1,2 @@
-"""Snapshots: the content of any store as a stream that any store can produce and load."""
+"""Snapshots: streams that hold the content of a store, and that every kind of store writes and
+loads."""

@@ -1,5 +1,8 @@
-"""A snapshot in a file: written aside and then renamed, and verified as a whole before anything of
-it is used."""
+"""Backup file: a snapshot with a header, a footer and a checksum for each record.
+
+It is written to a temporary file and then renamed, and verified as a whole before a part of it is
+used.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,13 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.backup.frames import End, FrameReader, FrameWriter, Origin, part_of
+from hicache_metadata_server.backup.frames import (
+    BackupFooter,
+    BackupHeader,
+    FrameReader,
+    FrameWriter,
+    part_of,
+)
 from hicache_metadata_server.backup.parts import Counters, SnapshotError, Tally
 from hicache_metadata_server.storage.fsync import sync_directory
 
@@ -15,36 +24,39 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 MAGIC: Final = b"HiCache metadata snapshot 1\n"
 MODE: Final = 0o600
-"""Keys tell who has asked a model the same as somebody else."""
+"""Readable by its owner only: keys reveal which prompts share a prefix."""
 
 
-def write_backup(path: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
-    """Write a file; one that is there is replaced when the new one is on the disk.
+def write_backup(path: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]) -> Tally:
+    """Write a file; replace an existing one once the new one is on the disk.
 
     Raises:
-        OSError: it cannot be written; nothing is left of it.
+        OSError: the file cannot be written; no part of it remains.
     """
-    aside = path.with_name(f"{path.name}.part")
+    # In the same directory: a rename to another file system would not be atomic.
+    temporary = path.with_name(f"{path.name}.part")
     try:
-        tally = _write(aside, origin, parts)
-        aside.rename(path)
+        tally = _write(temporary, origin, parts)
+        temporary.rename(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        # Also on Ctrl-C: a part that stays looks like a backup, and may fill the disk.
+        temporary.unlink(missing_ok=True)
         raise
+    # The rename itself is durable only when its directory is.
     sync_directory(path.parent)
     return tally
 
 
-class Backup:
-    """A file that was written whole: all of it is read to see that.
+class BackupFile:
+    """A complete backup file, verified by reading all of it.
 
     Raises:
-        SnapshotError: it is cut short, damaged, or something else.
-        OSError: it cannot be read.
+        SnapshotError: the file is cut short, damaged, or no backup.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,24 +65,28 @@ class Backup:
         self.counters = Counters()
         with self._opened() as reader:
             origin = reader.read()
-            if not isinstance(origin, Origin):
-                raise SnapshotError(f"{path} does not say where it comes from")
+            if not isinstance(origin, BackupHeader):
+                raise SnapshotError(f"{path} does not begin with a header")
             self.origin = origin
+            # Read to the end before anybody uses a part: damage near the end must not be found
+            # after half of a store is replaced.
             for part in self.tally.over(self._parts(reader)):
                 if isinstance(part, Counters):
                     self.counters = part
 
-    def parts(self) -> Iterator[Part]:
-        """The stream; each record is verified once more."""
+    def parts(self) -> Iterator[SnapshotPart]:
+        """Yield the parts; verify each record once more, since the file may have changed."""
         with self._opened() as reader:
             reader.read()
             yield from self._parts(reader)
 
-    def _parts(self, reader: FrameReader) -> Iterator[Part]:
-        while not isinstance(record := reader.read(), End):
+    def _parts(self, reader: FrameReader) -> Iterator[SnapshotPart]:
+        while not isinstance(record := reader.read(), BackupFooter):
             if record is None:
                 raise SnapshotError(f"{self._path} is cut short after {self.tally.pages:,} pages")
             yield part_of(record)
+        # Checksums are those of records. Two files in one, or records that the writer has left
+        # out, only show here.
         if reader.read() is not None or (record.scopes, record.pages) != (
             len(self.tally.scopes),
             self.tally.pages,
@@ -90,15 +106,15 @@ class Backup:
                 raise SnapshotError(f"{self._path}: {error}") from error
 
 
-def _write(aside: Path, origin: Origin, parts: Iterable[Part]) -> Tally:
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
+def _write(path: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]) -> Tally:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
     with open(descriptor, "wb") as file:
         file.write(MAGIC)
         writer, tally = FrameWriter(file), Tally()
         writer.write(origin)
         for part in tally.over(parts):
             writer.write(part)
-        writer.write(End(len(tally.scopes), tally.pages))
+        writer.write(BackupFooter(len(tally.scopes), tally.pages))
         file.flush()
         os.fsync(descriptor)
     return tally

@@ -1,4 +1,4 @@
-"""Pieces of a snapshot as they travel from a server."""
+"""Conversion between chunks of a snapshot and messages of the export route."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from hicache_metadata_server.backup.parts import (
     DIGESTS,
+    EmptySlots,
     Pages,
-    Rests,
     generations_digest,
     pages_digest,
 )
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from hicache_metadata_server.backup.parts import Counters
 
 
-def piece_digest(pages: Pages, rests: Rests) -> str:
-    """Differs where a slot holds something else, or has been given away meanwhile."""
-    whole = pages_digest(pages) + generations_digest(pages) + generations_digest(rests)
+def chunk_digest(pages: Pages, empty: EmptySlots) -> str:
+    """Return a digest that changes when a slot gets other content or another generation."""
+    # Generations too: a slot that was reused for the same page holds another writer's bytes.
+    whole = pages_digest(pages) + generations_digest(pages) + generations_digest(empty)
     return f"{whole % DIGESTS:032x}"
 
 
 def exported(
     pages: Pages,
-    rests: Rests,
+    empty: EmptySlots,
     now: float,
     *,
     used: int,
@@ -34,8 +35,8 @@ def exported(
     rows: bool,
     tenant: str = "",
 ) -> Exported:
-    """The answer to a request for slots of a scope; without `rows` only about them."""
-    digest = piece_digest(pages, rests)
+    """Return the answer to a request for slots; without `rows` only digest and counters."""
+    digest = chunk_digest(pages, empty)
     if not rows:
         return Exported(
             used=used,
@@ -59,17 +60,18 @@ def exported(
         checksums=pages.checksums,
         keys=pages.keys,
         prefixes=pages.prefixes,
-        other_slots=rests.slots,
-        other_generations=rests.generations,
-        other_seconds=[max(0.0, until - now) for until in rests.until],
+        other_slots=empty.slots,
+        other_generations=empty.generations,
+        # Durations, since the clocks of two machines differ.
+        other_seconds=[max(0.0, until - now) for until in empty.until],
     )
 
 
-def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
-    """What a server has told, its durations as times of this machine.
+def parts_of(answer: Exported, now: float) -> tuple[Pages, EmptySlots]:
+    """Decode an answer; convert its durations to times of this machine.
 
     Raises:
-        ValueError: its columns are not of one length, or not those of the digest.
+        ValueError: the columns have different lengths, or do not match the digest.
     """
     pages = Pages(
         answer.slots,
@@ -81,7 +83,7 @@ def parts_of(answer: Exported, now: float) -> tuple[Pages, Rests]:
         answer.prefixes,
     )
     until = [now + seconds if seconds > 0 else 0.0 for seconds in answer.other_seconds]
-    rests = Rests(answer.other_slots, answer.other_generations, until)
-    if piece_digest(pages, rests) != answer.digest or len(until) != len(rests):
-        raise ValueError("the digest of a piece is not that of its slots")
-    return pages, rests
+    empty = EmptySlots(answer.other_slots, answer.other_generations, until)
+    if chunk_digest(pages, empty) != answer.digest or len(until) != len(empty):
+        raise ValueError("the digest of a chunk is not that of its slots")
+    return pages, empty

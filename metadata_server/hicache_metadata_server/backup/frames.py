@@ -1,4 +1,4 @@
-"""Parts as records of a file, each with its number and checksum."""
+"""Record format of backup files: length, checksum, MessagePack payload."""
 
 from __future__ import annotations
 
@@ -8,39 +8,47 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 import xxhash
 
-from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
+from hicache_metadata_server.backup.parts import (
+    Counters,
+    EmptySlots,
+    Pages,
+    ScopeHeader,
+    SnapshotError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 _HEAD: Final = struct.Struct("<QQ")
-"""Of a record: the bytes of the payload, and the checksum of its number in the file and the
-payload."""
+"""Head of a record: bytes of the payload, and the checksum of its number and payload.
+
+The number is part of the checksum, so that records that are lost, repeated or swapped are found.
+"""
 MAX_BYTES: Final = 256 << 20
-"""Of a payload. None is as long; a length that is damaged may say so."""
+"""Limit of a payload, far above every real one: a damaged length must not allocate memory."""
 
 
-class Origin(msgspec.Struct, frozen=True, tag="origin"):
+class BackupHeader(msgspec.Struct, frozen=True, tag="origin"):
     """The first record of a file."""
 
     source: str
-    """The store or the server, as it was named to who took the snapshot."""
+    """Address of the store or server, without credentials."""
     created: float
     """Seconds since 1970."""
     online: bool
-    """Taken while a server served."""
+    """True if a server was running at the time."""
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
+class BackupFooter(msgspec.Struct, frozen=True, tag="end"):
     """The last record of a file."""
 
     scopes: int
     pages: int
 
 
-Record = Origin | ScopeHead | Pages | Rests | Counters | End
+Record = BackupHeader | ScopeHeader | Pages | EmptySlots | Counters | BackupFooter
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _DECODER: Final[msgspec.msgpack.Decoder[Record]] = msgspec.msgpack.Decoder(Record)
 
@@ -49,10 +57,11 @@ class FrameWriter:
     """Appends records to a file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._number = file, 0
+        self._file = file
+        self._number = 0
 
     def write(self, record: Record) -> int:
-        """One record; returns where in the file it begins."""
+        """Write one record; return its position in the file."""
         payload, place = _ENCODER.encode(record), self._file.tell()
         self._file.write(_HEAD.pack(len(payload), _checksum(self._number, payload)) + payload)
         self._number += 1
@@ -60,25 +69,26 @@ class FrameWriter:
 
 
 class FrameReader:
-    """Reads records from where a file stands, which is that of the record `number`."""
+    """Reader of records, from the current position of a file, where record `number` begins."""
 
     def __init__(self, file: BinaryIO, number: int = 0) -> None:
-        self._file, self._number = file, number
+        self._file = file
+        self._number = number
 
     def __iter__(self) -> Iterator[Record]:
-        """Up to the end of the file.
+        """Yield all records.
 
         Raises:
-            SnapshotError: a record is cut short, damaged, missing, or none.
+            SnapshotError: a record is cut short, damaged, missing, or of an unknown kind.
         """
         while (record := self.read()) is not None:
             yield record
 
     def read(self) -> Record | None:
-        """The next record; None at the end of the file.
+        """Return the next record; None at the end of the file.
 
         Raises:
-            SnapshotError: it is cut short, damaged or none.
+            SnapshotError: the record is cut short, damaged, or of an unknown kind.
         """
         head = self._file.read(_HEAD.size)
         if not head:
@@ -99,14 +109,14 @@ class FrameReader:
         return record
 
 
-def part_of(record: Record) -> Part:
-    """A record as a part of the stream.
+def part_of(record: Record) -> SnapshotPart:
+    """Return a record as a part of the snapshot.
 
     Raises:
-        SnapshotError: it stands where a part must stand, and is none.
+        SnapshotError: the record is a header or a footer.
     """
-    if isinstance(record, (Origin, End)):
-        raise SnapshotError("the beginning or the end of a backup stands in its midst")
+    if isinstance(record, (BackupHeader, BackupFooter)):
+        raise SnapshotError("a header or a footer is in the middle of the backup")
     return record
 
 

@@ -1,4 +1,4 @@
-"""A store that no server has open, as a source."""
+"""Read-only access to a store that no server has open."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from hicache_metadata_server.backup.parts import ScopeHeader
+from hicache_metadata_server.core.export import CHUNK_SLOTS, export_slots
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage.factory import MEMORY, SQLITE, open_store
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterator
+
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 
 @contextmanager
 def opened_store(
     url: str, max_lease_seconds: float = DEFAULTS.max_lease_seconds
 ) -> Generator[MetadataService]:
-    """What a store has kept, as a server would take it over; nobody else can open it meanwhile, and
-    nothing in it is changed.
+    """Return the service that a server would recover from a store; change nothing in the store.
+
+    The store is locked meanwhile.
 
     Raises:
-        StoreError: it cannot be read, or a server has it.
-        ValueError: the address is not the address of a store.
+        StoreError: the store cannot be read, or a server has it open.
+        ValueError: the address is not that of a store.
     """
     if url == MEMORY:
         raise StoreError(
             "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
         )
     if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
-        # It would be made.
+        # `open_store` would create it, and a mistyped path would be an empty store.
         raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
     store, now = open_store(url), time.time()
     try:
@@ -44,3 +49,15 @@ def opened_store(
         yield service
     finally:
         store.close()
+
+
+def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:
+    """Yield the snapshot of a service, which must not change meanwhile."""
+    for name in sorted(service.scopes):
+        scope = service.scopes[name]
+        yield ScopeHeader(scope.geometry, scope.epoch, service.tenants.of_scope[name], scope.model)
+        for first in range(0, len(scope.table), CHUNK_SLOTS):
+            yield from export_slots(
+                scope, first, first + CHUNK_SLOTS, now, service.limits.max_lease_seconds
+            )
+    yield service.counters()

@@ -1,9 +1,9 @@
-"""The parts of a snapshot.
+"""Parts of a snapshot.
 
-A snapshot is a stream: for each scope a `ScopeHead` and then its slots, some at a time, as `Pages`
-and `Rests`; at the end `Counters`. Each slot that was ever used stands in it once, in any order;
-the others are free and of generation 0. What is not in it does not travel: leases, pins, answers
-kept for idempotency keys, hits and misses.
+A snapshot is a stream: for each scope a `ScopeHeader` and then its slots, in chunks, as `Pages` and
+`EmptySlots`; at the end `Counters`. Each slot that was ever used is in it once, in any order; all
+others are free and of generation 0. Not part of a snapshot: leases, pins, answers of idempotency
+keys, hits and misses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import xxhash
 
-from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
+from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads it
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ DIGESTS: Final = 1 << 128
 
 
 class SnapshotError(StoreError):
-    """A snapshot cannot be taken, read or put into a store."""
+    """A snapshot cannot be taken, read or loaded."""
 
 
-class ScopeHead(msgspec.Struct, frozen=True, tag="scope"):
-    """A scope begins."""
+class ScopeHeader(msgspec.Struct, frozen=True, tag="scope"):
+    """Begin of a scope: its geometry, epoch, tenant and model."""
 
     geometry: ScopeGeometry
     epoch: int = 0
@@ -40,15 +40,15 @@ class ScopeHead(msgspec.Struct, frozen=True, tag="scope"):
 
 
 class Pages(msgspec.Struct, frozen=True, tag="pages"):
-    """Some live pages as columns of one length."""
+    """Live pages, as columns of equal length."""
 
     slots: list[int]
     generations: list[int]
     uses: list[int]
-    """The later a page was used, the greater; at least 1, unlike any other's of the scope, and less
-    than the counter `lease`."""
+    """Position in the order of use, unique in the scope: at least 1, less than the counter `lease`,
+    and greater the later a page was used."""
     lengths: list[int]
-    """Bytes; 0 where the writer has not told."""
+    """Bytes; 0 if the writer has not stated them."""
     checksums: list[int]
     keys: list[str]
     prefixes: list[str]
@@ -56,22 +56,23 @@ class Pages(msgspec.Struct, frozen=True, tag="pages"):
     def __len__(self) -> int:
         return len(self.slots)
 
-    def parted(self, keeps: Callable[[int], bool]) -> tuple[Pages, Pages]:
-        """Those at the places that are to be kept, and the others."""
+    def partition(self, keeps: Callable[[int], bool]) -> tuple[Pages, Pages]:
+        """Split into the pages at indexes for which `keeps` is true, and the others."""
         kept, gone = list[int](), list[int]()
         for place in range(len(self.slots)):
             (kept if keeps(place) else gone).append(place)
+        # Nearly always all pages stay, so they are not copied then.
         return (self if not gone else self.at(kept)), self.at(gone)
 
     def at(self, places: list[int]) -> Pages:
-        """Those at some places."""
+        """Return the pages at these indexes."""
         return Pages(
             *([column[place] for place in places] for column in msgspec.structs.astuple(self))
         )
 
 
 def joined(batches: Iterable[Pages]) -> Pages:
-    """Several batches as one."""
+    """Concatenate batches."""
     columns: tuple[list[Any], ...] = ([], [], [], [], [], [], [])
     for batch in batches:
         for column, more in zip(columns, msgspec.structs.astuple(batch), strict=True):
@@ -79,32 +80,32 @@ def joined(batches: Iterable[Pages]) -> Pages:
     return Pages(*columns)
 
 
-class Rests(msgspec.Struct, frozen=True, tag="rests"):
-    """Some slots that were used and hold nothing; what they are given for next has a greater
-    generation."""
+class EmptySlots(msgspec.Struct, frozen=True, tag="rests"):
+    """Used slots without a page; their next page gets a greater generation."""
 
     slots: list[int]
     generations: list[int]
     until: list[float]
-    """Seconds since 1970 before which they are given to nobody; 0 for a free slot."""
+    """End of the quarantine, in seconds since 1970; 0 for a free slot."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
 class Counters(msgspec.Struct, frozen=True, tag="counters"):
-    """No number from here on was given."""
+    """First numbers of leases and pins that were never given."""
 
     lease: int = 1
     pin: int = 1
 
 
-Part = ScopeHead | Pages | Rests | Counters
+SnapshotPart = ScopeHeader | Pages | EmptySlots | Counters
 
 
 def pages_digest(pages: Pages) -> int:
-    """128 bits over what some pages are, without generations and use; those of several batches add
-    up, modulo 2**128, in any order."""
+    """Return a digest of 128 bits of pages, without their generations and order of use."""
+    # A sum, so that the digests of batches add up in any order, modulo 2**128: a store returns
+    # slots in another order and in other batches than it was given.
     digest, whole = xxhash.xxh3_128_intdigest, 0
     for slot, _, _, length, checksum, key, prefix in zip(
         *msgspec.structs.astuple(pages), strict=True
@@ -114,8 +115,8 @@ def pages_digest(pages: Pages) -> int:
     return whole % DIGESTS
 
 
-def generations_digest(part: Pages | Rests) -> int:
-    """The same over the generations of slots."""
+def generations_digest(part: Pages | EmptySlots) -> int:
+    """Return a digest of the generations of slots, which adds up in the same way."""
     digest, held = xxhash.xxh3_128_intdigest, isinstance(part, Pages)
     rows = zip(part.slots, part.generations, strict=True)
     return (
@@ -124,43 +125,43 @@ def generations_digest(part: Pages | Rests) -> int:
 
 
 @dataclass(slots=True)
-class Count:
-    """What went by of one scope."""
+class ScopeCount:
+    """Numbers of one scope in a snapshot."""
 
     slots: int
     pages: int = 0
-    resting: int = 0
-    """Used slots that hold nothing."""
+    empty: int = 0
+    """Used slots without a page."""
     digest: int = 0
-    """Of the pages."""
+    """Digest of the pages (`pages_digest`)."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts what goes by of a stream."""
+    """Summary of a snapshot, by which two snapshots are compared."""
 
-    scopes: dict[str, Count] = field(default_factory=dict[str, Count])
+    scopes: dict[str, ScopeCount] = field(default_factory=dict[str, ScopeCount])
 
     @property
     def pages(self) -> int:
-        """Of all scopes."""
+        """Pages of all scopes."""
         return sum(count.pages for count in self.scopes.values())
 
-    def over(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The same stream, counted as it is taken.
+    def over(self, parts: Iterable[SnapshotPart]) -> Iterator[SnapshotPart]:
+        """Yield a stream unchanged, and count it on the way.
 
         Raises:
-            SnapshotError: a scope comes twice, or slots come before any scope.
+            SnapshotError: a scope is in the stream twice, or slots precede every scope.
         """
-        count: Count | None = None
+        count: ScopeCount | None = None
         for part in parts:
             match part:
-                case ScopeHead():
+                case ScopeHeader():
                     name = part.geometry.scope
                     if name in self.scopes:
-                        raise SnapshotError(f"scope {name} stands in the snapshot twice")
-                    count = self.scopes[name] = Count(part.geometry.slots)
-                case Pages() | Rests():
+                        raise SnapshotError(f"scope {name} is in the snapshot twice")
+                    count = self.scopes[name] = ScopeCount(part.geometry.slots)
+                case Pages() | EmptySlots():
                     if count is None:
                         raise SnapshotError("slots come before any scope")
                     _add(count, part)
@@ -169,7 +170,8 @@ class Tally:
             yield part
 
     def differences(self, other: Tally) -> list[str]:
-        """Where another tally differs from this one, a sentence for each scope."""
+        """Return the differences to another tally, one message for each scope."""
+        # Empty slots are left out: a store may add quarantined slots of its own, or release some.
         found = list[str]()
         for name in sorted(self.scopes.keys() | other.scopes.keys()):
             mine, its = self.scopes.get(name), other.scopes.get(name)
@@ -188,9 +190,9 @@ class Tally:
         return found
 
 
-def _add(count: Count, part: Pages | Rests) -> None:
-    if isinstance(part, Rests):
-        count.resting += len(part)
+def _add(count: ScopeCount, part: Pages | EmptySlots) -> None:
+    if isinstance(part, EmptySlots):
+        count.empty += len(part)
         return
     count.pages += len(part)
     count.digest = (count.digest + pages_digest(part)) % DIGESTS

@@ -1,11 +1,11 @@
-"""A snapshot of a server that runs, taken through `POST /v2/export`.
+"""Snapshot of a running server, taken through `POST /v2/export`.
 
-A server that serves changes between two requests. So each piece is asked for twice: first all of
-it, into a spool; then, when all pieces are there, whether it has changed. Of a piece that has, only
-the slots count that hold the same page of the same generation both times. What is left was live at
-one instant, the one between the two rounds: a page that has come, gone or moved since is left out.
-Of a server that drains and whose leases have ended nothing comes or moves, and the second answer
-counts.
+A server changes between two requests. So each chunk is read twice: a first pass writes all chunks
+to a spool file, and a second pass compares their digests. Of a chunk that has changed only those
+slots count that held the same page of the same generation in both passes. All these pages were live
+at one instant, the one between the two passes; a page that was committed, removed or moved since is
+left out. On a server that drains and has no leases, no page is committed or moved, and the second
+answer counts.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self, TypeVar, cast
 
-from hicache_metadata_server.backup.capture import PIECE
-from hicache_metadata_server.backup.export_messages import parts_of, piece_digest
-from hicache_metadata_server.backup.filters import rests_of
+from hicache_metadata_server.backup.export_messages import chunk_digest, parts_of
+from hicache_metadata_server.backup.filters import emptied
 from hicache_metadata_server.backup.frames import FrameReader, FrameWriter
-from hicache_metadata_server.backup.parts import Counters, Pages, Rests, ScopeHead, SnapshotError
+from hicache_metadata_server.backup.parts import (
+    Counters,
+    EmptySlots,
+    Pages,
+    ScopeHeader,
+    SnapshotError,
+)
+from hicache_metadata_server.core.export import CHUNK_SLOTS
 from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry, Scopes
 
 if TYPE_CHECKING:
@@ -26,44 +32,45 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
 
 A = TypeVar("A", bound="Answer")
 
 
-class Asked(Protocol):
-    """A server, or what answers like one."""
+class ExportServer(Protocol):
+    """A server, or an object that answers its routes."""
 
     def call(self, path: str, request: Request | None, kind: type[A]) -> A:
-        """The answer of a route."""
+        """Send a request to a route; return the answer."""
         ...
 
 
-_Place = tuple[str, int]
-"""A scope and the first slot of a piece of it."""
+_ChunkId = tuple[str, int]
+"""A scope, and the first slot of one of its chunks."""
 
 
 class RemoteSource:
-    """Takes one snapshot of one server. All methods raise `RemoteError` where it does not answer.
+    """Snapshot of one server. All methods raise `RemoteError` if the server does not answer.
 
     Args:
-        remote: with a token that permits to administer.
-        directory: where the spool lies, as long as the snapshot.
+        remote: the server, with a token for administration.
+        directory: place of the spool file, which takes as much room as the snapshot.
     """
 
-    def __init__(self, remote: Asked, directory: Path) -> None:
+    def __init__(self, remote: ExportServer, directory: Path) -> None:
         self._remote = remote
-        self._file = cast("BinaryIO", tempfile.TemporaryFile(dir=directory))  # noqa: SIM115 - closed by `__exit__`
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by `__exit__`
+        self._file = cast("BinaryIO", file)
         self._writer = FrameWriter(self._file)
-        self._spooled: dict[_Place, tuple[int, int, str]] = {}
-        """Where a piece stands in the spool, the number of its first record, and its digest."""
+        self._spooled: dict[_ChunkId, tuple[int, int, str]] = {}
+        """Position of a chunk in the spool, number of its first record, and its digest."""
         self._records = 0
-        self._given: dict[_Place, str] = {}
-        """The digests of the pieces as they were given, for `changed`."""
+        self._given: dict[_ChunkId, str] = {}
+        """Digests of the chunks that `parts` has yielded, for `changed`."""
 
     def __enter__(self) -> Self:
-        """Nothing is asked for yet."""
+        """Return the source; no request was sent yet."""
         return self
 
     def __exit__(
@@ -76,126 +83,135 @@ class RemoteSource:
         self._file.close()
 
     def spool(self) -> int:
-        """Take down everything, while the server serves; returns the number of pages."""
+        """Run the first pass, while the server serves; return the number of pages."""
         pages = 0
         for scope in self._scopes():
-            for first, answer in _pieces(self._remote, scope.scope):
+            for first, answer in _chunks(self._remote, scope.scope):
                 pages += len(answer.slots)
                 self._put((scope.scope, first), answer)
         return pages
 
-    def parts(self, *, drained: bool) -> Iterator[Part]:
-        """The snapshot, once it is spooled."""
+    def parts(self, *, drained: bool) -> Iterator[SnapshotPart]:
+        """Run the second pass: yield the snapshot, once it is spooled."""
+        # A scope that was created since the first pass has no chunks in the spool: only its header
+        # is yielded, unless the server drains.
         counters = Counters()
         self._given = {}
         for scope in self._scopes():
-            name, told = scope.scope, self._told(scope.scope, 0)
-            yield ScopeHead(_geometry(scope), told.epoch, told.tenant, scope.model)
-            first, answer = 0, told
+            name, head = scope.scope, self._summary(scope.scope, 0)
+            yield ScopeHeader(_geometry(scope), head.epoch, head.tenant, scope.model)
+            first, answer = 0, head
             while first < answer.used:
                 yield from self._second(name, first, answer.digest, drained=drained)
-                first += PIECE
-                answer = self._told(name, first)
+                first += CHUNK_SLOTS
+                answer = self._summary(name, first)
+            # Taken last: leases and pins that were given meanwhile are below them.
             counters = Counters(
                 max(counters.lease, answer.next_lease), max(counters.pin, answer.next_pin)
             )
         yield counters
 
     def changed(self) -> list[str]:
-        """The scopes in which something has come or gone since `parts` gave it."""
+        """Return the scopes of which a slot has changed since `parts` has yielded it."""
         found = dict[str, None]()
         for (name, first), digest in self._given.items():
-            if self._told(name, first).digest != digest:
+            if self._summary(name, first).digest != digest:
                 found[name] = None
+        # A new scope without pages is no loss.
         known = {name for name, _ in self._given}
         return [*found, *(s.scope for s in self._scopes() if s.live and s.scope not in known)]
 
-    def _second(self, name: str, first: int, digest: str, *, drained: bool) -> Iterator[Part]:
+    def _second(
+        self, name: str, first: int, digest: str, *, drained: bool
+    ) -> Iterator[SnapshotPart]:
         spooled = self._spooled.get((name, first))
         if spooled is None and not drained:
+            # Used for the first time since the first pass.
             return
         if spooled is not None and spooled[2] == digest:
-            pages, rests = self._read(*spooled[:2])
+            pages, empty = self._read(*spooled[:2])
         else:
-            pages, rests = _decoded(_export(self._remote, name, first, rows=True))
+            pages, empty = _decoded(_export(self._remote, name, first, rows=True))
             if spooled is not None and not drained:
                 before = self._read(*spooled[:2])[0]
                 known = dict(zip(before.slots, before.generations, strict=True))
-                # In its slot a generation holds one page at most, and holds it once.
+                # A generation of a slot is one page, at one time: if both passes have seen it, it
+                # was live all the time between them.
                 same = [
                     known.get(slot) == held
                     for slot, held in zip(pages.slots, pages.generations, strict=True)
                 ]
-                pages, gone = pages.parted(same.__getitem__)
-                yield rests_of(gone)
-        self._given[name, first] = piece_digest(pages, rests)
+                pages, gone = pages.partition(same.__getitem__)
+                yield emptied(gone)
+        self._given[name, first] = chunk_digest(pages, empty)
         yield pages
-        yield rests
+        yield empty
 
-    def _put(self, place: _Place, answer: Exported) -> None:
-        pages, rests = _decoded(answer)
+    def _put(self, place: _ChunkId, answer: Exported) -> None:
+        pages, empty = _decoded(answer)
+        # On disk: a large server's pages do not fit into the memory of a command.
         at = self._writer.write(pages)
-        self._writer.write(rests)
+        self._writer.write(empty)
         self._spooled[place] = at, self._records, answer.digest
         self._records += 2
 
-    def _read(self, at: int, number: int) -> tuple[Pages, Rests]:
+    def _read(self, at: int, number: int) -> tuple[Pages, EmptySlots]:
         self._file.flush()
+        # Reader and writer share the file, whose position is the writer's.
         here = self._file.tell()
         self._file.seek(at)
         reader = FrameReader(self._file, number)
-        pages, rests = reader.read(), reader.read()
+        pages, empty = reader.read(), reader.read()
         self._file.seek(here)
-        assert isinstance(pages, Pages), "the first record of a piece"
-        assert isinstance(rests, Rests), "the second"
-        return pages, rests
+        assert isinstance(pages, Pages), "the first record of a chunk"
+        assert isinstance(empty, EmptySlots), "the second"
+        return pages, empty
 
-    def _told(self, name: str, first: int) -> Exported:
+    def _summary(self, name: str, first: int) -> Exported:
         return _export(self._remote, name, first, rows=False)
 
     def _scopes(self) -> list[ScopeStatus]:
         return _scopes(self._remote)
 
 
-def served(remote: Asked, wanted: Container[str]) -> Iterator[Part]:
-    """The live pages of a server as they go by: each was there when it was asked for. No counters,
-    and nothing of other slots.
+def served(remote: ExportServer, wanted: Container[str]) -> Iterator[SnapshotPart]:
+    """Yield the live pages of a server, each as of its own request; no counters and empty slots.
 
     Raises:
-        RemoteError: it does not answer.
-        SnapshotError: its answer contradicts itself.
+        RemoteError: the server does not answer.
+        SnapshotError: an answer contradicts itself.
     """
     for scope in _scopes(remote):
         if scope.scope in wanted:
-            yield ScopeHead(_geometry(scope))
-            for _, answer in _pieces(remote, scope.scope):
+            yield ScopeHeader(_geometry(scope))
+            for _, answer in _chunks(remote, scope.scope):
                 yield _decoded(answer)[0]
 
 
-def _pieces(remote: Asked, name: str) -> Iterator[tuple[int, Exported]]:
-    """All of a scope, by the first slot of each piece."""
+def _chunks(remote: ExportServer, name: str) -> Iterator[tuple[int, Exported]]:
+    """Yield all chunks of a scope, each with its first slot."""
     first, used = 0, 1
     while first < used:
         answer = _export(remote, name, first, rows=True)
         used = answer.used
         yield first, answer
-        first += PIECE
+        first += CHUNK_SLOTS
 
 
-def _export(remote: Asked, name: str, first: int, *, rows: bool) -> Exported:
+def _export(remote: ExportServer, name: str, first: int, *, rows: bool) -> Exported:
     return remote.call(
-        "/v2/export", Export(scope=name, first=first, count=PIECE, rows=rows), Exported
+        "/v2/export", Export(scope=name, first=first, count=CHUNK_SLOTS, rows=rows), Exported
     )
 
 
-def _decoded(answer: Exported) -> tuple[Pages, Rests]:
+def _decoded(answer: Exported) -> tuple[Pages, EmptySlots]:
     try:
         return parts_of(answer, time.time())
     except ValueError as error:
         raise SnapshotError(f"the server's answer contradicts itself: {error}") from error
 
 
-def _scopes(remote: Asked) -> list[ScopeStatus]:
+def _scopes(remote: ExportServer) -> list[ScopeStatus]:
     return remote.call("/v2/scopes", None, Scopes).scopes
 
 

@@ -1,5 +1,4 @@
-"""SQLite stores, filled from a snapshot: in a file aside, which then takes the place of the
-other."""
+"""SQLite stores as targets of snapshots: a new file is filled and renamed over the old one."""
 
 from __future__ import annotations
 
@@ -10,13 +9,12 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.backup.capture import snapshot_of
-from hicache_metadata_server.backup.offline import opened_store
+from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.parts import (
     Counters,
+    EmptySlots,
     Pages,
-    Rests,
-    ScopeHead,
+    ScopeHeader,
     SnapshotError,
     Tally,
 )
@@ -33,53 +31,55 @@ from hicache_metadata_server.storage.store import StoreError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 INCOMING: Final = ".incoming"
 REPLACED: Final = ".replaced"
 
 
-class Stamp(NamedTuple):
-    """Tells whether somebody has had a store that was closed."""
+class StoreStamp(NamedTuple):
+    """Identity and size of a closed store, to detect a use in between."""
 
     inode: int
     changed: int
     size: int
 
     @classmethod
-    def of(cls, url: str) -> Stamp:
-        """Of the store as it is now."""
+    def of(cls, url: str) -> StoreStamp:
+        """Return the stamp of a store as it is now."""
         file = Path(url.removeprefix(SQLITE))
         found = file.stat()
         return cls(
             found.st_ino,
             found.st_mtime_ns,
+            # A server writes to the log first; the database may stay as it was.
             sum(path.stat().st_size for path in (file, *_logs(file))),
         )
 
 
 class SqliteTarget:
-    """One SQLite file; it is locked as a server would lock it.
+    """One SQLite file as the target of a snapshot, locked as a server locks it.
 
     Raises:
-        StoreError: a server has it, or it cannot be made.
+        StoreError: a server has it open, or it cannot be created.
         SnapshotError: it holds scopes, and `replace` is false.
     """
 
     def __init__(self, file: str, *, replace: bool) -> None:
-        self._file, self._aside = Path(file), Path(f"{file}{INCOMING}")
+        self._file = Path(file)
+        self._incoming = Path(f"{file}{INCOMING}")
         self._lock = StoreLock(f"{file}.lock")
         try:
             if _holds_scopes(self._file) and not replace:
-                raise SnapshotError(f"{file} holds scopes already; with --replace they make room")
-            _remove(self._aside)
+                raise SnapshotError(f"{file} holds scopes already; --replace replaces them")
+            _remove(self._incoming)
         except BaseException:
             self._lock.release()
             raise
 
-    def load(self, parts: Iterable[Part]) -> None:
-        """All goes through the log of a new store, which is folded when it is opened again."""
-        store = SqliteStore(str(self._aside))
+    def load(self, parts: Iterable[SnapshotPart]) -> None:
+        """Write all changes to the log of a new store, which compacts it at the next start."""
+        store = SqliteStore(str(self._incoming))
         try:
             store.recover(time.time())
             for changes in _changes(parts):
@@ -88,9 +88,10 @@ class SqliteTarget:
             store.close()
 
     def read_back(self) -> tuple[Tally, list[str]]:
-        """As a server would."""
+        """Recover the new store as a server does; audit its scopes."""
         tally = Tally()
-        with opened_store(f"{SQLITE}{self._aside}") as service:
+        with opened_store(f"{SQLITE}{self._incoming}") as service:
+            # Recovery has also compacted the log, which `commit` relies on.
             for _ in tally.over(snapshot_of(service, time.time())):
                 pass
             problems = list(service.recovery_problems)
@@ -98,37 +99,42 @@ class SqliteTarget:
                 problems += [f"{name}: {problem}" for piece in audit(scope) for problem in piece]
         return tally, problems
 
-    def keep(self) -> None:
-        """Rename, with the old file out of the way, so that it never has the new one's log or the
-        new one its."""
+    def commit(self) -> None:
+        """Rename the new file to the place of the old one.
+
+        The old one is renamed first: at no time a database lies beside the log of the other, which
+        a server would apply to it.
+        """
         old = self._file.with_name(f"{self._file.name}{REPLACED}")
         try:
-            if any(_logs(self._aside)) or Path(f"{self._aside}-wal").exists():
-                raise StoreError(f"not all of {self._aside} is in the database")
+            # Only the database is renamed, so that all content has to be in it.
+            if any(_logs(self._incoming)) or Path(f"{self._incoming}-wal").exists():
+                raise StoreError(f"not all of {self._incoming} is in the database")
             with contextlib.suppress(FileNotFoundError):
                 self._file.rename(old)
             _remove(self._file)
-            self._aside.rename(self._file)
+            self._incoming.rename(self._file)
             sync_directory(self._file.parent)
+            # Only now: until the directory is synced a crash may bring back the state before.
             old.unlink(missing_ok=True)
         except OSError as error:
             raise StoreError(f"{self._file} cannot be replaced: {error}") from error
 
     def close(self) -> None:
-        """Remove what is left aside, and let the lock go."""
+        """Remove the unfinished file, and release the lock."""
         try:
-            _remove(self._aside)
-            Path(f"{self._aside}.lock").unlink(missing_ok=True)
+            _remove(self._incoming)
+            Path(f"{self._incoming}.lock").unlink(missing_ok=True)
         finally:
             self._lock.release()
 
 
-def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
-    """What a server would have written."""
+def _changes(parts: Iterable[SnapshotPart]) -> Iterator[Changes]:
+    """Yield the changes that a server would have written."""
     number, epoch = 0, 0
     for part in parts:
         match part:
-            case ScopeHead():
+            case ScopeHeader():
                 number, epoch = number + 1, part.epoch
                 yield Changes(
                     scopes=[
@@ -137,13 +143,13 @@ def _changes(parts: Iterable[Part]) -> Iterator[Changes]:
                         )
                     ]
                 )
-            case Pages() | Rests():
+            case Pages() | EmptySlots():
                 if part:
                     yield Changes(
                         slots={
                             number: _pages(part, epoch)
                             if isinstance(part, Pages)
-                            else _rests(part, epoch)
+                            else _empty_slots(part, epoch)
                         }
                     )
             case Counters():
@@ -172,9 +178,9 @@ def _pages(pages: Pages, epoch: int) -> SlotChanges:
     return SlotChanges(states, leases)
 
 
-def _rests(rests: Rests, epoch: int) -> SlotChanges:
-    order = sorted(range(len(rests)), key=rests.slots.__getitem__)
-    slots, until = _wide(rests.slots, order), array("d", [rests.until[i] for i in order])
+def _empty_slots(empty: EmptySlots, epoch: int) -> SlotChanges:
+    order = sorted(range(len(empty)), key=empty.slots.__getitem__)
+    slots, until = _wide(empty.slots, order), array("d", [empty.until[i] for i in order])
     states = SlotStates(
         epoch,
         slots,
@@ -185,7 +191,7 @@ def _rests(rests: Rests, epoch: int) -> SlotChanges:
     )
     nothing, names = bytes(8 * len(order)), [""] * len(order)
     return SlotChanges(
-        states, SlotLeases(slots, _wide(rests.generations, order), nothing, names, [], [])
+        states, SlotLeases(slots, _wide(empty.generations, order), nothing, names, [], [])
     )
 
 
@@ -194,7 +200,7 @@ def _wide(column: Sequence[int], order: Sequence[int]) -> bytes:
 
 
 def _holds_scopes(file: Path) -> bool:
-    """Whether a store has anything to lose.
+    """Return True if a file is a store with scopes.
 
     Raises:
         StoreError: the file is something else.
@@ -210,7 +216,7 @@ def _holds_scopes(file: Path) -> bool:
                     return True
         except sqlite3.Error as error:
             raise StoreError(f"{file} is no store: {error}") from error
-    # What is in a log may not be in the database yet.
+    # Scopes in a log may not be in the database yet.
     return any(log.stat().st_size for log in _logs(file))
 
 
@@ -219,6 +225,7 @@ def _logs(file: Path) -> Iterable[Path]:
 
 
 def _remove(file: Path) -> None:
-    """A database and what lies beside it, but for its lock."""
+    """Remove a database and the files that belong to it, except its lock."""
+    # The lock file stays: a server that waits for it would lock a file without a name.
     for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm"), *_logs(file)):
         path.unlink(missing_ok=True)

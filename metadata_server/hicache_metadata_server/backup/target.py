@@ -1,4 +1,4 @@
-"""Where a snapshot is put: what each kind of store must offer."""
+"""Targets of snapshots: the interface that each kind of store implements, and how one is filled."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from hicache_metadata_server.backup.parts import SnapshotError, Tally
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_metadata_server.backup.parts import Part
+    from hicache_metadata_server.backup.parts import SnapshotPart
 
 
-class Target(Protocol):
-    """A store that no server has open, and that nobody else opens before `close`.
+class SnapshotTarget(Protocol):
+    """A store that no server has open, locked until `close`.
 
-    Until `keep` it is, for whoever opens it after a crash, as it was, or empty.
+    A crash before `commit` leaves it as it was, or empty.
     """
 
-    def load(self, parts: Iterable[Part]) -> None:
-        """Write a whole snapshot aside, in the order in which it comes.
+    def load(self, parts: Iterable[SnapshotPart]) -> None:
+        """Write a whole snapshot, invisible to servers, in the order of the stream.
 
         Raises:
-            StoreError: it cannot be written.
+            StoreError: the snapshot cannot be written.
         """
         ...
 
     def read_back(self) -> tuple[Tally, list[str]]:
-        """What was written, as a server would take it over: a tally of it, and what contradicts
-        itself.
+        """Recover the written snapshot as a server would; return its tally and its problems.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: the snapshot cannot be read.
         """
         ...
 
-    def keep(self) -> None:
-        """What was written takes the place of what the store had.
+    def commit(self) -> None:
+        """Replace the content of the store by the written snapshot.
 
         Raises:
-            StoreError: it could not be done.
+            StoreError: the content was not replaced.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the store; what was written and not kept is removed."""
+        """Release the store; remove a snapshot that was not committed."""
         ...
 
 
-def open_target(url: str, *, replace: bool) -> Target:
-    """The store at an address, to be filled.
+def open_target(url: str, *, replace: bool) -> SnapshotTarget:
+    """Open the store at an address as a target.
 
     Raises:
-        ValueError: the address is not the address of a store that can be filled.
-        StoreError: a server has it.
-        SnapshotError: it holds something, and may not be replaced.
+        ValueError: the address is not that of a store that can be filled.
+        StoreError: a server has the store open.
+        SnapshotError: the store holds scopes, and `replace` is false.
     """
+    # Imported here: each kind of store needs its own library.
     from hicache_metadata_server.shared.address import is_shared
     from hicache_metadata_server.storage.factory import SQLITE
 
@@ -73,15 +73,17 @@ def open_target(url: str, *, replace: bool) -> Target:
     )
 
 
-def fill(target: Target, parts: Iterable[Part]) -> Tally:
-    """Load a snapshot and see that the store holds just that. It is not kept yet.
+def fill(target: SnapshotTarget, parts: Iterable[SnapshotPart]) -> Tally:
+    """Load a snapshot, and verify that the store holds exactly that. Does not commit.
 
     Raises:
-        SnapshotError: it holds something else, or contradicts itself.
-        StoreError: it cannot be written or read.
+        SnapshotError: the store holds something else, or contradicts itself.
+        StoreError: the store cannot be written or read.
     """
     tally = Tally()
     target.load(tally.over(parts))
+    # Read back through the code that a server starts with: a snapshot that a server could not
+    # recover must not replace one that it can.
     found, problems = target.read_back()
     problems += tally.differences(found)
     if problems:

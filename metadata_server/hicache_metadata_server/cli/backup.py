@@ -13,21 +13,27 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_metadata_server.cli.options import Ca, Certificate, Token, complaints, remote_of
+from hicache_metadata_server.cli.options import (
+    Ca,
+    Certificate,
+    Token,
+    exit_on_error,
+    open_client,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-    from hicache_metadata_server.backup.checking import PageChecker
-    from hicache_metadata_server.backup.parts import Part, Tally
-    from hicache_metadata_server.backup.redis import SharedStore
-    from hicache_metadata_server.backup.remote import Asked, RemoteSource
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.backup.page_checks import PageChecker
+    from hicache_metadata_server.backup.parts import SnapshotPart, Tally
+    from hicache_metadata_server.backup.redis import SharedStoreClient
+    from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
+    from hicache_metadata_server.cli.admin_client import AdminClient
 
 HTTP: Final = ("http://", "https://")
-LOOK_SECONDS: Final = 0.2
-DRAINS: Final = (
-    "It gives no new leases: stop it, start one on the copy, and point the clients there."
+POLL_SECONDS: Final = 0.2
+DRAINING: Final = (
+    "The server gives no new leases: stop it, start one on the copy, and point the clients there."
 )
 
 Source = Annotated[
@@ -46,21 +52,22 @@ Target = Annotated[
     ),
 ]
 Replace = Annotated[
-    bool, typer.Option("--replace", help="What is there makes room, once the new is complete.")
+    bool,
+    typer.Option("--replace", help="Replace the existing content once the new one is complete."),
 ]
 Without = Annotated[
     list[str] | None,
     typer.Option(
         "--without",
         metavar="SCOPE",
-        help="A scope that is left out, since nobody uses it any more. May be repeated.",
+        help="Scope to leave out, such as one that no engine uses any more. May be repeated.",
     ),
 ]
-MostLease = Annotated[
+MaxLease = Annotated[
     float,
     typer.Option(
-        help="How long a lease may last in a store that no server has open: so long its slot stays "
-        "in quarantine.",
+        help="Longest lease of a store that no server has open, in seconds: its leased slots are "
+        "quarantined for that long.",
         envvar="HICACHE_METADATA_MAX_LEASE_SECONDS",
         min=0.001,
     ),
@@ -75,37 +82,42 @@ def copy(
     wait: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0, help="For leases that are out, of a server that runs."
+            metavar="SECONDS", min=0, help="Time to wait for the leases of a running server."
         ),
     ] = 60.0,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
     """Copy all scopes into another store, and verify them there.
 
-    Of a store that no server has open all is copied. A server goes on serving while most of it is
-    copied; then it drains, and what has changed is copied. It is left draining, or set free again
-    if the copy fails.
+    A running server serves during most of the copy. Then it drains, and the changes are copied. It
+    stays draining, or gives leases again if the copy fails.
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
     from hicache_metadata_server.shared.address import is_shared
 
     names, dropped = set(without or ()), Counter[str]()
-    with complaints(), closing(open_target(store, replace=replace)) as target, ExitStack() as stack:
+    with (
+        exit_on_error(),
+        closing(open_target(store, replace=replace)) as target,
+        ExitStack() as stack,
+    ):
         begin = time.monotonic()
         if is_shared(source):
-            taken = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
-            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _check_unchanged(taken)
+            snapshot = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
+            tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
+            _check_unchanged(snapshot)
         elif source.startswith(HTTP):
-            remote = remote_of(source, token_file, ca, certificate)
-            taken = stack.enter_context(_spooled(remote))
+            remote = open_client(source, token_file, ca, certificate)
+            # Spooled before it drains, so that clients can write during the long first pass.
+            snapshot = stack.enter_context(_spooled(remote))
             stack.enter_context(_draining(remote, wait))
-            tally = fill(target, without_scopes(taken.parts(drained=True), names, dropped))
-            _check_unchanged(taken)
+            tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
+            # Leases that outlast the wait can still be committed, and pages deleted.
+            _check_unchanged(snapshot)
         else:
             tally = fill(
                 target,
@@ -113,69 +125,77 @@ def copy(
                     stack.enter_context(_stored(source, max_lease_seconds)), names, dropped
                 ),
             )
-        target.keep()
+        target.commit()
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
     _print_dropped(dropped)
     if source.startswith(HTTP):
-        typer.echo(DRAINS, err=True)
+        typer.echo(DRAINING, err=True)
 
 
 def backup(
     source: Source,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The backup; readable by nobody else.")
+        Path, typer.Argument(metavar="FILE", help="The new backup, readable by its owner only.")
     ],
     replace: Replace = False,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Write all scopes into one file. A server may go on serving: pages that come, go or move
-    meanwhile are left out."""
+    """Write all scopes into one file.
+
+    A server goes on serving: pages that are committed, removed or moved meanwhile are left out.
+    """
     from hicache_metadata_server.backup.backup_file import write_backup
-    from hicache_metadata_server.backup.frames import Origin
+    from hicache_metadata_server.backup.frames import BackupHeader
     from hicache_metadata_server.shared.address import is_shared
 
-    with complaints(), ExitStack() as stack:
+    with exit_on_error(), ExitStack() as stack:
         if file.exists() and not replace:
-            raise FileExistsError(f"{file} is there already; with --replace it makes room")
+            raise FileExistsError(f"{file} exists already; --replace replaces it")
         begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
-        parts: Iterable[Part]
+        parts: Iterable[SnapshotPart]
         if online:
             remote = (
                 stack.enter_context(_shared(source))
                 if is_shared(source)
-                else remote_of(source, token_file, ca, certificate)
+                else open_client(source, token_file, ca, certificate)
             )
+            # The spool is as large as the backup: where that fits, a spool most likely fits too,
+            # unlike in a small /tmp.
             parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(
                 drained=False
             )
         else:
             parts = stack.enter_context(_stored(source, max_lease_seconds))
-        tally = write_backup(file, Origin(_public(source), time.time(), online), parts)
+        tally = write_backup(
+            file, BackupHeader(_without_credentials(source), time.time(), online), parts
+        )
     _print(tally, f"{file}: {file.stat().st_size:,} bytes in {time.monotonic() - begin:.1f} s")
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `backup` has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `backup` has written.")],
     store: Target,
     replace: Replace = False,
     files: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The directory of the driver's files: keep only pages whose bytes are right.",
+            help="Directory of the driver's files: keep only pages whose bytes are intact.",
         ),
     ] = None,
     without: Without = None,
-    max_lease_seconds: MostLease = 600.0,
+    max_lease_seconds: MaxLease = 600.0,
 ) -> None:
-    """Fill a store from a backup. Pages that no reader can verify are left out: their slots may
-    hold other pages by now."""
-    from hicache_metadata_server.backup.backup_file import Backup
+    """Fill a store from a backup.
+
+    Pages that no reader can verify are left out: their slots may hold other pages by now.
+    """
+    from hicache_metadata_server.backup.backup_file import BackupFile
     from hicache_metadata_server.backup.filters import (
-        only_whole,
+        only_intact,
         restored,
         verifiable,
         without_scopes,
@@ -183,36 +203,36 @@ def restore(
     from hicache_metadata_server.backup.target import fill, open_target
 
     dropped = Counter[str]()
-    with complaints(), ExitStack() as stack:
-        found = Backup(file)
+    with exit_on_error(), ExitStack() as stack:
+        # Verified as a whole before the store is opened, and so before anything is removed.
+        found = BackupFile(file)
         checker = stack.enter_context(closing(_checker(files))) if files is not None else None
         with closing(open_target(store, replace=replace)) as target:
             parts = verifiable(without_scopes(found.parts(), set(without or ()), dropped), dropped)
             if checker is not None:
-                parts = only_whole(parts, checker, dropped)
+                parts = only_intact(parts, checker, dropped)
             tally = fill(target, restored(parts, time.time() + max_lease_seconds))
-            target.keep()
+            target.commit()
     hours = (time.time() - found.origin.created) / 3600
     _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
     _print_dropped(dropped)
 
 
-def _shared(url: str) -> SharedStore:
-    from hicache_metadata_server.backup.redis import SharedStore
+def _shared(url: str) -> SharedStoreClient:
+    from hicache_metadata_server.backup.redis import SharedStoreClient
 
-    return SharedStore(url)
+    return SharedStoreClient(url)
 
 
 def _checker(files: Path) -> PageChecker:
-    from hicache_metadata_server.backup.checking import PageChecker
+    from hicache_metadata_server.backup.page_checks import open_page_checker
 
-    return PageChecker(files)
+    return open_page_checker(files)
 
 
 @contextmanager
-def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[Part]]:
-    from hicache_metadata_server.backup.capture import snapshot_of
-    from hicache_metadata_server.backup.offline import opened_store
+def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[SnapshotPart]]:
+    from hicache_metadata_server.backup.offline import opened_store, snapshot_of
     from hicache_metadata_server.backup.parts import SnapshotError
 
     with opened_store(url, max_lease_seconds) as service:
@@ -220,13 +240,13 @@ def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[Part]]:
         if problems:
             raise SnapshotError(
                 f"{url} contradicts itself ({problems[0]}); `hicache metadata fsck --store {url} "
-                f"--repair` mends it"
+                f"--repair` repairs it"
             )
         yield snapshot_of(service, time.time())
 
 
 @contextmanager
-def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSource]:
+def _spooled(remote: ExportServer, directory: Path | None = None) -> Generator[RemoteSource]:
     import tempfile
 
     from hicache_metadata_server.backup.remote import RemoteSource
@@ -238,20 +258,23 @@ def _spooled(remote: Asked, directory: Path | None = None) -> Generator[RemoteSo
 
 
 @contextmanager
-def _draining(remote: Remote, wait: float) -> Generator[None]:
-    """Drains a server and waits for its leases; sets it free again where the block fails."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+def _draining(remote: AdminClient, wait: float) -> Generator[None]:
+    """Drain a server and wait for its leases; if the block fails, let it give leases again."""
+    from hicache_metadata_server.cli.admin_client import RemoteError
     from hicache_metadata_server.protocol import Drain, Draining
 
-    drained_before, until = remote.drains(), time.monotonic() + wait
+    drained_before, until = remote.is_draining(), time.monotonic() + wait
     answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     try:
+        # Each answer counts the leases anew; to drain a draining server changes nothing.
         while answer.leases and time.monotonic() < until:
-            time.sleep(min(LOOK_SECONDS, wait))
+            time.sleep(min(POLL_SECONDS, wait))
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
-        typer.echo(f"drains; {answer.leases:,} leases are out", err=True)
+        typer.echo(f"draining; {answer.leases:,} leases left", err=True)
         yield
     except BaseException:
+        # Also on Ctrl-C: a server that stays draining stores nothing any more. One that drained
+        # before does so for another reason, which still holds.
         if not drained_before:
             with suppress(RemoteError):
                 remote.call("/v2/drain", Drain(enabled=False), Draining)
@@ -269,27 +292,27 @@ def _check_unchanged(source: RemoteSource) -> None:
         )
 
 
-def _print(tally: Tally, what: str) -> None:
+def _print(tally: Tally, summary: str) -> None:
     table = Table(
         "scope", "slots", "pages", "other used slots", box=None, header_style="bold", pad_edge=False
     )
     for name, count in sorted(tally.scopes.items()):
-        table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.resting:,}")
+        table.add_row(name, f"{count.slots:,}", f"{count.pages:,}", f"{count.empty:,}")
     Console(highlight=False).print(table)
-    typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {what}")
+    typer.echo(f"{tally.pages:,} pages in {len(tally.scopes):,} scopes: {summary}")
 
 
 def _print_dropped(dropped: Counter[str]) -> None:
-    for why, count in sorted(dropped.items()):
+    for reason, count in sorted(dropped.items()):
         if count:
-            typer.echo(f"{count:,} pages left out: {why}", err=True)
+            typer.echo(f"{count:,} pages left out: {reason}", err=True)
 
 
-def _public(address: str) -> str:
-    """An address without user and password."""
-    from hicache_metadata_server.shared.address import is_shared, shown
+def _without_credentials(address: str) -> str:
+    """Return an address without user and password, which a backup file must not contain."""
+    from hicache_metadata_server.shared.address import is_shared, redacted
 
     if is_shared(address):
-        return shown(address).replace("***@", "", 1)
+        return redacted(address).replace("***@", "", 1)
     user, at, rest = urlsplit(address).netloc.rpartition("@")
     return address.replace(f"{user}{at}{rest}", rest, 1) if at else address

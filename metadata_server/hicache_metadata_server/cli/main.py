@@ -1,4 +1,4 @@
-"""`hicache metadata`: run a metadata server, and look after one."""
+"""`hicache metadata`: run and administer metadata servers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,29 @@ from hicache_metadata_server.cli import backup as backup_commands
 from hicache_metadata_server.cli import fsck as fsck_commands
 from hicache_metadata_server.cli import scopes as scope_commands
 from hicache_metadata_server.cli import simulate as simulate_commands
-from hicache_metadata_server.cli.options import FOUND_PROBLEMS, LOCAL, Ca, Certificate, Token, Url
-from hicache_metadata_server.cli.options import complaints as _complaints
-from hicache_metadata_server.cli.options import fail as _fail
-from hicache_metadata_server.cli.options import remote_of as _remote
-from hicache_metadata_server.cli.options import sentence as _sentence
+from hicache_metadata_server.cli.options import (
+    FOUND_PROBLEMS,
+    LOCAL,
+    Ca,
+    Certificate,
+    Token,
+    Url,
+    error_message,
+    exit_on_error,
+    fail,
+    open_client,
+)
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
 
 app = typer.Typer(
-    help="The metadata server of the 3FS driver: run one, and look after it. A command that could "
-    "not do its work exits with 2.",
+    help="Run and administer the metadata server of the 3FS driver. Commands exit with 2 on "
+    "errors.",
     no_args_is_help=True,
 )
 for _command in (
@@ -44,8 +51,8 @@ for _command in (
 ):
     app.command()(_command)
 
-LOOK_SECONDS: Final = 0.1
-OFFLINE: Final = "Read this store instead: a sqlite:///FILE that no server has open, or a Redis."
+POLL_SECONDS: Final = 0.1
+OFFLINE: Final = "Check this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 app.add_typer(token_app, name="token")
 
@@ -53,10 +60,10 @@ app.add_typer(token_app, name="token")
 @app.command()
 def serve(
     host: Annotated[
-        str | None, typer.Option(show_default="127.0.0.1", help="Address to listen at.")
+        str | None, typer.Option(show_default="127.0.0.1", help="Address to listen on.")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(show_default="18000", help="Port to listen at; a free one if 0.")
+        int | None, typer.Option(show_default="18000", help="Port to listen on; 0 for a free one.")
     ] = None,
     store: Annotated[
         str | None,
@@ -70,61 +77,61 @@ def serve(
         str | None,
         typer.Option(
             show_default="process",
-            help="What acknowledged changes survive: process (kill -9), machine (loss of power); "
-            "of a Redis, also none.",
+            help="Failures that acknowledged changes survive: process (kill -9), machine (power "
+            "loss); with a Redis also none.",
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
-            help="File of tokens, made by `hicache metadata token`. Without, everybody may do "
-            "everything."
+            help="File of tokens, managed by `hicache metadata token`. Without it all clients have "
+            "all rights."
         ),
     ] = None,
     lease_seconds: Annotated[
         float | None,
         typer.Option(
-            show_default="30", help="How long a writer has a slot, if it asks for nothing else."
+            show_default="30", help="Duration of a lease, unless a writer asks for another one."
         ),
     ] = None,
     quarantine_seconds: Annotated[
         float | None,
         typer.Option(
             show_default="5",
-            help="How long a freed slot stays in quarantine before it is given out again.",
+            help="Time that a freed slot stays in quarantine before it is leased again.",
         ),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file; the server speaks https then.")
+        Path | None, typer.Option(help="PEM file of the certificate; enables https.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM file of the certificate's key.")] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(help="PEM file; clients have to show a certificate of these authorities."),
+        typer.Option(help="PEM file of authorities; clients need a certificate of one of them."),
     ] = None,
     tenants_file: Annotated[
         Path | None, typer.Option(help="TOML file of the tenants' quotas.")
     ] = None,
     audit_file: Annotated[
-        Path | None, typer.Option(show_default="the log", help="File for audit lines, appended to.")
+        Path | None,
+        typer.Option(show_default="the log", help="File to which audit lines are appended."),
     ] = None,
     log_format: Annotated[
-        str | None, typer.Option(show_default="json", help="json or console.")
+        str | None, typer.Option(show_default="json", help="Format of the log: json or console.")
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(show_default="info", help="debug, info, warning or error.")
+        str | None,
+        typer.Option(show_default="info", help="Level of the log: debug, info, warning or error."),
     ] = None,
     check: Annotated[
         bool,
-        typer.Option(
-            "--check", help="Check settings, files and store, start nothing, and write nothing."
-        ),
+        typer.Option("--check", help="Check settings, files and store, write nothing, and exit."),
     ] = False,
 ) -> None:
     """Run a server until SIGTERM or SIGINT.
 
-    All these, and more limits, can be set in the environment, as in HICACHE_METADATA_STORE; options
-    count first. docs/metadata-server.md lists them.
+    All options, and more limits, can also be set in the environment, such as
+    HICACHE_METADATA_STORE; options take precedence. docs/metadata-server.md lists them.
     """
     given: dict[str, Any] = {
         "host": host,
@@ -142,50 +149,51 @@ def serve(
         "tenants_file": tenants_file,
         "audit_file": audit_file,
     }
+    # The packages of the server are an extra, unlike those of the other commands: an operator may
+    # administer a server from a machine that cannot run one.
     try:
         from hicache_metadata_server import server
         from hicache_metadata_server.settings import ServerSettings
     except ImportError as error:
-        _fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
+        fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
     from hicache_metadata_server.storage.store import StoreError
 
     try:
         settings = ServerSettings(
+            # None is an option that is not given: the environment and the defaults apply.
             **{name: value for name, value in given.items() if value is not None}
         )
+        # The settings themselves are validated in both cases, by the line above.
         if check:
             server.check(settings)
             typer.echo("a server would start with these settings")
         else:
             server.serve(settings)
     except (StoreError, ValueError, OSError) as error:
-        _fail(_settings_error(error))
+        fail(_settings_error(error))
 
 
 @app.command()
 def status(
     wait: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", help="Wait so long for a server that has just been started."
-        ),
+        typer.Option(metavar="SECONDS", help="Time to wait for a server that is starting."),
     ] = 0.0,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Tell who answers, whether it is ready, and its limits. Exits with 1 if it is not ready."""
+    """Show a server's identity, readiness and limits. Exits with 1 if it is not ready."""
     from hicache_metadata_server.protocol import About, Scopes
 
-    with _complaints():
-        remote = _remote(url, token_file, ca, certificate)
-        _await(remote, time.monotonic() + wait)
-        about, scopes = (
-            remote.call("/v2", None, About),
-            remote.call("/v2/scopes", None, Scopes).scopes,
-        )
-        ready, why = remote.is_ready()
+    with exit_on_error():
+        remote = open_client(url, token_file, ca, certificate)
+        # A server that is starting refuses connections: without the wait that would be an error.
+        _wait_until_ready(remote, time.monotonic() + wait)
+        about = remote.call("/v2", None, About)
+        scopes = remote.call("/v2/scopes", None, Scopes).scopes
+        ready, reason = remote.is_ready()
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{about.server}, protocol {about.protocol}, instance {about.instance}, durability "
@@ -200,7 +208,8 @@ def status(
         f"leases last {limits.lease_seconds:g} s, freed slots are quarantined for "
         f"{limits.quarantine_seconds:g} s; {limits.keys:,} keys in a request"
     )
-    console.print("ready" if ready else Text(f"not ready: {why}", "yellow"))
+    console.print("ready" if ready else Text(f"not ready: {reason}", "yellow"))
+    # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
     raise typer.Exit(0 if ready else FOUND_PROBLEMS)
 
 
@@ -210,7 +219,7 @@ def scopes(
         bool,
         typer.Option(
             "--json",
-            help="All that is known, identity, tenant, hits and misses too: one JSON object a line.",
+            help="Print all fields, also identity, tenant, hits, misses: one JSON object a line.",
         ),
     ] = False,
     url: Url = LOCAL,
@@ -223,13 +232,15 @@ def scopes(
 
     from hicache_metadata_server.protocol import Scopes
 
-    with _complaints():
-        found = _remote(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+    with exit_on_error():
+        found = (
+            open_client(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+        )
     if as_json:
         for one in found:
             typer.echo(msgspec.json.encode(one).decode())
         return
-    # A name is of use as a whole, for `clear` and `inspect`.
+    # Folded rather than cut: `clear` and `inspect` need the whole name.
     name = Column("scope", overflow="fold")
     table = Table(
         name,
@@ -246,7 +257,7 @@ def scopes(
     )
     for one in found:
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
-        # A client's text is no markup.
+        # A client chooses this text: as `Text` it cannot inject markup.
         table.add_row(one.scope, *(f"{number:,}" for number in numbers), Text(one.model))
     Console(highlight=False).print(table)
 
@@ -254,28 +265,31 @@ def scopes(
 @app.command()
 def inspect(
     scope: Annotated[
-        str, typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")
+        str, typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
     ],
     key: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="A key; may be repeated.")
+        list[str] | None, typer.Option(metavar="KEY", help="Key to look up; may be repeated.")
     ] = None,
     slot: Annotated[
-        list[int] | None, typer.Option(metavar="NUMBER", min=0, help="A slot; may be repeated.")
+        list[int] | None,
+        typer.Option(metavar="NUMBER", min=0, help="Slot to look up; may be repeated."),
     ] = None,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Tell all that is known about some slots or keys, as JSON, one a line."""
+    """Show all fields of slots or keys, one JSON object a line."""
     import msgspec
 
     from hicache_metadata_server.protocol import Inspect, Inspected
 
-    with _complaints():
+    with exit_on_error():
         request = Inspect(scope=scope, keys=key or [], slots=slot or [])
         found = (
-            _remote(url, token_file, ca, certificate).call("/v2/inspect", request, Inspected).slots
+            open_client(url, token_file, ca, certificate)
+            .call("/v2/inspect", request, Inspected)
+            .slots
         )
     for entry in found:
         typer.echo(msgspec.json.encode(entry).decode())
@@ -286,7 +300,7 @@ def fsck(
     scope: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="SCOPE", help="rank:namespace, as `scopes` lists it; all if none is given."
+            metavar="SCOPE", help="rank:namespace, as listed by `scopes`; default: all."
         ),
     ] = None,
     url: Url = LOCAL,
@@ -298,25 +312,29 @@ def fsck(
     sample: fsck_commands.Sample = None,
     repair: fsck_commands.Repair = False,
 ) -> None:
-    """Check every invariant of some scopes or all, and with --files the bytes of their pages. Exits
-    with 1 if something is wrong."""
+    """Check the invariants of scopes, and with --files the bytes of their pages.
+
+    Exits with 1 if it finds a problem.
+    """
     from hicache_metadata_server.protocol import Fsck, FsckReport
 
+    # Without files and repair a server checks itself, faster than a client could read its slots.
     if files is not None or repair:
         raise typer.Exit(
             fsck_commands.fsck_with_files(
                 scope or [], url, (token_file, ca, certificate), store, files, sample, repair=repair
             )
         )
-    with _complaints():
+    with exit_on_error():
         request = Fsck(scopes=scope or [])
         checked = (
             _fsck_store(store, request)
             if store
-            else _remote(url, token_file, ca, certificate).call("/v2/fsck", request, FsckReport)
+            else open_client(url, token_file, ca, certificate).call("/v2/fsck", request, FsckReport)
         )
     for problem in checked.problems:
         typer.echo(problem)
+    # Standard output has the problems alone, one a line, for scripts.
     typer.echo(
         f"{checked.slots:,} slots checked, {len(checked.problems) or 'no'} problems", err=True
     )
@@ -327,68 +345,74 @@ def fsck(
 def import_file(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="The persistence file of SGLang's metadata server."),
+        typer.Argument(metavar="FILE", help="Persistence file of SGLang's metadata server."),
     ],
     store: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="sqlite:///FILE of a server that does not run, made if it is not there; or a "
-            "Redis.",
+            help="sqlite:///FILE that no server has open, created if missing; or a Redis.",
         ),
     ],
-    tenant: Annotated[str, typer.Option(help="Whose the scopes are to be; none by default.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the scopes; none by default.")] = "",
 ) -> None:
-    """Take over what SGLang's metadata server has kept; what contradicts itself is dropped and
-    counted."""
+    """Import the persistence file of SGLang's metadata server.
+
+    Entries that contradict each other are dropped and counted.
+    """
     from hicache_metadata_server.core.sglang_import import read_persistence_file
 
-    with _complaints():
+    with exit_on_error():
+        # Parsed before the store is opened: a file that is not valid must not create a store.
         found = read_persistence_file(file.read_bytes())
         _import(store, found, tenant)
     for scope in found:
-        why = "".join(
+        reasons = "".join(
             f"; {count:,} dropped: {reason}" for reason, count in sorted(scope.dropped.items())
         )
         lost = f"; {scope.lost:,} lost slots are free again" if scope.lost else ""
-        typer.echo(f"{scope.name}: {len(scope.pages):,} pages in {scope.slots:,} slots{why}{lost}")
+        typer.echo(
+            f"{scope.name}: {len(scope.pages):,} pages in {scope.slots:,} slots{reasons}{lost}"
+        )
 
 
 @app.command()
 def drain(
-    off: Annotated[bool, typer.Option("--off", help="Give leases again.")] = False,
+    off: Annotated[
+        bool, typer.Option("--off", help="Stop draining: give new leases again.")
+    ] = False,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Wait so long for the leases that are out.")
+        float, typer.Option(metavar="SECONDS", help="Time to wait for the leases to end.")
     ] = 0.0,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Let a server give no new leases, before it is stopped. Exits with 1 if leases are still
-    out."""
+    """Drain a server before a stop: it gives no new leases. Exits with 1 if leases are left."""
     from hicache_metadata_server.protocol import Drain, Draining
 
     deadline = time.monotonic() + wait
-    with _complaints():
-        remote = _remote(url, token_file, ca, certificate)
+    with exit_on_error():
+        remote = open_client(url, token_file, ca, certificate)
         answer = remote.call("/v2/drain", Drain(enabled=not off), Draining)
         while not off and answer.leases and time.monotonic() < deadline:
             time.sleep(min(0.2, wait))
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
-    typer.echo("gives leases" if off else f"drains; {answer.leases:,} leases are out")
+    typer.echo("gives leases" if off else f"draining; {answer.leases:,} leases left")
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
 
 
-def _await(remote: Remote, until: float) -> None:
-    """Ask until it is ready, or the time is over; the next call says what is wrong."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+def _wait_until_ready(remote: AdminClient, until: float) -> None:
+    """Poll until the server is ready, or until a time; leave errors to the next call."""
+    from hicache_metadata_server.cli.admin_client import RemoteError
 
+    # Errors are expected until the server listens.
     while time.monotonic() < until:
         with suppress(RemoteError):
             if remote.is_ready()[0]:
                 return
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
@@ -414,6 +438,7 @@ def _fsck_store(store: str, request: Any) -> Any:
 
         return fsck_store(store, request)
     with _opened(store) as (service, _):
+        # The service yields between chunks, for a server's other requests: the last value counts.
         checked = FsckReport(slots=0, problems=[])
         for piece in service.fsck(request):
             checked = piece or checked
@@ -424,7 +449,7 @@ def _fsck_store(store: str, request: Any) -> Any:
 
 @contextmanager
 def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
-    """A service as a store has kept it, and what writes its changes there."""
+    """Return the service that a store recovers to, and the function that writes its changes."""
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.factory import MEMORY, open_store
     from hicache_metadata_server.storage.store import StoreError
@@ -443,9 +468,10 @@ def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
 
 
 def _settings_error(error: Exception) -> str:
+    # An error of pydantic names all wrong settings at once.
     errors = getattr(error, "errors", None)
     if errors is None:
-        return _sentence(error)
+        return error_message(error)
     return "; ".join(
         f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in errors()
     )

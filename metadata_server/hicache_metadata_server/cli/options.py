@@ -1,4 +1,4 @@
-"""What commands have in common: whom they ask, and how they fail."""
+"""Shared options of the commands, and their error handling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.admin_client import AdminClient
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
@@ -27,7 +27,7 @@ Token = Annotated[
     typer.Option(
         "--token-file",
         metavar="FILE",
-        help="A file with nothing but a token, or $HICACHE_METADATA_TOKEN.",
+        help="File that contains only a token; default: $HICACHE_METADATA_TOKEN.",
     ),
 ]
 Ca = Annotated[
@@ -47,36 +47,35 @@ Certificate = Annotated[
 ]
 
 
-def remote_of(
+def open_client(
     url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
-) -> Remote:
-    """A client of the server there, which has not been asked yet."""
+) -> AdminClient:
+    """Return a client of the server at `url`; no request is sent yet."""
     import os
 
-    from hicache_metadata_server.cli.remote_server import Remote
+    from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.client.tls import client_context
 
-    told = os.environ.get
-    token = (
-        token_file.read_text("utf-8").strip() if token_file else told("HICACHE_METADATA_TOKEN", "")
-    )
-    authorities, shown = (
-        ca or told("HICACHE_METADATA_CA", ""),
-        certificate or told("HICACHE_METADATA_CERTIFICATE", ""),
-    )
-    return Remote(
+    # Not an `envvar` of the option: the option names a file, the variable holds the token itself.
+    environment = os.environ.get
+    token = environment("HICACHE_METADATA_TOKEN", "")
+    if token_file:
+        token = token_file.read_text("utf-8").strip()
+    authorities = ca or environment("HICACHE_METADATA_CA", "")
+    client = certificate or environment("HICACHE_METADATA_CERTIFICATE", "")
+    return AdminClient(
         url,
         token,
-        client_context(ca=str(authorities), certificate=str(shown))
+        client_context(ca=str(authorities), certificate=str(client))
         if url.startswith("https:")
         else None,
     )
 
 
 @contextmanager
-def complaints() -> Generator[None]:
-    """Errors that are the operator's to read end the command with a sentence."""
-    from hicache_metadata_server.cli.remote_server import RemoteError
+def exit_on_error() -> Generator[None]:
+    """End the command with a message, instead of a traceback, on an expected error."""
+    from hicache_metadata_server.cli.admin_client import RemoteError
     from hicache_metadata_server.core.errors import RequestError
     from hicache_metadata_server.storage.store import StoreError
 
@@ -85,17 +84,18 @@ def complaints() -> Generator[None]:
     except RequestError as error:
         fail(error.problem.message)
     except (RemoteError, StoreError, ValueError, OSError) as error:
-        fail(sentence(error))
+        fail(error_message(error))
 
 
-def sentence(error: Exception) -> str:
-    """What an error says; one of the operating system without its number."""
+def error_message(error: Exception) -> str:
+    """Return the message of an error; for an `OSError` without its number."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def fail(message: str) -> NoReturn:
-    """End the command with a sentence."""
+    """End the command with a message and exit status 2."""
+    # soft_wrap: messages contain commands and paths to copy, which a hard wrap would break.
     Console(stderr=True, soft_wrap=True).print(Text(message, "red"))
     raise typer.Exit(FAILED)

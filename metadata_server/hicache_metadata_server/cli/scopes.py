@@ -13,42 +13,41 @@ from hicache_metadata_server.cli.options import (
     Certificate,
     Token,
     Url,
-    complaints,
-    remote_of,
+    exit_on_error,
+    open_client,
 )
 
-Named = Annotated[
-    list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as `scopes` lists it.")
+ScopeNames = Annotated[
+    list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
 ]
-LOOK_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 
 
 def clear(
-    scope: Named,
+    scope: ScopeNames,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Forget all pages of some scopes, and the leases on them. The scopes stay, and data files are
-    never written."""
+    """Remove all pages and leases of scopes. The scopes stay, and data files are never written."""
     from hicache_metadata_server.protocol import Clear, Cleared
 
-    with complaints():
-        cleared = remote_of(url, token_file, ca, certificate).call(
+    with exit_on_error():
+        cleared = open_client(url, token_file, ca, certificate).call(
             "/v2/clear", Clear(scopes=scope), Cleared
         )
     for name, pages in zip(scope, cleared.pages, strict=True):
-        typer.echo(f"{name}: {pages:,} pages forgotten")
+        typer.echo(f"{name}: {pages:,} pages removed")
 
 
 def drop(
-    scope: Named,
+    scope: ScopeNames,
     wait: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Wait so long for slots that are leased or quarantined to be free.",
+            help="Time to wait until leased and quarantined slots are free.",
         ),
     ] = 0.0,
     url: Url = LOCAL,
@@ -56,21 +55,25 @@ def drop(
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """Remove empty scopes from the list of scopes, all or none: `clear` them first. An engine that
-    still uses one makes it anew."""
-    from hicache_metadata_server.cli.remote_server import RefusalError
+    """Remove empty scopes from the list of scopes, all or none: `clear` them first.
+
+    An engine that still uses one creates it again.
+    """
+    from hicache_metadata_server.cli.admin_client import RefusalError
     from hicache_metadata_server.protocol import Drop, Dropped
 
     until = time.monotonic() + wait
-    with complaints():
-        remote = remote_of(url, token_file, ca, certificate)
+    with exit_on_error():
+        remote = open_client(url, token_file, ca, certificate)
         while True:
             try:
                 remote.call("/v2/drop", Drop(scopes=scope), Dropped)
                 break
             except RefusalError as error:
+                # Leases and quarantines end by themselves; other refusals do not.
                 if error.code != "in_use" or time.monotonic() >= until:
                     raise
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
+    # The server drops a scope that is named twice once.
     for name in dict.fromkeys(scope):
         typer.echo(f"{name}: dropped")

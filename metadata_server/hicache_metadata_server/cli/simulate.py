@@ -1,4 +1,4 @@
-"""`hicache metadata simulate`."""
+"""`hicache metadata simulate`: load and capacity of a metadata server, by simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_metadata_server.cli.options import complaints
+from hicache_metadata_server.cli.options import exit_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -50,70 +50,79 @@ def simulate(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     engines: Annotated[int, _load("Engines, any of which may get any prompt.")] = 16,
-    requests_per_second: Annotated[float, _load("Prompts of all engines together.")] = 20.0,
+    requests_per_second: Annotated[
+        float, _load("Prompts of all engines together, per second.")
+    ] = 20.0,
     seconds: Annotated[float, _load("Simulated time.")] = 600.0,
     page_tokens: Annotated[int, _load("Tokens in a page.")] = 64,
-    prefixes: Annotated[int, _load("Different shared prefixes.")] = 200,
-    prefix_tokens: Annotated[int, _load("Mean length of a shared prefix.")] = 2000,
+    prefixes: Annotated[int, _load("Number of different shared prefixes.")] = 200,
+    prefix_tokens: Annotated[int, _load("Mean number of tokens of a shared prefix.")] = 2000,
     zipf: Annotated[
-        float, _load("How unequal their popularity is: number n has a weight of n ** -zipf.")
+        float, _load("Skew of their popularity: prefix number n has the weight n ** -zipf.")
     ] = 1.0,
     turns: Annotated[float, _load("Mean number of prompts in a conversation.")] = 4.0,
-    turn_tokens: Annotated[int, _load("Mean length of what a turn adds.")] = 1000,
+    turn_tokens: Annotated[int, _load("Mean number of tokens that a turn adds.")] = 1000,
     think_seconds: Annotated[float, _load("Mean time between turns.")] = 30.0,
     affinity: Annotated[
-        float, _load("Share of turns that come to the engine of the turn before.")
+        float, _load("Fraction of turns that go to the engine of the turn before.")
     ] = 0.0,
-    engine_failures_per_hour: Annotated[float, _load("Of all engines together.")] = 0.0,
-    server_failures_per_hour: Annotated[float, _load("Of the server.")] = 0.0,
-    server_down_seconds: Annotated[float, _load("How long nobody answers then.")] = 3.0,
-    seed: Annotated[int, _load("The same seed gives the same load.")] = 0,
-    slots: Annotated[int, _cluster("Of each rank's scope.")] = 100_000,
-    ranks: Annotated[int, _cluster("Of an engine, that hold different bytes; for MLA 1.")] = 8,
-    page_bytes: Annotated[int, _cluster("Of a page of one rank.")] = 1 << 20,
-    local_pages: Annotated[int, _cluster("That a rank keeps on its GPU and host.")] = 0,
+    engine_failures_per_hour: Annotated[
+        float, _load("Failures of all engines together, per hour.")
+    ] = 0.0,
+    server_failures_per_hour: Annotated[float, _load("Failures of the server, per hour.")] = 0.0,
+    server_down_seconds: Annotated[float, _load("Duration of an outage of the server.")] = 3.0,
+    seed: Annotated[int, _load("Seed of the load; equal seeds give equal loads.")] = 0,
+    slots: Annotated[int, _cluster("Slots of each rank's scope.")] = 100_000,
+    ranks: Annotated[int, _cluster("Ranks of an engine that hold different bytes; 1 for MLA.")] = 8,
+    page_bytes: Annotated[int, _cluster("Bytes of a page of one rank.")] = 1 << 20,
+    local_pages: Annotated[int, _cluster("Pages that a rank keeps on its GPU and host.")] = 0,
     chains: Annotated[
-        bool, _cluster("Engines tell the key before each, so that tails are evicted before heads.")
+        bool,
+        _cluster("Engines send the prefix of each key, so that tails are evicted before heads."),
     ] = True,
-    write_seconds: Annotated[float, _cluster("From reserve to commit.")] = 0.05,
+    write_seconds: Annotated[float, _cluster("Time from reserve to commit.")] = 0.05,
     lease_seconds: Annotated[
-        float, _cluster("How long slots stay with a writer that has died.")
+        float, _cluster("Duration of a lease, for which the slots of a dead writer are lost.")
     ] = 10.0,
     quarantine_seconds: Annotated[
-        float, _cluster("How long freed slots stay in quarantine.")
+        float, _cluster("Time that freed slots stay in quarantine.")
     ] = 5.0,
-    warm_up_seconds: Annotated[float, _cluster("Before anything is counted.")] = 0.0,
+    warm_up_seconds: Annotated[float, _cluster("Simulated time before the counters start.")] = 0.0,
     hit_ratio: Annotated[
-        float | None, _sizing("Look for the slots that give this hit ratio.", min=0.0, max=1.0)
+        float | None,
+        _sizing("Find the number of slots that gives this hit ratio.", min=0.0, max=1.0),
     ] = None,
     utilization: Annotated[
-        float, _sizing("Of a server's core, on the average.", min=0.01, max=1.0)
+        float, _sizing("Mean utilization of a server's core.", min=0.01, max=1.0)
     ] = 0.5,
     measure: Annotated[
         bool,
         typer.Option(
             "--measure",
-            help="Measure a server on this machine, some ten seconds.",
+            help="Measure the costs of a server on this machine, for about ten seconds.",
             rich_help_panel=SIZING,
         ),
     ] = False,
 ) -> None:
-    """Play the requests of a cluster to the server's state machine, and tell what it needs.
+    """Run the requests of a simulated cluster on the server's state machine, and print its needs.
 
-    Everything but --measure is the same for the same options. docs/capacity.md explains the model
-    and what it leaves out.
+    Except with --measure, equal options give equal results. docs/capacity.md explains the model and
+    its limits.
     """
     from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
     from hicache_metadata_server.simulation.events import written
     from hicache_metadata_server.simulation.load import Load
     from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 
+    # All options by name, from which the settings of load and cluster are converted: 27 options
+    # need not be named a third time.
     given = dict(locals())
-    with complaints():
+    with exit_on_error():
         if trace is not None and write_trace is not None:
             raise ValueError("--write-trace writes a synthetic load; leave --trace out")
         load, settings = _checked(Load, given), _checked(ClusterSettings, given)
         source = _source(trace, load)
+        # Before the simulation: a measurement that fails should not cost its minutes.
         costs = _costs(measure=measure)
         outcome = Cluster(settings).run(
             source() if write_trace is None else written(source(), write_trace)
@@ -134,20 +143,23 @@ def _checked(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
     try:
         return convert({name: given[name] for name in kind.__struct_fields__}, kind)
     except ValidationError as error:
-        what, _, name = str(error).rpartition(" - at `$.")
-        raise ValueError(f"--{name.rstrip('`').replace('_', '-')}: {what}") from error
+        # msgspec names the field at the end of its message; the command names the option.
+        problem, _, name = str(error).rpartition(" - at `$.")
+        raise ValueError(f"--{name.rstrip('`').replace('_', '-')}: {problem}") from error
 
 
 def _source(trace: Path | None, load: Any) -> Callable[[], Iterable[TraceEvent]]:
     from hicache_metadata_server.simulation.events import read_trace
     from hicache_metadata_server.simulation.load import synthetic
 
+    # A function rather than an iterator: the search for the number of slots replays the load.
     return (lambda: synthetic(load)) if trace is None else (lambda: read_trace(trace))
 
 
 def _costs(*, measure: bool) -> Costs:
     from hicache_metadata_server.simulation import costs
 
+    # The documented costs make results comparable between machines.
     return costs.measure() if measure else costs.DOCUMENTED
 
 
@@ -171,10 +183,8 @@ def _print(
     costs: Costs,
     settings: ClusterSettings,
 ) -> None:
-    console, each = (
-        Console(highlight=False),
-        "" if settings.ranks == 1 else f", {settings.ranks} ranks",
-    )
+    console = Console(highlight=False)
+    each = "" if settings.ranks == 1 else f", {settings.ranks} ranks"
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in (
         ("simulated", f"{outcome.seconds:,.0f} s, {outcome.prompts:,} prompts{each}"),
@@ -185,15 +195,17 @@ def _print(
         (
             "pages of a rank",
             (
-                f"{outcome.local:,} found locally, {outcome.asked:,} asked for: {outcome.hits:,} hits, "
-                f"{outcome.misses:,} misses; {outcome.not_asked:,} not asked for"
+                f"{outcome.local:,} found locally, {outcome.asked:,} asked for: "
+                f"{outcome.hits:,} hits, {outcome.misses:,} misses; "
+                f"{outcome.not_asked:,} not asked for"
             ),
         ),
         (
             "stored",
             (
-                f"{outcome.stored:,}; {outcome.existing:,} were there, {outcome.full:,} found no room, "
-                f"{outcome.lost:,} lost, {outcome.unanswered:,} unanswered"
+                f"{outcome.stored:,}; {outcome.existing:,} were there, "
+                f"{outcome.full:,} found no room, {outcome.lost:,} lost, "
+                f"{outcome.unanswered:,} unanswered"
             ),
         ),
         (
@@ -212,8 +224,8 @@ def _print(
             "data",
             (
                 f"{_bytes(needs.read_bytes_per_second)}/s read, "
-                f"{_bytes(needs.written_bytes_per_second)}/s written, {_bytes(needs.data_bytes)} of "
-                f"files"
+                f"{_bytes(needs.written_bytes_per_second)}/s written, "
+                f"{_bytes(needs.data_bytes)} of files"
             ),
         ),
         ("processor", f"{needs.cpu:.3f} s a second: {needs.servers} servers"),
@@ -221,8 +233,8 @@ def _print(
         (
             "costs",
             (
-                f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, reserve and "
-                f"commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, "
+                f"lookup {costs.lookup.request:.0f} us + {costs.lookup.key:.2f} us a key, "
+                f"reserve and commit {costs.pair.request:.0f} us + {costs.pair.key:.2f} us a key, "
                 f"{costs.page_bytes:.0f} bytes a page ({costs.measured})"
             ),
         ),

@@ -1,4 +1,7 @@
-"""`hicache metadata token`: make, list, end and look at the tokens of a server."""
+"""`hicache metadata token`: create, list, revoke and check the tokens of a server.
+
+The file holds digests of tokens, not the tokens: `new` is the only command that can print one.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hicache_metadata_server.cli.options import sentence
+from hicache_metadata_server.cli.options import error_message
 
 if TYPE_CHECKING:
     from hicache_metadata_server.auth.token_file import TokenRecord
 
 app = typer.Typer(
-    help="The tokens of a server: a file that holds their digests.", no_args_is_help=True
+    help="Manage the tokens of a server, in a file that holds their digests.", no_args_is_help=True
 )
 
 UNKNOWN: Final = 1
@@ -30,7 +33,7 @@ FAILED: Final = 2
 
 
 class Right(StrEnum):
-    """What a token permits."""
+    """Right of a token."""
 
     READ = "read"
     WRITE = "write"
@@ -43,7 +46,7 @@ _SPAN: Final = re.compile(r"([0-9]{1,6})([mhdw])", re.ASCII)
 File = Annotated[
     Path,
     typer.Option(
-        "--file", metavar="FILE", help="The file of tokens.", envvar="HICACHE_METADATA_TOKEN_FILE"
+        "--file", metavar="FILE", help="File of the tokens.", envvar="HICACHE_METADATA_TOKEN_FILE"
     ),
 ]
 
@@ -52,32 +55,36 @@ File = Annotated[
 def new(
     file: File,
     right: Annotated[
-        Right, typer.Option(help="What it permits: to read, to write (and read), or all.")
+        Right, typer.Option(help="Right of the token: read, write (and read), or admin (all).")
     ],
     name: Annotated[
-        str, typer.Option("--id", help="What logs call it; drawn if it is left out.")
+        str, typer.Option("--id", help="Id of the token in logs; random by default.")
     ] = "",
-    tenant: Annotated[str, typer.Option(help="Whose scopes it is for; none by default.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Tenant whose scopes it gives access to; none by default.")
+    ] = "",
     expires: Annotated[
         str,
         typer.Option(
-            metavar="WHEN", help="In a time such as 12h, 90d, or at a date such as 2027-01-31."
+            metavar="WHEN",
+            help="Expiry: after a time such as 12h or 90d, or at a date such as 2027-01-31.",
         ),
     ] = "",
     output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the token into this new file, which nobody else can read, in the place of "
-            "printing it.",
+            help="Write the token to this new file, readable by its owner only; do not print it.",
         ),
     ] = None,
 ) -> None:
-    """Add a token, and print it or write it into a file: it is kept nowhere else."""
+    """Add a token, and print it or write it to a file. It is stored nowhere else."""
     from hicache_metadata_server.auth.token_file import changing, new_token, record_of, written_once
 
     token = new_token()
     try:
+        # The output is written before the file of tokens: one that cannot be handed over is not
+        # added.
         with changing(file) as tokens, written_once(output, f"{token}\n".encode()):
             record = record_of(
                 token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
@@ -86,22 +93,23 @@ def new(
                 raise ValueError(f"{file} has a token {record.id} already")
             tokens[record.id] = record
     except (ValueError, OSError) as error:
-        _fail(error)
-    where = f"the token is in {output}" if output else "the token is told this once"
+        fail(error)
+    where = f"the token is in {output}" if output else "the token is shown only once"
     typer.echo(f"{record.id}: {_described(record)}; {where}", err=True)
+    # Alone on standard output, so that a script can capture it; all else goes to standard error.
     if output is None:
         typer.echo(token)
 
 
 @app.command("list")
 def list_tokens(file: File) -> None:
-    """Tell what is known of each token."""
+    """List the tokens with their rights, tenants and expiry."""
     from hicache_metadata_server.auth.token_file import read_token_file
 
     try:
         records = read_token_file(file)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     now = datetime.now(UTC)
     table = Table(
         "id", "right", "tenant", "created", "expires", box=None, header_style="bold", pad_edge=False
@@ -121,18 +129,21 @@ def list_tokens(file: File) -> None:
 
 @app.command()
 def revoke(
-    names: Annotated[list[str], typer.Argument(metavar="ID", help="Of tokens.")],
+    names: Annotated[list[str], typer.Argument(metavar="ID", help="Ids of tokens.")],
     file: File,
     after: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Let them expire in a time such as 24h, instead of now."),
+        typer.Option(
+            metavar="TIME", help="Let them expire after a time such as 24h instead of now."
+        ),
     ] = "",
 ) -> None:
-    """End tokens; running servers know it within a second or two."""
+    """Revoke tokens. Running servers notice within two seconds."""
     from hicache_metadata_server.auth.token_file import changing
 
     try:
         with changing(file) as tokens:
+            # All or none: after a mistyped id it would be unclear which tokens are revoked.
             unknown = [name for name in names if name not in tokens]
             if unknown:
                 raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
@@ -142,7 +153,7 @@ def revoke(
                 else:
                     del tokens[name]
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     typer.echo(f"{', '.join(names)}: {'expires in ' + after if after else 'revoked'}", err=True)
 
 
@@ -153,20 +164,22 @@ def check(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with nothing but a token, - for standard input, or "
+            help="File that contains only a token, - for standard input; default: "
             "$HICACHE_METADATA_TOKEN.",
         ),
     ] = None,
 ) -> None:
-    """See that a server would take the file, and tell what one token is, if one is given. Exits
-    with 1 if it is unknown or has expired."""
+    """Check that a server accepts the file, and show the entry of a given token.
+
+    Exits with 1 if the token is unknown or has expired.
+    """
     from hicache_metadata_server.auth.token_file import digest, read_token_file, readable_by_all
 
     try:
         records = read_token_file(file)
         token = _given(token_file)
     except (ValueError, OSError) as error:
-        _fail(error)
+        fail(error)
     if readable_by_all(file):
         typer.echo(f"{file} can be read by everybody on this machine: chmod o-r {file}", err=True)
     if not token:
@@ -178,19 +191,21 @@ def check(
         typer.echo("unknown")
         raise typer.Exit(UNKNOWN)
     expired = found.expires is not None and found.expires <= datetime.now(UTC)
-    typer.echo(f"{found.id}: {_described(found)}{', which is over' if expired else ''}")
+    typer.echo(f"{found.id}: {_described(found)}{', expired' if expired else ''}")
     raise typer.Exit(UNKNOWN if expired else 0)
 
 
 @app.command()
 def convert(
     plain: Annotated[
-        Path, typer.Argument(metavar="OLD", help="A file of lines `read|write|admin TOKEN`.")
+        Path, typer.Argument(metavar="OLD", help="File of lines `read|write|admin TOKEN`.")
     ],
     file: File,
 ) -> None:
-    """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that
-    file then."""
+    """Import tokens from a file that holds them in plain text; they stay valid.
+
+    Delete that file afterwards.
+    """
     from hicache_metadata_server.auth.token_file import changing, read_plain_file
 
     try:
@@ -199,16 +214,16 @@ def convert(
             there = [record.id for record in records if record.id in tokens]
             if there:
                 raise ValueError(
-                    f"{file} has tokens {', '.join(there)} already; nothing was taken over"
+                    f"{file} has tokens {', '.join(there)} already; nothing was imported"
                 )
             tokens.update((record.id, record) for record in records)
     except (ValueError, OSError) as error:
-        _fail(error)
-    typer.echo(f"{len(records)} tokens taken over; now delete {plain}", err=True)
+        fail(error)
+    typer.echo(f"{len(records)} tokens imported; now delete {plain}", err=True)
 
 
 def _when(text: str) -> datetime:
-    """A time from now, or a date at its beginning (UTC)."""
+    """Parse a time from now, or a date, of which the beginning (UTC) counts."""
     span = _SPAN.fullmatch(text)
     now = datetime.now(UTC).replace(microsecond=0)
     try:
@@ -221,12 +236,13 @@ def _when(text: str) -> datetime:
         ) from None
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
     if when <= now:
-        raise ValueError(f"{text} is over already")
+        raise ValueError(f"{text} is in the past")
     return when
 
 
 def _ending(record: TokenRecord, when: datetime) -> TokenRecord:
-    """The same token with its end at that time, or earlier if it had one."""
+    """Return the token with this expiry, or its own if that is earlier."""
+    # To revoke a token must never prolong it.
     return structs.replace(record, expires=min(when, record.expires or when))
 
 
@@ -242,6 +258,6 @@ def _given(token_file: Path | None) -> str:
     return (sys.stdin.read() if str(token_file) == "-" else token_file.read_text("utf-8")).strip()
 
 
-def _fail(error: Exception) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print(Text(sentence(error), "red"))
+def fail(error: Exception) -> NoReturn:
+    Console(stderr=True, soft_wrap=True).print(Text(error_message(error), "red"))
     raise typer.Exit(FAILED)

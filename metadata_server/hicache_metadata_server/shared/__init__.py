@@ -1,2 +1,5 @@
-"""Several servers on one Redis or Valkey: what is done to a scope is done there, by Lua scripts; no
-server keeps what another would miss."""
+"""Several servers on one Redis or Valkey.
+
+Every operation on a scope is a Lua script, which Redis runs atomically. A server keeps no state of
+its own that another server would need.
+"""

@@ -1,4 +1,7 @@
-"""Addresses of shared stores, taken apart. Nothing that is raised or shown has a password in it."""
+"""Parser of the addresses of shared stores.
+
+No message and no attribute for display contains a password.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,27 @@ PORT: Final = 6379
 SENTINEL_PORT: Final = 26379
 _SCHEME: Final = re.compile(r"(?:redis|valkey)(s?)(?:\+(cluster|sentinel))?|unix")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::(\d{1,5}))?")
-_ESCAPED: Final = "in an address `/`, `?`, `#`, `@`, `[` and `]` of a password are written %2F, %3F, %23, %40, %5B and %5D"
+_ESCAPED: Final = (
+    "in an address `/`, `?`, `#`, `@`, `[` and `]` of a password are written %2F, %3F, %23, %40, "
+    "%5B and %5D"
+)
 _TLS: Final = ("ca", "certificate", "key")
 _SENTINEL: Final = ("sentinel_user", "sentinel_password_file")
 
 
-class Kind(StrEnum):
-    """Who is at an address."""
+class AddressKind(StrEnum):
+    """Topology behind an address."""
 
     ONE = "one"
     SOCKET = "socket"
     CLUSTER = "cluster"
     SENTINEL = "sentinel"
-    """Sentinels, which know the primary."""
+    """Sentinels, which name the primary."""
 
 
 @dataclass(frozen=True)
-class Login:
-    """Who the store takes a server for."""
+class Credentials:
+    """User and password, or the file of the password."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -38,8 +44,8 @@ class Login:
 
 
 @dataclass(frozen=True)
-class Tls:
-    """PEM files; "" for those that are not given."""
+class TlsFiles:
+    """Paths of PEM files; "" for a file that is not given."""
 
     ca: str = ""
     certificate: str = ""
@@ -48,39 +54,38 @@ class Tls:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a shared store is, and how it is spoken to."""
+    """Hosts, database, credentials and TLS files of a shared store."""
 
-    kind: Kind
-    shown: str
+    kind: AddressKind
+    redacted: str
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
-    """Of a socket."""
+    """Path of the socket, for `AddressKind.SOCKET`."""
     name: str = ""
-    """What Sentinels call the primary."""
+    """Name of the primary, for `AddressKind.SENTINEL`."""
     db: int = 0
-    login: Login = Login()
-    sentinel_login: Login = Login()
-    tls: Tls | None = None
+    login: Credentials = Credentials()
+    sentinel_login: Credentials = Credentials()
+    tls: TlsFiles | None = None
 
 
 def is_shared(url: str) -> bool:
-    """Whether an address is one of Redis or Valkey."""
+    """Return True for an address of Redis or Valkey."""
     return "://" in url and _SCHEME.fullmatch(url.partition("://")[0]) is not None
 
 
-def shown(url: str) -> str:
-    """An address as it may be written down: without its login and its options."""
+def redacted(url: str) -> str:
+    """Return an address without credentials and options, as logs and messages may show it."""
     scheme, mark, rest = url.partition("://")
     login, at, place = rest.rpartition("@")
     return scheme + mark + ("***@" if login or at else "") + place.partition("?")[0]
 
 
-def address_of(url: str) -> Address:
-    """An address taken apart.
+def parse_address(url: str) -> Address:
+    """Parse an address.
 
     Raises:
-        ValueError: it is none; the message says what is wrong, and shows nothing that could be a
-        password.
+        ValueError: it is not valid; the message shows nothing that could be part of a password.
     """
     parts = _parts(url)
     scheme = _SCHEME.fullmatch(parts.scheme)
@@ -89,11 +94,15 @@ def address_of(url: str) -> Address:
             "store: a shared store is redis://HOST:PORT/DB, rediss://, redis+cluster://, "
             "redis+sentinel:// or unix:///PATH"
         )
+    # A `/`, `?` or `#` in a password ends the host part early, and the rest of the password is
+    # parsed as path or query. The only trace of it is the `@` that follows.
     if "@" in parts.path + parts.query + parts.fragment:
         raise ValueError(f"store: {_ESCAPED}")
     login, _, hosts = parts.netloc.rpartition("@")
     user, _, password = login.partition(":")
-    kind = Kind.SOCKET if parts.scheme == "unix" else Kind(scheme[2] or Kind.ONE)
+    kind = (
+        AddressKind.SOCKET if parts.scheme == "unix" else AddressKind(scheme[2] or AddressKind.ONE)
+    )
     secure = bool(scheme[1])
     options = _options(parts.query, kind, secure=secure)
     name, db, path = _place(kind, parts.path, options.pop("db", ""))
@@ -101,14 +110,16 @@ def address_of(url: str) -> Address:
         raise ValueError("store: the address has a password, and a password_file: leave one out")
     return Address(
         kind,
-        shown(url),
+        redacted(url),
         _hosts(hosts, kind),
         path,
         name,
         db,
-        Login(unquote(user), unquote(password), options.get("password_file", "")),
-        Login(options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")),
-        Tls(*(options.get(one, "") for one in _TLS)) if secure else None,
+        Credentials(unquote(user), unquote(password), options.get("password_file", "")),
+        Credentials(
+            options.get("sentinel_user", ""), "", options.get("sentinel_password_file", "")
+        ),
+        TlsFiles(*(options.get(one, "") for one in _TLS)) if secure else None,
     )
 
 
@@ -116,24 +127,26 @@ def _parts(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError:
-        # Its message shows the login.
-        raise ValueError(f"store: the address is none; {_ESCAPED}") from None
+        # The original message contains the credentials, hence also `from None`.
+        raise ValueError(f"store: the address is not valid; {_ESCAPED}") from None
 
 
-def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
+def _options(query: str, kind: AddressKind, *, secure: bool) -> dict[str, str]:
     known = ["password_file"]
-    known += ["db"] if kind is Kind.SOCKET else []
+    known += ["db"] if kind is AddressKind.SOCKET else []
     known += _TLS if secure else []
-    known += _SENTINEL if kind is Kind.SENTINEL else []
+    known += _SENTINEL if kind is AddressKind.SENTINEL else []
     options = dict(parse_qsl(query, keep_blank_values=True))
     unknown = set(options) - set(known)
     if unknown:
-        # Which ones is not told: they may be a part of a password with a `?`.
+        # The message does not name them: with an unescaped `?` they are part of a password.
         why = "; those of TLS need rediss://" if unknown <= set(_TLS) else ""
         raise ValueError(
             f"store: an address of this kind has no options but {', '.join(known)}{why}"
         )
     for option in (*_TLS, "password_file", "sentinel_password_file"):
+        # Checked here, since redis-py reads the files at the first connection only, and reports a
+        # missing one as a broken connection.
         if option in options and not Path(options[option]).is_file():
             raise ValueError(f"store: {option}: there is no file {options[option]}")
     if options.get("key") and not options.get("certificate"):
@@ -141,13 +154,13 @@ def _options(query: str, kind: Kind, *, secure: bool) -> dict[str, str]:
     return options
 
 
-def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
-    """Name of the primary, number of the database, path of the socket."""
+def _place(kind: AddressKind, path: str, db: str) -> tuple[str, int, str]:
+    """Return name of the primary, number of the database and path of the socket."""
     name, place = "", unquote(path)
-    if kind is Kind.SOCKET:
+    if kind is AddressKind.SOCKET:
         if not place:
             raise ValueError("store: a socket is unix:///PATH")
-    elif kind is Kind.SENTINEL:
+    elif kind is AddressKind.SENTINEL:
         name, _, db = place.removeprefix("/").partition("/")
         if not name:
             raise ValueError(
@@ -158,32 +171,32 @@ def _place(kind: Kind, path: str, db: str) -> tuple[str, int, str]:
         db = place.strip("/")
     if db and not db.isdecimal():
         raise ValueError("store: the database is a number")
-    if kind is Kind.CLUSTER and int(db or 0):
+    if kind is AddressKind.CLUSTER and int(db or 0):
         raise ValueError("store: a cluster has no database but 0")
     return name, int(db or 0), place
 
 
-def _hosts(text: str, kind: Kind) -> tuple[tuple[str, int], ...]:
-    if kind is Kind.SOCKET:
+def _hosts(text: str, kind: AddressKind) -> tuple[tuple[str, int], ...]:
+    if kind is AddressKind.SOCKET:
         return ()
     found = list[tuple[str, int]]()
     for host in text.split(","):
         matched = _HOST.fullmatch(host)
         port = matched and (matched[2] or _default_port(kind))
         if not matched or not port or not 0 < int(port) < 65536:
-            # What stands behind a colon may be a password whose host was forgotten.
-            told = f"{host!r} is" if ":" not in text else "one of the hosts is"
+            # The text after a colon may be a password whose host is missing.
+            subject = f"{host!r} is" if ":" not in text else "one of the hosts is"
             raise ValueError(
-                f"store: {told} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
+                f"store: {subject} no HOST:PORT; a cluster is redis+cluster://HOST:PORT,HOST:PORT"
             )
         found.append((matched[1].strip("[]"), int(port)))
-    if kind is Kind.ONE and len(found) > 1:
+    if kind is AddressKind.ONE and len(found) > 1:
         raise ValueError(
             "store: several hosts are a cluster (redis+cluster://), or Sentinels "
-            "(redis+sentinel://), which know which of them is the primary"
+            "(redis+sentinel://), which name the primary"
         )
     return tuple(found)
 
 
-def _default_port(kind: Kind) -> str:
-    return {Kind.ONE: str(PORT), Kind.SENTINEL: str(SENTINEL_PORT)}.get(kind, "")
+def _default_port(kind: AddressKind) -> str:
+    return {AddressKind.ONE: str(PORT), AddressKind.SENTINEL: str(SENTINEL_PORT)}.get(kind, "")

@@ -1,4 +1,4 @@
-"""A server on a shared store, put together."""
+"""Assembly of a server on a shared store."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.shared.connection import Link
-from hicache_metadata_server.shared.handlers import SharedDesk
+from hicache_metadata_server.shared.connection import RedisConnection
+from hicache_metadata_server.shared.handlers import SharedHandlers
 from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import MemoryStore, StoreError
@@ -28,62 +28,75 @@ def shared_service(
     max_scopes: int = MAX_SCOPES,
     replicas: int = 0,
 ) -> SharedService:
-    """What one server of several knows of a store; its connections are made in the event loop that
-    it is used in.
+    """Return the service of one of several servers.
+
+    It connects at its first use, in the event loop of that use.
 
     Args:
-        replicas: that have to have what is answered.
+        url: address of the store.
+        limits: limits of requests, leases and pins.
+        durability: guarantee that the server states; `check_store` verifies it.
+        name: name of the server.
+        max_scopes: limit of scopes in the store.
+        replicas: number of replicas that must have a change before it is acknowledged.
 
     Raises:
-        StoreError: the library for it is missing.
-        ValueError: the address is none.
+        StoreError: the client library is not installed.
+        ValueError: the address is not valid.
     """
     return SharedService(
-        open_link(url, replicas), limits, durability=durability, name=name, max_scopes=max_scopes
+        open_connection(url, replicas),
+        limits,
+        durability=durability,
+        name=name,
+        max_scopes=max_scopes,
     )
 
 
 def shared_app(
     service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0
 ) -> Front:
-    """The application of one server of several."""
-    # No process keeps anything for itself.
+    """Return the application of one of several servers."""
+    # `create_app` wants a store to recover from and to write to. All state is in Redis, so this one
+    # stays empty.
     return create_app(
         cast("Any", service),
         MemoryStore(),
         security=security,
-        desk=SharedDesk(service),
+        desk=SharedHandlers(service),
         slow_seconds=slow_seconds,
     )
 
 
 def check_store(url: str, durability: p.StoreDurability, replicas: int = 0) -> None:
-    """See that the store is there and keeps what is promised.
+    """Check that the store is reached and keeps changes as durably as stated.
 
     Raises:
-        StoreError: it is not, or does not.
-        ValueError: the address is none.
+        StoreError: it is not reached, or does not keep them.
+        ValueError: the address is not valid.
     """
 
-    async def see() -> None:
-        link = open_link(url, replicas)
+    async def check() -> None:
+        connection = open_connection(url, replicas)
         try:
-            await check_redis(link, durability)
+            await check_redis(connection, durability)
         finally:
-            await link.close()
+            await connection.close()
 
-    asyncio.run(see())
+    # A loop of its own: connections belong to the event loop that opened them, and the server's
+    # does not run yet.
+    asyncio.run(check())
 
 
-def open_link(url: str, replicas: int = 0) -> Link:
-    """The way to the store at an address.
+def open_connection(url: str, replicas: int = 0) -> RedisConnection:
+    """Return a connection to the store at an address; nothing is sent yet.
 
     Raises:
-        StoreError: the library for it is missing.
-        ValueError: the address is none.
+        StoreError: the client library is not installed.
+        ValueError: the address is not valid.
     """
     try:
-        return Link(url, replicas=replicas)
+        return RedisConnection(url, replicas=replicas)
     except ImportError as error:
         raise StoreError(
             f"a shared store needs one more package: pip install 'hicache-storage[redis]' ({error})"

@@ -1,4 +1,4 @@
-"""Pieces of requests as scripts take them, and their answers."""
+"""Translation between chunks of requests and scripts."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import chunks_of
-from hicache_metadata_server.shared.scopes import Task
-from hicache_metadata_server.shared.script_results import columns_of, exact, pages_of, value_of
+from hicache_metadata_server.shared.catalog import ScriptTask
+from hicache_metadata_server.shared.scripts import columns_of, exact, pages_of, value_of
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.chunking import Chunk
@@ -16,14 +16,23 @@ _RESERVED: Final = (p.Reserved.LEASED, p.Reserved.EXISTS, p.Reserved.BUSY, p.Res
 
 
 def in_order(request: Any) -> list[Chunk]:
-    """The pieces of a request: scopes in their order and, where keys count as used from the last to
-    the first, so the pieces of each."""
-    return sorted(chunks_of(request), key=lambda piece: piece.scope)
+    """Return the chunks of a request, scopes in the order of the request."""
+    # A stable sort: within a scope the order of `chunks_of` stays. Where keys count as used from
+    # the last to the first, it yields the last chunk first.
+    return sorted(chunks_of(request), key=lambda chunk: chunk.scope)
 
 
-def task_of(piece: Chunk, number: int, lasts: int, pin: int, *, draining: bool) -> Task:
-    """The script of a piece; `lasts` is in microseconds, of a lease or a pin."""
-    request, pages = piece.request, b""
+def task_of(chunk: Chunk, number: int, lasts: int, pin: int, *, draining: bool) -> ScriptTask:
+    """Return the script of a chunk.
+
+    Args:
+        chunk: the chunk.
+        number: its number within the request.
+        lasts: duration of a lease or a pin, in microseconds.
+        pin: number of the pin that a lookup takes; 0 for none.
+        draining: true if the server gives no new leases.
+    """
+    request, pages = chunk.request, b""
     part = request.scopes[0]
     arguments: object
     match request:
@@ -48,11 +57,13 @@ def task_of(piece: Chunk, number: int, lasts: int, pin: int, *, draining: bool) 
             arguments, name = (exact(part.leases), lasts), "renew"
         case _:
             arguments, name = (part.keys, exact(part.generations)), "delete"
-    return Task(name, part.scope, f"scopes[{piece.scope}].scope", arguments, pages, str(number))
+    return ScriptTask(
+        name, part.scope, f"scopes[{chunk.scope}].scope", arguments, pages, str(number)
+    )
 
 
 def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:
-    """What is answered to a piece."""
+    """Return the answer to a chunk, from the reply of its script."""
     value = value_of(reply)
     match request:
         case p.Lookup():
@@ -78,7 +89,7 @@ def answer_of(request: Any, reply: list[Any], seconds: float) -> Any:
 
 
 def empty_answer(request: Any, seconds: float) -> Any:
-    """What is answered to a request about no scope."""
+    """Return the answer to a request without scopes."""
     match request:
         case p.Lookup():
             return p.LookedUp(scopes=[])

@@ -1,4 +1,8 @@
-"""The way to Redis: one server, one that Sentinels know, or a cluster."""
+"""Connections to Redis: one server, one that Sentinels name, or a cluster.
+
+With `replicas`, an acknowledged change is one that so many replicas have. Redis has no option for
+that; `RedisConnection` builds it from `WAIT`, see `_send_replicated`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
 
-from hicache_metadata_server.shared.address import Kind, address_of
+from hicache_metadata_server.shared.address import AddressKind, parse_address
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -16,21 +20,22 @@ if TYPE_CHECKING:
     from hicache_metadata_server.shared.scripts import Script
 
 ANSWER_SECONDS: Final = 2.0
-"""Nobody waits longer for Redis. What it was asked may be done all the same."""
+"""Timeout of an answer. The commands may have been executed all the same."""
 REPLICA_SECONDS: Final = 1.0
-"""For replicas to say that they have a change; within the time for an answer."""
+"""Timeout of `WAIT`, less than that of the answer."""
 REDIRECTIONS: Final = 5
-"""Times that a cluster is asked where a key is now, 50 ms apart."""
+"""Attempts to reach the node of a key that moves in a cluster, 50 ms apart."""
 MARK: Final = b"replicated"
-"""A key that is written last; in a cluster it is behind a key of the same node."""
+"""Suffix of a key that is written last; in a cluster a key of the same node precedes it."""
 
+# asyncio has no event for the end of a TLS connection, hence a fixed wait.
 TLS_END_SECONDS: Final = 0.05
 
 _log = structlog.get_logger()
 
 
-class Call(NamedTuple):
-    """A script with what it is given."""
+class ScriptCall(NamedTuple):
+    """A script with its keys and arguments."""
 
     script: Script
     keys: tuple[bytes, ...]
@@ -38,95 +43,104 @@ class Call(NamedTuple):
 
     @property
     def command(self) -> tuple[bytes | int | str, ...]:
-        """For a Redis that knows the script."""
+        """Return the command for a Redis that has the script in its cache."""
         return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
 
     @property
     def whole_command(self) -> tuple[bytes | int | str, ...]:
-        """For one that does not."""
+        """Return the command for a Redis that has not."""
         return ("EVAL", self.script.source, len(self.keys), *self.keys, *self.arguments)
 
 
-class Link:
-    """Connections to one Redis or to a cluster; made when they are needed, and made again when they
-    break.
+class RedisConnection:
+    """Connections to one Redis or to a cluster, opened on demand and reopened when they break.
 
-    Used from one event loop. Methods raise `StoreError` where Redis is not reached, does not answer
+    For use from one event loop. Methods raise `StoreError` if Redis is not reached, does not answer
     in time, or refuses.
 
     Args:
-        url: of the store.
-        answer_seconds: after which Redis is taken for gone.
-        replicas: that must have whatever a script's answer tells, before it is told.
+        url: address of the store.
+        answer_seconds: timeout of an answer, in seconds.
+        replicas: number of replicas that must have all that an answer depends on, before it is
+            returned.
 
     Raises:
-        ImportError: the library for it is missing.
-        ValueError: the address is none.
+        ImportError: the client library is not installed.
+        ValueError: the address is not valid.
     """
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
-        from hicache_metadata_server.shared.connecting import client_of
+        # redis-py is an extra: a server on SQLite runs without it.
+        from hicache_metadata_server.shared.redis_clients import client_of
 
-        address = address_of(url)
-        self.shown, self.replicas = address.shown, replicas
-        self.is_cluster = address.kind is Kind.CLUSTER
-        self._nodes_changed, self._is_secure = False, address.tls is not None
-        self._learning = asyncio.Lock()
+        address = parse_address(url)
+        self.redacted = address.redacted
+        self.replicas = replicas
+        self.is_cluster = address.kind is AddressKind.CLUSTER
+        self._nodes_changed = False
+        self._is_secure = address.tls is not None
+        self._discovery = asyncio.Lock()
         self._wait = ("WAIT", replicas, round(1000 * min(REPLICA_SECONDS, answer_seconds / 2)))
-        self._client, self._close = client_of(address, answer_seconds)
+        client, close = client_of(address, answer_seconds)
+        self._client = client
+        self._close = close
 
-    async def run(self, calls: Sequence[Call]) -> list[Any]:
-        """What those scripts answer; they are sent together, and each is done as a whole."""
+    async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        """Send scripts together, each of which is atomic; return their replies."""
         from redis.exceptions import NoScriptError
 
-        send = self._send_on if self.replicas else self._send
+        send = self._send_replicated if self.replicas else self._send
         answers = await send([call.command for call in calls])
         for place, call in enumerate(calls):
             if isinstance(answers[place], NoScriptError):
-                # A Redis that was started again, or another node: it keeps the script from now on.
+                # Redis was restarted, or another node has the keys now. EVAL puts the script into
+                # the cache, so that the next call finds it.
                 (answers[place],) = await send([call.whole_command])
-        return await self._seen(answers)
+        return await self._raise_errors(answers)
 
     async def command(self, *parts: bytes | int | str, **options: Any) -> Any:
-        """What a command answers."""
+        """Send a command; return its answer."""
         try:
             return await self._client.execute_command(*parts, **options)
         except _errors() as error:
             raise await self._failed(error) from error
 
     async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """What several commands answer, each on its own."""
-        return await self._seen(await self._send(commands))
+        """Send several commands, which are not a transaction; return their answers."""
+        return await self._raise_errors(await self._send(commands))
 
     async def probe_writes(self, keys: Iterable[bytes]) -> None:
-        """Write a key that nothing reads, in a cluster on each node that has one of these keys: a
-        Redis that is full answers reads."""
+        """Write a key that nothing reads, in a cluster on each node that has one of these keys.
+
+        A Redis whose memory or disk is full answers reads: only a write finds it out.
+        """
         if self.is_cluster:
             try:
-                await self._learn_nodes()
+                await self._discover_nodes()
+                # One key for each node: the last one of these keys that it has.
                 keys = {self._client.get_node_from_key(key).name: key for key in keys}.values()
             except _errors() as error:
                 raise await self._failed(error) from error
         await self.commands([("SET", key + b":" + MARK, b"") for key in keys])
 
     async def on_each(self, *parts: str) -> list[Any]:
-        """What a command answers on every node that is written to."""
+        """Send a command to every primary; return their answers."""
         if not self.is_cluster:
             return [await self.command(*parts)]
         found = await self.command(*parts, target_nodes="primaries")
-        # One node alone answers for itself.
+        # For a cluster of one node redis-py returns that node's answer, not a dictionary of them.
         nodes = all(":" in str(name) for name in found)
         return list(found.values()) if nodes else [found]
 
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         await self._close()
         if self._is_secure:
-            # asyncio ends a TLS connection behind its close; a loop that ends before it leaves the
-            # socket open.
+            # asyncio finishes the closing handshake of TLS after `close` has returned. An event
+            # loop that ends before leaves the socket open.
             await asyncio.sleep(TLS_END_SECONDS)
 
-    async def _seen(self, answers: list[Any]) -> list[Any]:
+    async def _raise_errors(self, answers: list[Any]) -> list[Any]:
         for answer in answers:
             if isinstance(answer, Exception):
                 raise await self._failed(answer)
@@ -134,10 +148,11 @@ class Link:
 
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         if len(commands) == 1 or self.is_cluster:
-            return list(await asyncio.gather(*(self._one(command) for command in commands)))
-        return await self._together(commands)
+            # The scopes of a cluster are on several nodes, which work at the same time.
+            return list(await asyncio.gather(*(self._send_one(command) for command in commands)))
+        return await self._pipelined(commands)
 
-    async def _one(self, command: tuple[Any, ...]) -> Any:
+    async def _send_one(self, command: tuple[Any, ...]) -> Any:
         from redis.exceptions import NoScriptError
 
         try:
@@ -147,7 +162,7 @@ class Link:
         except _errors() as error:
             raise await self._failed(error) from error
 
-    async def _together(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
@@ -156,28 +171,31 @@ class Link:
         except _errors() as error:
             raise await self._failed(error) from error
 
-    async def _send_on(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Send scripts, and wait until replicas have what they have done and seen.
+    async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send scripts, and wait until the replicas have what they have written and read.
 
-        `WAIT` promises something about what its own connection has written alone. A script that has
-        only looked may tell what another connection has written, so that something is written
-        behind it.
+        `WAIT` covers only the writes of its own connection. The reply of a script that has only
+        read may depend on another connection's write, which no replica has yet. So a marker key is
+        written behind the scripts: replication is in order, and a replica that has the marker has
+        everything before it.
         """
         if self.is_cluster:
-            return list(await asyncio.gather(*(self._one_on(command) for command in commands)))
-        *answers, marked, replicas = await self._together(
+            return list(
+                await asyncio.gather(*(self._send_replicated_one(command) for command in commands))
+            )
+        *answers, marked, replicas = await self._pipelined(
             [*commands, ("SET", b"hm:" + MARK, b""), self._wait]
         )
         await self._check_replicas(marked, replicas)
         return answers
 
-    async def _one_on(self, command: tuple[Any, ...]) -> Any:
-        """The same for one script in a cluster, on one connection to the node that has its keys."""
+    async def _send_replicated_one(self, command: tuple[Any, ...]) -> Any:
+        """Do the same for one script in a cluster, on one connection to the node of its keys."""
         from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
         key: bytes = command[3]
-        # Keys without a hash tag are those of requests that are held once; their scripts write by
-        # themselves.
+        # Only keys of idempotency keys have no hash tag. Their scripts write in any case, and a
+        # marker behind such a key could belong to another node.
         marks = [("SET", key + b":" + MARK, b"")] if key.startswith(b"hm:{") else []
         answer: Any = None
         marked = list[Any]()
@@ -185,7 +203,7 @@ class Link:
             answer, *marked = await self._on_node(key, [command, *marks, self._wait])
             if not isinstance(answer, (AskError, ClusterDownError, TryAgainError)):
                 break
-            # Not done: the key has moved, or is about to.
+            # Not executed: the key has moved, or is about to.
             self._nodes_changed = True
             await asyncio.sleep(0.05)
         if not isinstance(answer, Exception):
@@ -194,23 +212,24 @@ class Link:
 
     async def _on_node(self, key: bytes, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         try:
-            await self._learn_nodes()
+            await self._discover_nodes()
             node = self._client.get_node_from_key(key)
             pipeline = self._client.pipeline()
             for command in commands:
                 pipeline.execute_command(*command, target_nodes=node)
-            # Not redirected one by one: they belong on one connection.
+            # Without redirections: a redirected script would be executed on another connection
+            # than the `WAIT` that covers it.
             return list(await pipeline.execute(raise_on_error=False, allow_redirections=False))
         except _errors() as error:
             raise await self._failed(error) from error
 
     async def _check_replicas(self, *marked: Any) -> None:
-        """What is behind a script's answer: at the end, how many replicas have it."""
-        *_, replicas = await self._seen(list(marked))
+        """Check the answers of the marker and of `WAIT`, which counts replicas."""
+        *_, replicas = await self._raise_errors(list(marked))
         if replicas < self.replicas:
             raise StoreError(
-                f"{self.shown}: {replicas} of {self.replicas} replicas have it: it may be lost if "
-                f"one takes over"
+                f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be "
+                f"lost if one takes over"
             )
 
     async def _failed(self, error: Exception) -> StoreError:
@@ -218,26 +237,25 @@ class Link:
         from redis.exceptions import ReadOnlyError
         from redis.exceptions import TimeoutError as RedisTimeoutError
 
-        # Redis 6.2 tells within another message what has ended a script.
+        # Redis 6.2 quotes the error that has ended a script within another message.
         read_only = isinstance(error, ReadOnlyError) or "-READONLY" in str(error)
         if read_only or isinstance(error, (RedisConnectionError, RedisTimeoutError)):
             self._nodes_changed = True
             if not self.is_cluster:
-                # Those that lie idle are broken as well, if Redis was started again, or lead to a
-                # primary that is none any more: each would be a request that fails.
+                # After a restart or a takeover the idle connections are broken too, or lead to a
+                # server that is no primary any more. Each of them would fail one more request.
                 await self._client.connection_pool.disconnect(inuse_connections=False)
         return self._error(error)
 
-    async def _learn_nodes(self) -> None:
-        """See which nodes a cluster has, at first and when they may have changed.
-
-        One at a time: redis-py leaves the connections open of all but the last who look at the same
-        time.
-        """
+    async def _discover_nodes(self) -> None:
+        """Read the list of nodes of a cluster, at first and after it may have changed."""
         await self._client.initialize()
-        async with self._learning:
+        # One discovery at a time: of several concurrent ones redis-py keeps the connections of the
+        # last, and never closes those of the others.
+        async with self._discovery:
             if self._nodes_changed:
-                # What fails meanwhile is a reason to look once more.
+                # Cleared before the discovery: a failure meanwhile sets it again, since the list
+                # that is being read may be older than the failure.
                 self._nodes_changed = False
                 try:
                     await self._client.nodes_manager.initialize()
@@ -249,14 +267,17 @@ class Link:
         from redis.exceptions import ResponseError
 
         if isinstance(error, ResponseError) and not _takes_no_writes(error):
-            # It was reached and refuses: not allowed, or a script of ours at fault.
-            _log.error("store_refuses", store=self.shown, error=str(error))
-        return StoreError(f"{self.shown}: {str(error) or type(error).__name__}")
+            # An error of the set-up or of a script, not of the network: it needs the operator, and
+            # a client's retries would hide it.
+            _log.error("store_refuses", store=self.redacted, error=str(error))
+        return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
 
 
 def _takes_no_writes(error: Exception) -> bool:
-    """Whether its memory or its disk is full: a state, which `store_failing` tells once and not for
-    each request."""
+    """Return True if the memory or the disk of Redis is full.
+
+    This is a state rather than an event: `store_failing` logs it once, not for each request.
+    """
     from redis.exceptions import OutOfMemoryError
 
     return isinstance(error, OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))

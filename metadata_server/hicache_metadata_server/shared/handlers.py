@@ -1,4 +1,4 @@
-"""The same routes, each done in Redis."""
+"""Request handlers of a server on a shared store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import structlog
 
 from hicache_metadata_server.http.handlers import Desk, Endpoint, Request, Said, Started
 from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.script_results import Once
-from hicache_metadata_server.shared.sglang import SharedCompatible
+from hicache_metadata_server.shared.scripts import IdempotencyKey
+from hicache_metadata_server.shared.sglang import SharedSglangCompat
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
@@ -21,78 +21,79 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.tenants import Caller
     from hicache_metadata_server.shared.service import SharedService
 
+# Every server visits every scope in turn, so that a few at a time are enough.
 SCOPES_A_TICK: Final = 32
 
 _log = structlog.get_logger()
 
 
-class SharedDesk(Desk):
-    """Answers requests when Redis has. It has no group commit: what Redis has answered holds as Redis
-    promises."""
+class SharedHandlers(Desk):
+    """Handlers that run each request in Redis.
+
+    They have no write-ahead log: a change is as durable as Redis keeps it.
+    """
 
     def __init__(self, service: SharedService) -> None:
         self.shared = service
-        # What the application asks of a service, this one has too.
+        # The base class is typed for the service in memory; the two have the same methods.
         super().__init__(cast("MetadataService", service), time.time)
 
     def start(self, request: Request) -> Started | None:
-        """Nothing is done at once but what needs no Redis."""
+        """Answer a request that needs no Redis; return None for any other."""
         if request.endpoint.name == "/v2":
             return Started(self._said(self.shared.about, request.content_type), False)
         return None
 
     async def in_turns(self, request: Request) -> Said:
-        """Do what is asked for.
+        """Execute a request.
 
         Raises:
-            RequestError: it was not done; of a confirm of the compatible part, the rest was.
-            StoreError: it may have been done, or not.
+            RequestError: it was not executed; of a confirm of SGLang's protocol, the valid part
+                was.
+            StoreError: it may have been executed, or not.
         """
-        endpoint, message, once, caller = (
-            request.endpoint,
-            request.message,
-            Once(request.once, request.digest),
-            request.caller,
-        )
+        endpoint, message, caller = request.endpoint, request.message, request.caller
+        key = IdempotencyKey(request.once, request.digest)
         if endpoint.names is not None and not caller.sees_all:
-            # Another server may have made them, so that this one did not know whose they are.
+            # Another server may have made the scopes since this one read the list, so their tenants
+            # are read from Redis.
             await self.shared.check_tenant(caller, *endpoint.names(message))
         if endpoint.do_as is not None:
-            answer = await cast("Any", endpoint.do_as)(message, once, caller)
+            answer = await cast("Any", endpoint.do_as)(message, key, caller)
         else:
-            answer = await cast("Any", endpoint.do)(message, once)
+            answer = await cast("Any", endpoint.do)(message, key)
         return self._said(answer, request.content_type)
 
     def join(self) -> None:
-        """Nothing waits to be written."""
+        """Return at once: nothing is buffered."""
 
     async def tick(self, slots: int) -> bool:
-        """Do what is due in some scopes: another server may have been killed that was asked
-        last."""
+        """Run due work of some scopes: the server that served them last may have been killed."""
         was = self.shared.problem
         try:
             return await self.shared.tick(SCOPES_A_TICK)
         finally:
+            # Logged at the change of state: during an outage every tick fails anew.
             if self.shared.problem and not was:
                 _log.error("store_failing", error=self.shared.problem)
             elif was and not self.shared.problem:
                 _log.info("store_serving")
 
     async def look(self) -> None:
-        """See how the scopes are, or leave what is known while Redis does not answer."""
+        """Refresh the status of the scopes; keep the last one while Redis does not answer."""
         with contextlib.suppress(StoreError):
             await self.shared.look()
 
     async def close(self) -> None:
-        """End the connections."""
-        await self.shared.link.close()
+        """Close the connections."""
+        await self.shared.connection.close()
 
     def problem(self) -> str:
-        """Why it is not ready, or ""."""
+        """Return the reason why the server is not ready, or ""."""
         return self.shared.problem or super().problem()
 
     def store_problem(self) -> str:
-        """Why Redis could not be asked, or ""."""
+        """Return the last error of Redis, or ""."""
         return self.shared.problem
 
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
@@ -102,12 +103,14 @@ class SharedDesk(Desk):
             return endpoint
         return replace(endpoint, do_as=special[path])
 
-    async def _list(self, _: None, once: Once, caller: Caller) -> p.Scopes:
+    async def _list(self, _: None, idempotency_key: IdempotencyKey, caller: Caller) -> p.Scopes:
         await self.shared.look()
         return self.shared.list_scopes(caller)
 
-    async def _check(self, request: p.Fsck, once: Once, caller: Caller) -> p.FsckReport:
+    async def _check(
+        self, request: p.Fsck, idempotency_key: IdempotencyKey, caller: Caller
+    ) -> p.FsckReport:
         return await fsck(self.shared, request, caller)
 
-    def _compatible_part(self) -> SharedCompatible:
-        return SharedCompatible(self.shared)
+    def _compatible_part(self) -> SharedSglangCompat:
+        return SharedSglangCompat(self.shared)

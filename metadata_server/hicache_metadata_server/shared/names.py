@@ -1,4 +1,4 @@
-"""What the keys in Redis are called."""
+"""Names of the keys in Redis."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ _PARTS: Final = (
     "detached",
 )
 SCOPES: Final = b"hm:{scopes}"
-"""A hash: name -> what the scope is made of."""
+"""The list of scopes: a hash from name to geometry, identity and tenant."""
 
 
 class ScopeKeys:
-    """The keys of one scope, in the order in which every script takes them. They carry one hash
-    tag, so that a cluster keeps them together."""
+    """The keys of one scope, in the order in which every script takes them.
+
+    They have one hash tag, so that a cluster keeps them on one node: a script can only use keys of
+    its node.
+    """
 
     __slots__ = ("all", "prefix")
 
@@ -37,10 +40,13 @@ class ScopeKeys:
 
 
 def pin_key(pin: int) -> bytes:
-    """Which scopes a pin holds slots of."""
+    """Return the key of a pin's record: the scopes that it holds slots of."""
     return b"hm:{pin:%d}" % pin
 
 
-def once_key(once: str, prefix: bytes = b"hm:") -> bytes:
-    """First answers under an idempotency key; of one scope, where `prefix` is its own."""
-    return prefix + b"once:" + once.encode()
+def idempotency_redis_key(idempotency_key: str, prefix: bytes = b"hm:") -> bytes:
+    """Return the key of the answers under an idempotency key.
+
+    In a cluster each scope keeps its own answers, under its `prefix`.
+    """
+    return prefix + b"once:" + idempotency_key.encode()

@@ -1,4 +1,8 @@
-"""Whether a Redis is one that can be relied upon, seen before the first request."""
+"""Preflight check of a Redis: version, role, eviction and durability.
+
+A wrong setting loses pages long after the start, and without an error. So a server does not start
+on a Redis with such a setting.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.shared.connection import Link
+    from hicache_metadata_server.shared.connection import RedisConnection
 
+# The first version with GETDEL, which the release of pins needs.
 _MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (StoreDurability.NONE, StoreDurability.PROCESS, StoreDurability.MACHINE)
 _FIXES: Final = {
@@ -22,54 +27,59 @@ _FIXES: Final = {
 _log = structlog.get_logger()
 
 
-async def check_redis(link: Link, wanted: StoreDurability) -> None:
-    """See that every node keeps what is promised, and throws nothing away.
+async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> None:
+    """Check that every node keeps changes as durably as wanted, and evicts no keys.
 
     Raises:
-        StoreError: one does not, or is not reached; the message says which setting is to be
-        changed.
+        StoreError: a node does not, or is not reached; the message names the setting to change.
     """
-    for info in await link.on_each("INFO"):
-        _check_node(link, info)
-        if int(info.get("connected_slaves", 0)) < link.replicas:
-            # They may come; until then changes are refused.
+    for info in await connection.on_each("INFO"):
+        _check_node(connection, info)
+        if int(info.get("connected_slaves", 0)) < connection.replicas:
+            # No error: replicas may join later. Until then `WAIT` fails every change.
             _log.warning(
                 "replicas_missing",
-                store=link.shown,
-                wanted=link.replicas,
+                store=connection.redacted,
+                wanted=connection.replicas,
                 connected=info.get("connected_slaves"),
             )
     try:
-        policies = await _config(link, "maxmemory-policy")
-        files, fsyncs = await _config(link, "appendonly"), await _config(link, "appendfsync")
+        policies = await _config(connection, "maxmemory-policy")
+        files, fsyncs = (
+            await _config(connection, "appendonly"),
+            await _config(connection, "appendfsync"),
+        )
     except StoreError as error:
-        # Some that are run by others do not tell.
+        # Managed services forbid CONFIG. The operator has to know their settings.
         _log.warning(
-            "store_settings_unknown", store=link.shown, durability=str(wanted), error=str(error)
+            "store_settings_unknown",
+            store=connection.redacted,
+            durability=str(wanted),
+            error=str(error),
         )
         return
     for policy in policies:
         if policy != "noeviction":
             raise StoreError(
-                f"{link.shown}: maxmemory-policy is {policy}, which would throw keys of ours away: "
-                f"set it to noeviction"
+                f"{connection.redacted}: maxmemory-policy is {policy}, which would evict keys "
+                f"of the store: set it to noeviction"
             )
     for file, fsync in zip(files, fsyncs, strict=True):
         kept = kept_by(file, fsync)
         if _ORDER.index(kept) < _ORDER.index(wanted):
             settings = f"appendonly {file}" + (f", appendfsync {fsync}" if file == "yes" else "")
             raise StoreError(
-                f"{link.shown}: its settings ({settings}) keep durability {str(kept)!r}, not "
-                f"{str(wanted)!r}: "
+                f"{connection.redacted}: its settings ({settings}) keep durability "
+                f"{str(kept)!r}, not {str(wanted)!r}: "
                 f"set {_FIXES[wanted]} there, or durability to {str(kept)!r} here"
             )
 
 
 def kept_by(appendonly: str, appendfsync: str) -> StoreDurability:
-    """What acknowledged changes survive.
+    """Return the durability of acknowledged changes under two settings of Redis.
 
-    With `everysec` Redis may answer before it has written, while an earlier fsync lasts; with `no`
-    it always writes first.
+    With `everysec` Redis may answer before it has written a change, while an earlier fsync is in
+    progress. With `no` it always writes first.
     """
     if appendonly != "yes":
         return StoreDurability.NONE
@@ -78,14 +88,14 @@ def kept_by(appendonly: str, appendfsync: str) -> StoreDurability:
     )
 
 
-async def _config(link: Link, name: str) -> list[str]:
-    return [_text(found, name) for found in await link.on_each("CONFIG GET", name)]
+async def _config(connection: RedisConnection, name: str) -> list[str]:
+    return [_text(found, name) for found in await connection.on_each("CONFIG GET", name)]
 
 
 def _text(found: Any, name: str) -> str:
     values = {_plain(key): _plain(value) for key, value in found.items()}
     if name not in values:
-        raise StoreError(f"it does not tell {name}")
+        raise StoreError(f"it does not report {name}")
     return values[name]
 
 
@@ -93,19 +103,20 @@ def _plain(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _check_node(link: Link, info: dict[str, Any]) -> None:
+def _check_node(connection: RedisConnection, info: dict[str, Any]) -> None:
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < _MIN_VERSION:
         raise StoreError(
-            f"{link.shown}: this is Redis {info['redis_version']}; 6.2 or later is needed, or "
-            f"Valkey"
+            f"{connection.redacted}: this is Redis {info['redis_version']}; 6.2 or later is "
+            f"needed, or Valkey"
         )
-    if info.get("cluster_enabled") and not link.is_cluster:
+    if info.get("cluster_enabled") and not connection.is_cluster:
         raise StoreError(
-            f"{link.shown}: this is a node of a cluster: name it as "
+            f"{connection.redacted}: this is a node of a cluster: name it as "
             f"redis+cluster://HOST:PORT,HOST:PORT"
         )
+    # A replica answers reads, so that a server would start and fail at the first change.
     if info.get("role") != "master":
         raise StoreError(
-            f"{link.shown}: this is a replica, which cannot be written: name the primary"
+            f"{connection.redacted}: this is a replica, which cannot be written: name the primary"
         )

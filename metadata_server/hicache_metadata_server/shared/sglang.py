@@ -1,4 +1,4 @@
-"""The compatible part, done in Redis."""
+"""SGLang's protocol, executed in Redis."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from hicache_metadata_server.core.chunking import batched
 from hicache_metadata_server.core.errors import RequestError, other_size, stale
 from hicache_metadata_server.core.limits import Measure, check_slots
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
-from hicache_metadata_server.shared.scopes import MICROSECONDS, Task
-from hicache_metadata_server.shared.script_results import NOT_ONCE, Once, value_of
+from hicache_metadata_server.shared.catalog import MICROSECONDS, ScriptTask
+from hicache_metadata_server.shared.scripts import (
+    NO_IDEMPOTENCY_KEY,
+    IdempotencyKey,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +22,8 @@ if TYPE_CHECKING:
     from hicache_metadata_server.shared.service import SharedService
 
 
-class SharedCompatible:
-    """What an unchanged SGLang asks for, on the same scopes."""
+class SharedSglangCompat:
+    """Operations of SGLang's own client, on the same scopes as those of the protocol."""
 
     def __init__(self, service: SharedService) -> None:
         self._service = service
@@ -28,10 +32,10 @@ class SharedCompatible:
         self,
         rank: int,
         request: p.SglangInitialize,
-        once: Once = NOT_ONCE,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
         caller: Caller = ANYBODY,
     ) -> None:
-        """Make a scope, or see that it has as many pages."""
+        """Create a scope, or check that it has as many pages."""
         name = f"{rank}:{request.namespace}"
         try:
             (known,) = await self._service.catalog.find([name], ["namespace"])
@@ -45,56 +49,71 @@ class SharedCompatible:
                     raise RequestError(
                         refused.status, refused.problem.code, refused.problem.message, "namespace"
                     ) from refused
-            # Another client was quicker.
+            # Another client has created it between `find` and `register`.
             (known,) = await self._service.catalog.find([name], ["namespace"])
         if known.geometry.slots != request.num_pages:
             raise other_size(name, known.geometry.slots, request.num_pages)
 
     async def exists(
-        self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.SglangKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Which keys are live; counts as use."""
+        """Return which keys are live, and record a use of them."""
         return {"exists": [slot >= 0 for slot in await self._find(rank, request)]}
 
     async def get_page_indices(
-        self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.SglangKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Slots of live keys; counts as use."""
+        """Return the slots of live keys, and record a use of them."""
         return {
             "indices": [slot if slot >= 0 else None for slot in await self._find(rank, request)]
         }
 
     async def reserve_and_allocate_page_indices(
-        self, rank: int, request: p.SglangReserve, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.SglangReserve,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> dict[str, Any]:
-        """Slots for new keys, -1 where there are none."""
+        """Reserve slots for new keys; -1 for a key that gets none."""
         keys, prefixes = [key for key, _ in request.keys], [prefix for _, prefix in request.keys]
         measure = Measure(self._service.limits)
         measure.keys(keys, "keys")
         measure.lengths(prefixes, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
+        # SGLang's client knows no refusal of a reservation: while the server drains, live keys get
+        # their slots and all others none.
         if self._service.draining:
             slots = await self._slots(name, keys, touch=False, counted=False)
             return {"indices": [(slot >= 0, slot) for slot in slots]}
-        lasts, indices = (
-            round(self._service.limits.lease_seconds * MICROSECONDS),
-            list[tuple[bool, int]](),
-        )
+        lasts = round(self._service.limits.lease_seconds * MICROSECONDS)
+        indices = list[tuple[bool, int]]()
         for some in batched(request.keys):
             arguments = ([key for key, _ in some], [prefix for _, prefix in some], "", lasts, False)
             (reply,) = await self._service.catalog.run(
-                [Task("reserve", name, "namespace", arguments)]
+                [ScriptTask("reserve", name, "namespace", arguments)]
             )
             states, slots, *_ = value_of(reply)
             indices += [(state == 1, slot) for state, slot in zip(states, slots, strict=True)]
         return {"indices": indices}
 
     async def confirm_write(
-        self, rank: int, request: p.SglangConfirm, once: Once = NOT_ONCE
+        self,
+        rank: int,
+        request: p.SglangConfirm,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
     ) -> None:
-        """Make reserved slots live, give others back; what cannot be done is refused after all else
-        was done."""
+        """Make reserved slots live and release others.
+
+        Raises:
+            RequestError: an entry is not reserved; the valid entries were executed.
+        """
         pairs, releases = request.written_keys_to_confirm, request.pages_to_release
         measure = Measure(self._service.limits)
         measure.keys([key for key, _ in pairs], "written_keys_to_confirm")
@@ -107,19 +126,29 @@ class SharedCompatible:
             if not all(done):
                 raise stale(f"{field}[{done.index(False)}]")
 
-    async def delete_keys(self, rank: int, request: p.SglangKeys, once: Once = NOT_ONCE) -> None:
-        """Make keys go."""
+    async def delete_keys(
+        self,
+        rank: int,
+        request: p.SglangKeys,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
+    ) -> None:
+        """Delete pages."""
         Measure(self._service.limits).keys(request.keys, "keys")
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
         for some in batched(request.keys):
-            await self._service.catalog.run([Task("delete", name, "namespace", (some, ()))])
+            await self._service.catalog.run([ScriptTask("delete", name, "namespace", (some, ()))])
 
-    async def clear(self, rank: int, request: p.SglangClear, once: Once = NOT_ONCE) -> None:
-        """Make everything go."""
+    async def clear(
+        self,
+        rank: int,
+        request: p.SglangClear,
+        idempotency_key: IdempotencyKey = NO_IDEMPOTENCY_KEY,
+    ) -> None:
+        """Empty the scope."""
         name = f"{rank}:{request.namespace}"
         await self._service.catalog.find([name], ["namespace"])
-        await self._service.catalog.run([Task("clear", name, "namespace")])
+        await self._service.catalog.run([ScriptTask("clear", name, "namespace")])
 
     async def _find(self, rank: int, request: p.SglangKeys) -> list[int]:
         Measure(self._service.limits).keys(request.keys, "keys")
@@ -130,11 +159,12 @@ class SharedCompatible:
     async def _slots(
         self, name: str, keys: Sequence[str], *, touch: bool, counted: bool
     ) -> list[int]:
-        """From the last keys to the first, as they count as used."""
+        """Find slots from the last keys to the first."""
+        # The head of a chain is used last, so that eviction takes tails before heads.
         found = list[list[int]]()
         for some in reversed(list(batched(keys))):
             (reply,) = await self._service.catalog.run(
-                [Task("find", name, "namespace", (some, touch, counted))]
+                [ScriptTask("find", name, "namespace", (some, touch, counted))]
             )
             found.append(value_of(reply))
         return [slot for slots in reversed(found) for slot in slots]
@@ -143,12 +173,14 @@ class SharedCompatible:
         self, name: str, pairs: Sequence[tuple[str, int]], releases: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
         confirmed, released = list[bool](), list[bool]()
-        pieces: list[tuple[list[str], list[int], Sequence[int]]] = [
+        chunks: list[tuple[list[str], list[int], Sequence[int]]] = [
             ([key for key, _ in some], [slot for _, slot in some], ()) for some in batched(pairs)
         ]
-        pieces += [([], [], some) for some in batched(releases)]
-        for piece in pieces:
-            (reply,) = await self._service.catalog.run([Task("confirm", name, "namespace", piece)])
+        chunks += [([], [], some) for some in batched(releases)]
+        for chunk in chunks:
+            (reply,) = await self._service.catalog.run(
+                [ScriptTask("confirm", name, "namespace", chunk)]
+            )
             done = value_of(reply)
             confirmed += done[0]
             released += done[1]

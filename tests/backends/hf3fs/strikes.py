@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
-from hicache_metadata_server.cli.remote_server import Remote, RemoteError
+from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
@@ -103,6 +103,6 @@ def suspended(server):
 
 def _is_ready(server):
     try:
-        return Remote(server.url).is_ready()[0]
+        return AdminClient(server.url).is_ready()[0]
     except RemoteError:
         return False

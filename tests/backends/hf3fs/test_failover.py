@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client import failover as failover_module
 from hicache_metadata_server.client import http_client as http_client_module
 from hicache_metadata_server.client.errors import (
@@ -236,7 +236,7 @@ class Client:
         ]
 
     def leased(self, server):
-        scopes = Remote(server.url).call("/v2/scopes", None, p.Scopes).scopes
+        scopes = AdminClient(server.url).call("/v2/scopes", None, p.Scopes).scopes
         return next(status.leased for status in scopes if status.scope == self.scope)
 
 
@@ -450,12 +450,12 @@ def test_a_writer_leaves_a_server_that_drains_and_comes_back(server, server_two)
     with closing(client.metadata):
         client.metadata.refresh(Call(10))
         client.reserve(["a"])
-        Remote(client.home.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
+        AdminClient(client.home.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
         assert client.reserve(["b"]).states == [p.Reserved.LEASED]
         assert client.left == 1
         assert client.metadata.endpoint.startswith(client.other.url)
         assert (client.leased(client.home), client.leased(client.other)) == (1, 1)
-        Remote(client.home.url).call("/v2/drain", p.Drain(enabled=False), p.Draining)
+        AdminClient(client.home.url).call("/v2/drain", p.Drain(enabled=False), p.Draining)
         eventually(lambda: client.metadata.endpoint == client.home.url)
 
 

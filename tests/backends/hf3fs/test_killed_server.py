@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.cli.admin_client import AdminClient
 from tests.backends.hf3fs.harness import Rig, chain, content
 
 DEADLINE_SECONDS = 1.0
@@ -141,7 +141,7 @@ def test_a_server_killed_at_random_instants_loses_nothing(rig, server, race_seco
     kept = list(ledger.acknowledged)
     lost = _missing(rig(**store), kept)
     assert lost == [], f"{len(lost)} of {len(kept)} acknowledged pages are lost after {kills} kills"
-    checked = Remote(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport)
+    checked = AdminClient(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport)
     assert checked.problems == []
 
 

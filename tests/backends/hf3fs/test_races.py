@@ -18,7 +18,7 @@ import torch
 from hicache_backends.hf3fs import reader as reader_module
 from hicache_backends.hf3fs.slots import posix as posix_module
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_storage.objects import Call, ObjectRead
 from hicache_storage.spec import InvalidTransferError, PoolTransfer
 from tests.backends.hf3fs.harness import Rig, chain, content
@@ -87,7 +87,7 @@ def interrupted(thing, name, act, *, times=1, after=0):
 
 def check(server, rig):
     """Every slot is in one state, and all is in order; the scope's numbers."""
-    remote = Remote(server.url)
+    remote = AdminClient(server.url)
     assert remote.call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
     [status] = [
         part

@@ -21,7 +21,7 @@ from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.events import Begun, Call, Ended, Event
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.remote_server import Remote
+from hicache_metadata_server.cli.admin_client import AdminClient
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.engines import ENGINES, Engines, excused
 from tests.backends.hf3fs.strikes import Strikes
@@ -104,7 +104,7 @@ def test_servers_and_their_store_are_killed_under_load(engines, servers, strikes
     assert tally.stored > 10 * ENGINES
     assert tally.delivered > 10 * ENGINES
     for server in servers:
-        assert Remote(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
+        assert AdminClient(server.url).call("/v2/fsck", p.Fsck(), p.FsckReport).problems == []
 
 
 # What is excused, and what is not.

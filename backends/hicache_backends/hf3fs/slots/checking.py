@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _FINGERPRINT_DIGITS: Final = 32
 
 
-class Verdict(StrEnum):
+class SlotVerdict(StrEnum):
     """Result of the check of one slot; the value completes a sentence about it."""
 
     WHOLE = "holds its page"
@@ -32,9 +32,25 @@ class Verdict(StrEnum):
     DAMAGED = "holds bytes that are not those of its checksum"
     UNREADABLE = "cannot be read"
 
+    @property
+    def is_defect(self) -> bool:
+        """True if a reader would not take the slot for a hit."""
+        return self in DEFECTS
+
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the file system did not return the bytes."""
+        return self is SlotVerdict.UNREADABLE
+
 
 DEFECTS: Final = frozenset(
-    {Verdict.LENGTH, Verdict.MISSING, Verdict.SHORT, Verdict.OTHER, Verdict.DAMAGED}
+    {
+        SlotVerdict.LENGTH,
+        SlotVerdict.MISSING,
+        SlotVerdict.SHORT,
+        SlotVerdict.OTHER,
+        SlotVerdict.DAMAGED,
+    }
 )
 """Verdicts on slots that a reader would not take for hits."""
 
@@ -90,18 +106,18 @@ class CheckedFile:
         self._lock = threading.Lock()
         self._descriptor = -1
 
-    def verdict(self, page: ExpectedPage) -> Verdict:
+    def verdict(self, page: ExpectedPage) -> SlotVerdict:
         """Read a slot in chunks of bounded size, and compare it with the listed page."""
         if not page.length:
-            return Verdict.UNKNOWN
+            return SlotVerdict.UNKNOWN
         if not ENVELOPE_BYTES < page.length <= self._scope.slot_bytes:
-            return Verdict.LENGTH
+            return SlotVerdict.LENGTH
         try:
             return self._read(self._opened(), page)
         except FileNotFoundError:
-            return Verdict.MISSING
+            return SlotVerdict.MISSING
         except OSError:
-            return Verdict.UNREADABLE
+            return SlotVerdict.UNREADABLE
 
     def close(self) -> None:
         """Close the file. The next check opens it again."""
@@ -117,20 +133,20 @@ class CheckedFile:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptor
 
-    def _read(self, descriptor: int, page: ExpectedPage) -> Verdict:
+    def _read(self, descriptor: int, page: ExpectedPage) -> SlotVerdict:
         page_bytes, offset = page.length - ENVELOPE_BYTES, page.slot * self._scope.slot_bytes
         envelope = bytearray(ENVELOPE_BYTES)
         if not read_into(descriptor, [memoryview(envelope)], offset + page_bytes):
-            return Verdict.SHORT
+            return SlotVerdict.SHORT
         # The digest of the original key cannot be computed from an escaped key.
         digest = bytes(envelope[32:48]) if page.key.startswith(ESCAPE) else key_digest(page.key)
         prefix = envelope_prefix(page_bytes, self._fingerprint)
         if not belongs(envelope, prefix, digest) or stored_checksum(envelope) != page.checksum:
-            return Verdict.OTHER
+            return SlotVerdict.OTHER
         running, buffer = running_checksum(), memoryview(bytearray(min(IO_BYTES, page_bytes)))
         for start in range(0, page_bytes, IO_BYTES):
             some = buffer[: min(IO_BYTES, page_bytes - start)]
             if not read_into(descriptor, [some], offset + start):
-                return Verdict.SHORT
+                return SlotVerdict.SHORT
             running.update(some)
-        return Verdict.WHOLE if running.intdigest() == page.checksum else Verdict.DAMAGED
+        return SlotVerdict.WHOLE if running.intdigest() == page.checksum else SlotVerdict.DAMAGED

@@ -1,4 +1,4 @@
--- Ends leases. Of one that is named twice the first counts.
+-- Ends leases without a page. Of a lease that is listed twice only the first entry counts.
 local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end

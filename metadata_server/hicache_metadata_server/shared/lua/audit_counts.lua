@@ -1,4 +1,5 @@
--- How many are in each list: what is in a list too much has no slot of its own, and is not met by going through the slots.
+-- Compares the sizes of the sets. A surplus entry of a set belongs to no slot, so that a pass over
+-- the slots does not find it.
 local meta = call('HMGET', META, 'slots', 'fresh')
 if not meta[1] then return {UNKNOWN} end
 local slots, fresh = tonumber(meta[1]), tonumber(meta[2])
@@ -18,7 +19,7 @@ see(call('HLEN', LEASED), leased, leased, ' slots are leased, and ', call('HLEN'
 see(call('HLEN', LEASES), live + leased, live + leased, ' slots are live or leased, and ', call('HLEN', LEASES), ' leases are known')
 see(call('HLEN', PINNED), call('ZCARD', PINS), call('ZCARD', PINS), ' pieces of pins have an end, and ', call('HLEN', PINNED), ' have slots')
 
--- Pins are few, and last for seconds.
+-- All pins in one call: they are few, since each lasts for seconds.
 local counted = {}
 for _, text in ipairs(call('HVALS', PINNED)) do
   for _, slot in ipairs(cmsgpack.unpack(text)) do add_to(counted, slot, 1) end

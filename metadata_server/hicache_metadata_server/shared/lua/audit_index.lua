@@ -1,4 +1,5 @@
--- Some entries of one index, from a cursor on: each has to lead to a slot that is as the index says.
+-- Checks entries of one index, from a cursor on: each has to lead to a slot with the state of that
+-- index.
 local meta = call('HMGET', META, 'epoch')
 if not meta[1] then return {UNKNOWN} end
 local name, cursor = unpack(cmsgpack.unpack(ARGV[3]), 1, 2)

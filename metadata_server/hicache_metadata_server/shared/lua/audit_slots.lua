@@ -1,4 +1,4 @@
--- Some slots, each against every set and index that has to do with it. Returns sentences, and the prefixes that live pages name.
+-- Checks slots against every set and index. Returns messages, and the prefixes of live pages.
 local meta = call('HMGET', META, 'fresh', 'epoch', 'slot_bytes')
 if not meta[1] then return {UNKNOWN} end
 local start, count = unpack(cmsgpack.unpack(ARGV[3]), 1, 2)
@@ -70,7 +70,7 @@ for i, slot in ipairs(slots) do
         if builds_on_another(record) then prefixes[#prefixes + 1] = record[PREFIX] end
       end
     else
-      -- A clear has not come to it yet.
+      -- A clear has happened that this slot does not show yet.
       see_place(i, slot, held and IS_RESTING or record[STATE])
     end
   end

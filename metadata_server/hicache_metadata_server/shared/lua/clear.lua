@@ -1,10 +1,11 @@
--- Makes all that is live or leased go, in a time that does not depend on how much it is: the sets are set apart as a whole, and taken apart later.
+-- Empties a scope in constant time: the sets are renamed as a whole, and their slots are visited
+-- later (take_apart).
 local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 settle()
 local pages = call('HLEN', LIVE)
--- First, since it makes room: out of memory, Redis takes this and what follows it.
+-- Frees memory first: when Redis is out of memory it permits this command, and those behind it.
 call('UNLINK', LIVE, LEASED, LEASES, CHILDREN)
 local epoch, till = call('HINCRBY', META, 'epoch', 1), NOW + QUARANTINE
 call('HSET', META, 'cleared', whole(till))

@@ -1,4 +1,5 @@
--- Makes leased slots live. A lease whose page is live already is done if the page is the same.
+-- Makes leased slots live. Repeated for a page that is live already it succeeds, if the page is the
+-- same.
 local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end

@@ -1,28 +1,32 @@
--- Before every script on a scope. Its used slots are divided among five sorted sets, one for each place that a slot can be in:
---   free (by the time of their return), expiring (leased, by the end of the lease), order and aside (live, by use), resting (by the end
---   of the quarantine, infinite for those that only a pin still holds); and, for a moment after a clear, its detached sets.
--- `aside` has live pages that could not be evicted when their turn came, since others build upon them or a pin is on them. A page keeps its
--- place in the order of use there, and comes back when nothing holds it any more: no search meets it twice before it was used.
+-- Prepended to every script on a scope. Its used slots are in five sorted sets, one for each state:
+-- free (by the time of their release), expiring (leased, by the end of the lease), order and aside
+-- (live, by use), resting (quarantined, by the end of the quarantine; infinite for a slot that only
+-- a pin holds). For a moment after a clear they are in its detached sets.
+-- `aside` has live pages that were not evictable when their turn came, as prefix of another page or
+-- because of a pin. A page keeps its position in the order of use, and returns to `order` when it
+-- becomes evictable: until then no search for a victim meets it twice.
 local META, SLOTS, LIVE, LEASED, LEASES, FREE, EXPIRING, ORDER, ASIDE, RESTING, CHILDREN, PINS, PINNED, HOLDS, DETACHED = unpack(KEYS, 1, 15)
 local ONCE = KEYS[16]
 local QUARANTINE = tonumber(ARGV[1])
-local BUDGET = 256 -- slots, of each kind of work that time brings; about half a millisecond
+local BUDGET = 256 -- slots of each kind of due work in one call: about half a millisecond
 local IS_FREE, IS_LEASED, IS_LIVE, IS_RESTING = 0, 1, 2, 3
--- Places in a slot's record. The generation is the number of the lease. The page is its length and its checksum, 16 bytes that are only compared.
+-- Indexes in a slot's record. The generation is the number of the lease. The page is its length and
+-- checksum, 16 bytes that are only compared.
 local STATE, EPOCH, LEASE, UNTIL, PAGE, KEY, PREFIX, OWNER = 1, 2, 3, 4, 5, 6, 7, 8
 local NO_PAGE = string.rep('\0', 16)
 local OK, UNKNOWN, REUSED, REFUSED = 0, 1, 2, 3
 
 local call = redis.call
 local clock = call('TIME')
--- Microseconds: whole numbers far below 2^53, up to which Lua's numbers are exact. Nothing but a test moves the clock.
+-- In microseconds: whole numbers far below 2^53, the limit of exact numbers in Lua. ARGV[2] is the
+-- offset of tests, and 0 otherwise.
 local NOW = clock[1] * 1000000 + clock[2] + ARGV[2]
 
 local function whole(number)
   return string.format('%.0f', number)
 end
 
--- Commands of many arguments: nothing is asked for none.
+-- Calls a command with a list of arguments. Redis refuses an empty list, so none is sent.
 local function each(command, key, arguments)
   if #arguments == 0 then return {} end
   return call(command, key, unpack(arguments))
@@ -40,7 +44,7 @@ local function records_of(slots)
   return records
 end
 
--- An answer that was given under this idempotency key, or nil.
+-- Returns the answer that is stored under the idempotency key, or nil.
 local function kept_answer()
   local digest = ARGV[5]
   if digest == '' then return nil end
@@ -60,7 +64,7 @@ local function answer(...)
   return {OK, text}
 end
 
--- Live pages of those slots count as used, from the last to the first.
+-- Records a use of live pages, from the last slot to the first.
 local function use(slots)
   local count = #slots
   if count == 0 then return end
@@ -73,7 +77,7 @@ local function use(slots)
   if call('ZCARD', ASIDE) > 0 then call('ZREM', ASIDE, unpack(slots)) end
 end
 
--- Which of those slots have a pin, as a table of true.
+-- Returns the pinned ones of these slots, as a set.
 local function pinned_among(slots)
   local found = {}
   if #slots > 0 and call('EXISTS', HOLDS) == 1 then
@@ -84,7 +88,8 @@ local function pinned_among(slots)
   return found
 end
 
--- Live pages that nothing holds any more can be evicted again: those of `slots` that are aside, by their keys.
+-- Makes pages evictable again that are no longer a prefix or pinned: those of `slots` that are in
+-- `aside`, with their keys.
 local function come_back(slots, keys)
   if #slots == 0 or call('ZCARD', ASIDE) == 0 then return end
   local uses, children, pinned = call('ZMSCORE', ASIDE, unpack(slots)), call('HMGET', CHILDREN, unpack(keys)), pinned_among(slots)
@@ -99,7 +104,7 @@ local function come_back(slots, keys)
   each('ZREM', ASIDE, gone)
 end
 
--- So many live pages more (or less) name each of those keys as their prefix.
+-- Changes the number of live pages that have each of these keys as their prefix.
 local function count_children(changes)
   local keys, writes, gone = {}, {}, {}
   for key in pairs(changes) do keys[#keys + 1] = key end
@@ -129,7 +134,7 @@ local function builds_on_another(record)
   return record[PREFIX] ~= '' and record[PREFIX] ~= record[KEY]
 end
 
--- Quarantines that are over: slots are free, unless a pin holds them.
+-- Ends due quarantines: the slots are free, unless a pin holds them.
 local function end_rests(most)
   local due = call('ZRANGEBYSCORE', RESTING, '-inf', NOW, 'LIMIT', 0, most)
   if #due == 0 then return 0 end
@@ -152,7 +157,7 @@ local function end_rests(most)
   return #due
 end
 
--- Live or leased slots go into quarantine.
+-- Moves live or leased slots to the quarantine.
 local function let_go(slots, records)
   if #slots == 0 then return end
   local live, leased, leases, ended, children, writes, resting = {}, {}, {}, {}, {}, {}, {}
@@ -184,7 +189,7 @@ local function let_go(slots, records)
   if QUARANTINE == 0 then end_rests(#slots) end
 end
 
--- Leases whose time has come.
+-- Ends due leases.
 local function end_leases(most)
   local due = call('ZRANGEBYSCORE', EXPIRING, '-inf', NOW, 'LIMIT', 0, most)
   let_go(due, records_of(due))
@@ -192,7 +197,7 @@ local function end_leases(most)
   return #due
 end
 
--- Pins whose time has come, in pieces of at most 256 slots, about `most` slots of them.
+-- Ends due pins, in chunks of up to 256 slots, until about `most` slots are done.
 local function end_pins(most)
   local done = 0
   while done < most do
@@ -224,7 +229,7 @@ local function end_pins(most)
   return done
 end
 
--- What clears have left: its slots get their quarantine.
+-- Quarantines the slots of the detached sets that clears have left.
 local function take_apart(most)
   local done = 0
   while done < most do
@@ -236,7 +241,7 @@ local function take_apart(most)
     if #slots < most - done then call('ZREM', DETACHED, first[1]) end
     local writes, resting = {}, {}
     for i, record in ipairs(records_of(slots)) do
-      -- The clear has not asked the writer, who may write until its lease would have ended.
+      -- The writer does not know of the clear, and may write until its lease would have ended.
       local ends = record[STATE] == IS_LEASED and math.max(till, record[UNTIL]) or till
       local rest = {IS_RESTING, record[EPOCH], record[LEASE], ends, '', '', '', ''}
       writes[#writes + 1], writes[#writes + 2] = slots[i], pack_record(rest)
@@ -249,14 +254,15 @@ local function take_apart(most)
   return done
 end
 
--- What is due by now, a part of it; returns whether there may be more.
+-- Runs a bounded part of the due work; returns true if more may be due.
 local function settle()
   local apart, leases, pins = take_apart(BUDGET), end_leases(BUDGET), end_pins(BUDGET)
   local rests = end_rests(BUDGET)
   return math.max(apart, leases, pins, rests) >= BUDGET
 end
 
--- Whether a new scope gives no slot yet: its file has been written under leases that are not known here.
+-- Returns true while a new scope gives no slot: its file may still be written under leases from
+-- before it was created here.
 local function is_closed()
   return tonumber(call('HGET', META, 'closed') or 0) > NOW
 end

@@ -1,4 +1,5 @@
--- The compatible part: makes live whose slot is reserved for its key, then gives others back. Says of each whether it could be done.
+-- Confirm of SGLang's protocol: makes slots live that are reserved for their keys, then releases
+-- others. Returns for each entry whether it was valid.
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 settle()
 local epoch = tonumber(call('HGET', META, 'epoch'))

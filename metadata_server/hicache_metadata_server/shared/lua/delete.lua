@@ -1,4 +1,4 @@
--- Makes live pages go; where generations are given, only those of that generation.
+-- Deletes live pages; where generations are given, only pages of these generations.
 local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end

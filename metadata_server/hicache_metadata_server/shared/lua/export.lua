@@ -1,4 +1,5 @@
--- What some slots hold, for copies and backups: {slot, state, lease, time left, key, prefix, use} of each, and its page.
+-- Returns the content of slots, for copies and backups: {slot, state, lease, time left, key,
+-- prefix, use} of each, and its page.
 local meta = call('HMGET', META, 'slots', 'fresh', 'epoch', 'cleared', 'lease')
 if not meta[1] then return {UNKNOWN} end
 settle()
@@ -9,7 +10,7 @@ local records, pins, rows, pages = records_of(names), each('HMGET', HOLDS, names
 local uses, aside = each('ZMSCORE', ORDER, names), each('ZMSCORE', ASIDE, names)
 for i, record in ipairs(records) do
   local state, till = record[STATE], record[UNTIL]
-  -- A clear has not come to it yet.
+  -- A clear has happened that this slot does not show yet.
   if record[EPOCH] < epoch and (state == IS_LEASED or state == IS_LIVE) then
     state, till = IS_RESTING, state == IS_LEASED and math.max(till, tonumber(meta[4])) or tonumber(meta[4])
   end

@@ -1,4 +1,5 @@
--- Pages that come from elsewhere, into slots that nobody has used: the keys of some neighbours ('' for a slot that is free) and their use.
+-- Writes imported pages into unused slots: the keys of neighbouring slots ('' for a free one) and
+-- their order of use.
 local meta = call('HMGET', META, 'slots', 'fresh', 'lease', 'use')
 local keys, uses = unpack(cmsgpack.unpack(ARGV[3]), 1, 2)
 local start, first = tonumber(meta[2]), math.max(tonumber(meta[3]) + 1, NOW)

@@ -1,4 +1,4 @@
--- The slots of live pages, -1 for others; counted and used as asked for.
+-- Returns the slots of live pages, -1 for other keys; records hits and uses if asked to.
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 local keys, touch, counted = unpack(cmsgpack.unpack(ARGV[3]), 1, 3)
 local found, live, slots = each('HMGET', LIVE, keys), {}, {}

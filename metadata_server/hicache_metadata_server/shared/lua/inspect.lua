@@ -1,4 +1,4 @@
--- All about some slots, then about the live or leased slots of some keys: false where there is none.
+-- Returns the state of slots, then that of the slots of keys: false for a key without one.
 local meta = call('HMGET', META, 'slots', 'epoch', 'cleared', 'closed')
 if not meta[1] then return {UNKNOWN} end
 settle()
@@ -11,7 +11,7 @@ local records, pins, rows, pages = records_of(names), each('HMGET', HOLDS, names
 for i, record in ipairs(records) do
   rows[i], pages[i] = false, NO_PAGE
   if record then
-    -- A clear has not come to it yet.
+    -- A clear has happened that this slot does not show yet.
     if record[EPOCH] < epoch and (record[STATE] == IS_LEASED or record[STATE] == IS_LIVE) then
       local till = record[STATE] == IS_LEASED and math.max(record[UNTIL], tonumber(meta[3])) or tonumber(meta[3])
       record[STATE], record[UNTIL], record[KEY], record[PREFIX], record[OWNER] = IS_RESTING, till, '', '', ''

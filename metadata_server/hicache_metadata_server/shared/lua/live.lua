@@ -1,4 +1,4 @@
--- For those scripts that make pages live: entries are {slot, record, page}, each slot once.
+-- Prepended to the scripts that make pages live: entries are {slot, record, page}, each slot once.
 local function make_live(entries)
   if #entries == 0 then return end
   local slots, writes, keys, by_key, children = {}, {}, {}, {}, {}

@@ -1,4 +1,4 @@
--- Where pages are, with generation, length and checksum; counted, used and pinned as asked for.
+-- Returns slot, generation, length and checksum of pages; records hits, uses and a pin if asked to.
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 local keys, touch, pin, pin_until = unpack(cmsgpack.unpack(ARGV[3]), 1, 4)
 local found, live = each('HMGET', LIVE, keys), {}
@@ -15,8 +15,9 @@ for i, slot in ipairs(found) do
 end
 local counted = redis.pcall('HINCRBY', META, 'hits', #live)
 local refused = type(counted) == 'table' and counted.err
--- Out of memory or disk, Redis takes no writes: pages can be found all the same, and are neither counted nor used. A pin is a promise, and a
--- replica (READONLY) is not to be asked.
+-- Without memory or disk Redis takes no writes. Pages are found all the same, but hits and uses are
+-- not recorded. A pin needs a write, so that a lookup with one fails; so does any lookup on a
+-- replica (READONLY), which may be behind.
 local full = refused and (refused:find('OOM', 1, true) or refused:find('MISCONF', 1, true))
 if refused and (pin ~= '' or not full) then return counted end
 if not refused then
@@ -24,7 +25,7 @@ if not refused then
   if touch then use(live) end
 end
 if pin ~= '' and #live > 0 then
-  -- A slot that was asked for twice is held once.
+  -- A pin holds a slot once, also if its key was asked for twice.
   local names, seen, holds = {}, {}, {}
   for _, slot in ipairs(live) do
     if not seen[slot] then seen[slot], names[#names + 1] = true, slot end

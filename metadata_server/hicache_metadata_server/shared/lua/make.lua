@@ -1,4 +1,4 @@
--- A scope that the list of scopes has: made, if it is not there, and what it is made of.
+-- Creates the keys of a listed scope, unless they exist; returns its record.
 local slots, slot_bytes, geometry, identity, tenant, earlier = unpack(cmsgpack.unpack(ARGV[3]), 1, 6)
 if call('EXISTS', META) == 0 then
   call(

@@ -1,5 +1,7 @@
--- Enters scopes into the list of them, all or none. A record has slots, slot_bytes, geometry, identity and tenant; the first four must agree,
--- and the tenant for callers that do not see all. A tenant's new scopes are within its quota: the most scopes, slots and bytes, or -1.
+-- Enters scopes into the list, all or none. A record has slots, slot_bytes, geometry, identity and
+-- tenant. The first four must match those of a listed scope; the tenant too, unless the caller sees
+-- all. The new scopes must be within the quota of the tenant: limits of scopes, slots and bytes, or
+-- -1.
 local OK, REUSED, REFUSED = 0, 2, 3
 local SCOPES, ONCE, digest, field = KEYS[1], KEYS[2], ARGV[2], ARGV[3]
 if digest ~= '' then
@@ -24,7 +26,7 @@ for i, name in ipairs(names) do
   end
 end
 
--- How much the tenant has, or nil within its quota.
+-- Returns the holdings of the tenant if they would exceed its quota, else nil.
 local function held_beyond()
   if quota[1] < 0 and quota[2] < 0 and quota[3] < 0 then return nil end
   local held, more, unsized = {0, 0, 0}, {0, 0, 0}, false

@@ -1,4 +1,4 @@
--- Lets leases last from now on.
+-- Renews leases from now on.
 local kept = kept_answer()
 if kept then return kept end
 if call('EXISTS', META) == 0 then return {UNKNOWN} end

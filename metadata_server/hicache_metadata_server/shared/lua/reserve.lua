@@ -1,5 +1,5 @@
--- Leases slots for keys that are neither live nor leased, and evicts to make room.
-local LOOK = 1024 -- pages that one call looks at for eviction, beyond those that it needs: the rest are a later call's
+-- Leases slots for keys that are neither live nor leased, and evicts pages if there are too few.
+local LOOK = 1024 -- pages that one call examines for eviction beyond those that it needs
 
 local kept = kept_answer()
 if kept then return kept end
@@ -7,12 +7,13 @@ local meta = call('HMGET', META, 'slots', 'fresh', 'lease', 'epoch')
 if not meta[1] then return {UNKNOWN} end
 local keys, prefixes, owner, lasts, draining = unpack(cmsgpack.unpack(ARGV[3]), 1, 5)
 if draining then return {REFUSED} end
--- Changes nothing, and is refused when Redis is out of memory: once a script has removed something, Redis lets it write beyond the limit.
+-- A write without effect, which Redis refuses when it is out of memory. Without it a script that
+-- has removed something first would be permitted to write beyond the limit.
 call('HINCRBY', META, 'use', 0)
 settle()
 local slots, fresh, epoch = tonumber(meta[1]), tonumber(meta[2]), tonumber(meta[4])
 
--- Prefixes that are aside: an empty table, nearly always.
+-- Returns the prefixes whose pages are in `aside`: nearly always none.
 local function aside_among(prefixes)
   local found = {}
   if #prefixes == 0 or call('ZCARD', ASIDE) == 0 then return found end
@@ -32,8 +33,9 @@ local function counts_of(names)
   return counts
 end
 
--- A page goes only as the last of its chain; those that may not go are aside from then on. Returns how many went, and were looked at: fewer
--- than there are where one has come back that is older than the rest.
+-- Evicts pages that are no prefix of a live one; moves the others to `aside`. Returns the numbers
+-- of evicted and of examined pages. It stops early when the prefix of an evicted page becomes
+-- evictable, since that page is older than the remaining candidates.
 local function evict_among(candidates)
   local names, keys_of, before = {}, {}, {}
   for i = 1, #candidates, 2 do names[#names + 1] = candidates[i] end
@@ -77,7 +79,8 @@ local function evict(wanted)
   return gone
 end
 
--- Once a scope of some size is full, one slot in 32 is kept free or resting: what is evicted only when it is asked for comes a quarantine too late.
+-- Evicts ahead of demand: in a full scope one slot in 32 is kept free or quarantined. A page that
+-- is evicted only on demand leaves a slot that is usable one quarantine too late.
 local function make_room(new)
   local at_hand = count_free(slots, fresh) + count_resting()
   local wanted = new - at_hand
@@ -86,7 +89,8 @@ local function make_room(new)
   return evict(wanted)
 end
 
--- Those that came back first, then those that nobody has used yet; in ascending order, since neighbours are read and written with one request.
+-- Takes released slots first, then unused ones; in ascending order, since neighbouring slots are
+-- read and written with one request.
 local function take(count)
   local taken, popped = {}, call('ZPOPMIN', FREE, count)
   for i = 1, #popped, 2 do taken[#taken + 1] = tonumber(popped[i]) end
@@ -122,7 +126,7 @@ local function lease(places)
   call('ZADD', EXPIRING, unpack(timers))
 end
 
--- Live keys first: being told so is use.
+-- Live keys first: to report a page as existing is a use of it.
 local live, busy, places, seen, used = each('HMGET', LIVE, keys), each('HMGET', LEASED, keys), {}, {}, {}
 for i, key in ipairs(keys) do
   if live[i] then
@@ -134,7 +138,7 @@ end
 use(used)
 local closed = is_closed()
 answers[5] = #places > 0 and not closed and make_room(#places) or 0
--- A page of this batch may have gone to make room for another.
+-- This batch may have evicted one of its own live pages.
 if answers[5] > 0 and #used > 0 then live = call('HMGET', LIVE, unpack(keys)) end
 local room = closed and 0 or count_free(slots, fresh)
 while #places > room do places[#places] = nil end

@@ -1,4 +1,4 @@
--- What is due where nobody asks for it, and how the scope is.
+-- Runs due work of a scope without requests; returns its status.
 local meta = call('HMGET', META, 'slots', 'fresh', 'hits', 'misses', 'evicted', 'model')
 if not meta[1] then return {UNKNOWN} end
 local more = settle()

@@ -1,4 +1,5 @@
--- Slots of a snapshot, into a scope that nobody uses yet. Each gets a lease of its own, greater than any that its source can have given.
+-- Writes slots of a snapshot into a scope that nobody uses yet. Each gets a new lease number,
+-- greater than any that the source can have given.
 local meta = call('HMGET', META, 'slots', 'fresh', 'lease', 'use')
 if not meta[1] then return {UNKNOWN} end
 local slots, tills, keys, prefixes, uses = unpack(cmsgpack.unpack(ARGV[3]), 1, 5)

@@ -1,4 +1,4 @@
--- The pieces of a pin are due now.
+-- Makes the chunks of a pin due now.
 if call('EXISTS', META) == 0 then return {UNKNOWN} end
 local due = {}
 for _, name in ipairs(cmsgpack.unpack(ARGV[3])) do

@@ -1,4 +1,4 @@
-"""Clients of redis-py for each kind of address."""
+"""Clients of redis-py, one factory for all kinds of addresses."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from hicache_metadata_server.shared.address import Address, Kind, Login, Tls
+from hicache_metadata_server.shared.address import Address, AddressKind, Credentials, TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 CONNECT_SECONDS: Final = 1.0
 SENTINEL_SECONDS: Final = 0.5
-"""For each Sentinel to connect, and to answer."""
+"""Timeout of each Sentinel, to connect and to answer."""
 CONNECTIONS: Final = 64
-"""At most, of one server process."""
+"""Limit of one server process."""
 
 
 class PasswordFile(CredentialProvider):
-    """Reads the password for each connection anew, so that it can be changed while servers run."""
+    """Credential provider that reads the password file for each new connection.
 
-    def __init__(self, login: Login) -> None:
+    The password can be changed while servers run.
+    """
+
+    def __init__(self, login: Credentials) -> None:
         self._login = login
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Password, or user and password.
+        """Return the password, or user and password.
 
         Raises:
             AuthenticationError: the file cannot be read, or is empty.
@@ -47,6 +50,7 @@ class PasswordFile(CredentialProvider):
         try:
             password = Path(self._login.password_file).read_text("utf-8").strip()
         except (OSError, UnicodeError) as error:
+            # The text of a UnicodeError contains the bytes of the file, so only its type is shown.
             raise AuthenticationError(
                 f"{self._login.password_file} cannot be read: {type(error).__name__}"
             ) from None
@@ -55,19 +59,23 @@ class PasswordFile(CredentialProvider):
         return (self._login.user, password) if self._login.user else (password,)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same."""
+        """Return the same; redis-py calls this method from its asynchronous connections."""
         return self.get_credentials()
 
 
 class _SentinelPool(SentinelConnectionPool, BlockingConnectionPool):
-    """Waits for a connection, as that of one Redis does."""
+    """Connection pool behind Sentinels that waits for a free connection.
+
+    The pool of redis-py for Sentinels fails at once when all connections are in use.
+    """
 
 
 class _Sentinels(Sentinel):
-    """Remembers them all.
+    """Sentinel client with a complete list of Sentinels.
 
-    Who finds the primary puts the Sentinel that knew it at the head of redis-py's list; two who
-    look at the same time put one there twice, and another one is asked never again, nor closed.
+    redis-py moves the Sentinel that has named the primary to the head of its list, by swapping
+    entries. Two concurrent discoveries can duplicate one entry, and lose another: that Sentinel is
+    never asked again, and its connection is never closed.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -83,8 +91,9 @@ class _Sentinels(Sentinel):
 
 
 def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[], Any]]:
-    """A client, whose connections are made when they are needed, and what closes it."""
-    # What was sent may have been done: only whoever has an idempotency key may send it again.
+    """Return a client that connects on demand, and the function that closes it."""
+    # No retries in the library: a command whose answer was lost may have been executed. Only a
+    # caller with an idempotency key may repeat it.
     options: dict[str, Any] = {
         "socket_timeout": answer_seconds,
         "socket_connect_timeout": CONNECT_SECONDS,
@@ -93,11 +102,11 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
         **_login(address.login),
         **_tls(address.tls),
     }
-    if address.kind is Kind.CLUSTER:
+    if address.kind is AddressKind.CLUSTER:
         nodes = [ClusterNode(host, port) for host, port in address.hosts]
         cluster = RedisCluster(startup_nodes=nodes, ssl=address.tls is not None, **options)
         return cluster, cluster.aclose
-    if address.kind is Kind.SENTINEL:
+    if address.kind is AddressKind.SENTINEL:
         return _by_sentinel(address, options | {"timeout": answer_seconds, "db": address.db})
     pool = BlockingConnectionPool(
         timeout=answer_seconds, db=address.db, **_where(address), **options
@@ -107,7 +116,7 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
 
 
 def _where(address: Address) -> dict[str, Any]:
-    if address.kind is Kind.SOCKET:
+    if address.kind is AddressKind.SOCKET:
         return {"connection_class": UnixDomainSocketConnection, "path": address.path}
     [(host, port)] = address.hosts
     return {
@@ -133,6 +142,7 @@ def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callab
     )
 
     async def close() -> None:
+        # Closing the client of the primary leaves the connections to the Sentinels open.
         await primary.aclose()
         for sentinel in sentinels.all:
             await sentinel.aclose()
@@ -140,13 +150,13 @@ def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callab
     return primary, close
 
 
-def _login(login: Login) -> dict[str, Any]:
+def _login(login: Credentials) -> dict[str, Any]:
     if login.password_file:
         return {"credential_provider": PasswordFile(login)}
     return {"username": login.user or None, "password": login.password or None}
 
 
-def _tls(tls: Tls | None) -> dict[str, Any]:
+def _tls(tls: TlsFiles | None) -> dict[str, Any]:
     if tls is None:
         return {}
     return {

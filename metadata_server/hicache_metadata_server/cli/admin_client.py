@@ -1,4 +1,8 @@
-"""A plain client for the command line: one request, one answer, and errors as sentences."""
+"""Synchronous client of the commands, on `http.client`.
+
+The client of the driver needs aiohttp, an event loop and failover; a command sends few requests, to
+exactly the server that it names.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +21,41 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import Answer, Request
 
 A = TypeVar("A", bound="Answer")
+# An fsck of a large store is one request, and takes its time.
 ANSWER_SECONDS: Final = 60.0
 TOKEN: Final = "--token-file FILE, or HICACHE_METADATA_TOKEN"
 CERTIFICATE: Final = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
 
 
 class RemoteError(Exception):
-    """The server cannot be reached, or refuses."""
+    """The server is not reached, or refuses a request."""
 
 
 class RefusalError(RemoteError):
-    """The server was reached, and refuses."""
+    """The server refuses a request."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
-        """As the protocol calls it; "" from something that is no metadata server."""
+        """Error code of the protocol; "" if the answer is not one of a metadata server."""
 
 
-class Remote:
-    """A server that runs somewhere."""
+class AdminClient:
+    """Client of one running server; opens a connection for each request."""
 
     def __init__(self, url: str, token: str = "", tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RemoteError(f"{url!r} is no http or https address")
-        self._secure, self._tls = parts.scheme == "https", tls
-        self._url, self._token, self._host, self._port = url, token, parts.hostname, parts.port
+        self._is_secure = parts.scheme == "https"
+        self._tls = tls
+        self._url = url
+        self._token = token
+        self._host = parts.hostname
+        self._port = parts.port
 
     def call(self, path: str, request: Request | None, kind: type[A]) -> A:
-        """Ask one of the native routes.
+        """Send a request to a route of the protocol; return the answer.
 
         Raises:
             RemoteError: there is no answer, or it is a refusal.
@@ -64,16 +73,18 @@ class Remote:
             ) from error
 
     def is_ready(self) -> tuple[bool, str]:
-        """Whether it gives leases, and if not, why."""
+        """Return True if the server is ready, else False and the reason."""
         status, body = self._send("GET", "/readyz", None)
         return status == 200, "" if status == 200 else str(self._refused(status, body))
 
-    def drains(self) -> bool:
-        """Whether it gives no new leases because it was told so."""
+    def is_draining(self) -> bool:
+        """Return True if an operator has drained the server."""
+        # Not ready has other causes too, such as a full disk.
         status, body = self._send("GET", "/readyz", None)
         return status == 503 and self._refused(status, body).code == "draining"
 
     def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        # JSON rather than MessagePack: speed does not matter here, and a proxy's log is readable.
         headers = {"Content-Type": JSON}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -83,20 +94,20 @@ class Remote:
                 response = connection.getresponse()
                 return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
-            # A server that asks for a client certificate ends the connection without a word about
-            # it.
+            # A server that requires a client certificate closes the connection without saying
+            # why.
             ended = isinstance(
                 error, (http.client.RemoteDisconnected, ConnectionError)
             ) or "CERTIFICATE_REQUIRED" in str(error)
             hint = (
                 f"; if the server asks for a client certificate: {CERTIFICATE}"
-                if self._secure and ended
+                if self._is_secure and ended
                 else ""
             )
             raise RemoteError(f"{self._url} does not answer: {error}{hint}") from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self._secure:
+        if self._is_secure:
             return http.client.HTTPSConnection(
                 self._host, self._port, timeout=ANSWER_SECONDS, context=self._tls
             )
@@ -106,6 +117,7 @@ class Remote:
         try:
             problem: Any = decode(body, Problem)
         except (msgspec.DecodeError, UnicodeError):
+            # The page of a proxy, or another service on that port.
             return RefusalError(f"{self._url} answers {status}", "")
         hint = f"; {TOKEN}" if problem.code == "unauthorized" else ""
         return RefusalError(f"{problem.message} ({status} {problem.code}){hint}", problem.code)

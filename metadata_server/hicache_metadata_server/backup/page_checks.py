@@ -1,0 +1,159 @@
+"""Comparison of a snapshot's pages with the data files of a driver.
+
+Only the driver knows the layout of its files. The metadata server asks it through `PageChecker`,
+and imports it by name when a command needs it: a server without any driver is complete.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from hicache_metadata_server.backup.parts import Pages, ScopeHeader, joined
+from hicache_metadata_server.storage.store import StoreError
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.protocol import ScopeGeometry
+
+PROVIDER: Final = "hicache_backends.hf3fs.fsck"
+"""Module of the driver whose `SlotFilePageChecker(path)` is a `PageChecker`."""
+OTHER_DIRECTORY: Final = "in scopes of other directories"
+
+
+class PageVerdict(Protocol):
+    """Result of one comparison; its text completes a sentence about the slot."""
+
+    @property
+    def is_defect(self) -> bool:
+        """True if a reader would not take the slot for a hit."""
+        ...
+
+    @property
+    def is_unreadable(self) -> bool:
+        """True if the file system did not return the bytes, so that nothing is known of them."""
+        ...
+
+
+class PageChecker(Protocol):
+    """Access of a driver to its own data files, read-only."""
+
+    def open_scope(self, geometry: ScopeGeometry) -> bool:
+        """Prepare for the pages of a scope; return False for a scope of another directory."""
+        ...
+
+    def check_pages(
+        self,
+        scope: str,
+        slots: Sequence[int],
+        keys: Sequence[str],
+        lengths: Sequence[int],
+        checksums: Sequence[int],
+    ) -> Sequence[PageVerdict]:
+        """Return one verdict for each page of a scope for which `open_scope` returned True."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and files."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PageDefect:
+    """A live page whose slot does not hold its bytes."""
+
+    scope: str
+    slot: int
+    key: str
+    generation: int
+    verdict: PageVerdict
+
+    def __str__(self) -> str:
+        return f"{self.scope}: slot {self.slot} {self.verdict}: {self.key!r}"
+
+
+@dataclass(slots=True)
+class PageCheckReport:
+    """Counts and defects of one check."""
+
+    verdicts: Counter[str] = field(default_factory=Counter[str])
+    """Pages by the text of their verdict, or `OTHER_DIRECTORY`."""
+    defects: list[PageDefect] = field(default_factory=list[PageDefect])
+    unreadable: int = 0
+    """Pages that the file system did not return."""
+
+
+def open_page_checker(path: Path) -> PageChecker:
+    """Return the driver's checker for the data files in a directory.
+
+    Raises:
+        StoreError: the driver is not installed.
+        OSError: the path is no directory of the driver.
+    """
+    try:
+        provider = importlib.import_module(PROVIDER)
+    except ImportError as error:
+        raise StoreError(
+            f"data files are read by the 3FS driver, which is not installed: "
+            f"pip install 'hicache-storage[hf3fs]' ({error})"
+        ) from error
+    return cast("PageChecker", provider.SlotFilePageChecker(path))
+
+
+def check_snapshot(parts: Iterable[SnapshotPart], checker: PageChecker) -> PageCheckReport:
+    """Compare all pages of a snapshot with the data files."""
+    report, name, is_here = PageCheckReport(), "", False
+    for part in parts:
+        if isinstance(part, ScopeHeader):
+            name = part.geometry.scope
+            is_here = checker.open_scope(part.geometry)
+        elif isinstance(part, Pages) and not is_here:
+            report.verdicts[OTHER_DIRECTORY] += len(part)
+        elif isinstance(part, Pages):
+            verdicts = verdicts_of(checker, name, part)
+            report.verdicts.update(map(str, verdicts))
+            report.unreadable += sum(verdict.is_unreadable for verdict in verdicts)
+            rows = zip(part.slots, part.keys, part.generations, verdicts, strict=True)
+            report.defects += [PageDefect(name, *row) for row in rows if row[3].is_defect]
+    return report
+
+
+def verdicts_of(checker: PageChecker, scope: str, pages: Pages) -> Sequence[PageVerdict]:
+    """Return one verdict for each page of an opened scope."""
+    return checker.check_pages(scope, pages.slots, pages.keys, pages.lengths, pages.checksums)
+
+
+def defects_of(checker: PageChecker, scope: str, pages: Pages) -> list[str]:
+    """Return the defect of each page of an opened scope, or ""."""
+    # An unreadable page counts as intact: a mount that is away for a moment must not cost pages.
+    return [
+        str(verdict) if verdict.is_defect else "" for verdict in verdicts_of(checker, scope, pages)
+    ]
+
+
+def sampled(
+    parts: Iterable[SnapshotPart], size: int, chance: random.Random
+) -> Iterator[SnapshotPart]:
+    """Yield each scope's head and a uniform sample of its pages."""
+    head, seen, chosen = None, 0, list[Pages]()
+    for part in parts:
+        if isinstance(part, Pages):
+            for place in range(len(part)):
+                # Reservoir sampling: a stream does not say in advance how many pages it has.
+                seen += 1
+                if len(chosen) < size:
+                    chosen.append(part.at([place]))
+                elif (instead := chance.randrange(seen)) < size:
+                    chosen[instead] = part.at([place])
+        elif isinstance(part, ScopeHeader):
+            if head is not None:
+                yield from (head, joined(chosen))
+            head, seen, chosen = part, 0, []
+    if head is not None:
+        yield from (head, joined(chosen))
