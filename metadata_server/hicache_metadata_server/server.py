@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -21,7 +22,6 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.fast_path import DirectProtocol
 from hicache_metadata_server.logs import configure_logs
-from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, shown
 from hicache_metadata_server.storage.store import MEMORY, check_store, open_store
@@ -38,6 +38,9 @@ SWITCH_SECONDS: Final = 0.0005
 """The thread that writes the store waits no longer than this for the interpreter."""
 
 FORGETS: Final = "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE keeps them"
+MMAP_THRESHOLD: Final = -3
+"""As glibc's malloc.h numbers its options."""
+LARGE_BYTES: Final = 1 << 20
 NOT_STARTED: Final = 3
 """The exit status of a server that cannot listen."""
 
@@ -89,12 +92,12 @@ def serve(settings: ServerSettings) -> None:
     _begin_log(settings)
     if settings.traces:
         _trace()
-    keep_large_blocks_apart()
+    _keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
     # Pages live for long and hold no circles: going through a million of them again and again finds
     # nothing.
     gc.collect()
-    give_back()
+    _give_back()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -210,3 +213,22 @@ def _version() -> str:
         return version("hicache-storage")
     except PackageNotFoundError:
         return "0"
+
+
+def _keep_large_blocks_apart() -> None:
+    """Let each large block have its own mapping, however many of them come and go.
+
+    The columns of a scope grow for as long as the server runs. glibc lets blocks that often grow
+    move into the common heap, where each move leaves a hole: a seventh of all memory with a million
+    pages. Of another C library nothing is asked.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def _give_back() -> None:
+    """Give the kernel what was freed: what a start needed beside the pages themselves."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

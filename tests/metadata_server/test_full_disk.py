@@ -16,7 +16,7 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.http import app as web_app
+from hicache_metadata_server.http import runtime
 from hicache_metadata_server.protocol import Durability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
@@ -162,7 +162,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (journal, shared_desk, link, web_app):
+        for module in (journal, shared_desk, link, runtime):
             stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
         yield said
 

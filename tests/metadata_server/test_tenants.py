@@ -156,9 +156,7 @@ def place(tmp_path):
         tmp_path / "tokens.json", acme="write token-of-acme acme", operator="admin operator"
     )
     quotas = tmp_path / "tenants.toml"
-    quotas.write_text(
-        "[tenants.acme]\nmax_scopes = 30\nmax_slots = 2000\nmax_bytes = 1_000_000\n"
-    )
+    quotas.write_text("[tenants.acme]\nmax_scopes = 30\nmax_slots = 2000\nmax_bytes = 1_000_000\n")
     with served(f"{DURABLE} --token-file {tokens} --tenants-file {quotas}", "operator") as (
         place,
         client,

@@ -24,10 +24,10 @@ from hicache_metadata_server.auth.token_file import (
     record_of,
 )
 from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.watched_files import Reloads, Watched
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RefusedError
 from hicache_metadata_server.core.tenants import ANYBODY
-from hicache_metadata_server.http.reloads import Reloads, Watched
 from hicache_metadata_server.protocol import Token
 from tests.metadata_server.token_files import write_tokens
 

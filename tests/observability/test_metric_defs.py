@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import record_of
+from hicache_metadata_server.auth.watched_files import Watched
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.metrics import Metrics
-from hicache_metadata_server.http.reloads import Watched
-from hicache_metadata_server.http.tls import ServerTls
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.stats import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap

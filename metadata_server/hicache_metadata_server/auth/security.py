@@ -10,11 +10,11 @@ import structlog
 from hicache_metadata_server.auth.audit_log import Audit
 from hicache_metadata_server.auth.origins import Origins
 from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.watched_files import Reloads, Watched
 from hicache_metadata_server.core.tenants import Holding
-from hicache_metadata_server.http.reloads import Reloads, Watched
-from hicache_metadata_server.http.tls import ServerTls
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 

@@ -3,12 +3,9 @@ requests."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-import structlog
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
@@ -20,100 +17,22 @@ from hicache_metadata_server.core.clock import Clock
 from hicache_metadata_server.core.errors import RefusedError, invalid
 from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_assets
 from hicache_metadata_server.http.asgi import Front, content_types
-from hicache_metadata_server.http.handlers import Desk
-from hicache_metadata_server.http.metrics import Metrics
 from hicache_metadata_server.http.openapi import openapi
-from hicache_metadata_server.http.recorder import Recorder
-from hicache_metadata_server.http.request_log import Watch
+from hicache_metadata_server.http.runtime import Server
 from hicache_metadata_server.protocol.history import AFTER
 from hicache_metadata_server.protocol.history import PATH as HISTORY
-from hicache_metadata_server.storage.group_commit import Journal
-from hicache_metadata_server.storage.store import StoreError
-from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable
+    from collections.abc import Callable
 
     from starlette.requests import Request
 
     from hicache_metadata_server.auth.tokens import Tokens
     from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.http.handlers import Desk
     from hicache_metadata_server.storage.store import Store
 
-TICK_SECONDS: Final = 0.1
-"""How often the server looks for what is due where nobody asks for it."""
-TICK_SLOTS: Final = 1024
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-_log = structlog.get_logger()
-
-
-class Server:
-    """A service with its store, while the application runs."""
-
-    def __init__(
-        self,
-        service: MetadataService,
-        store: Store,
-        security: Security,
-        clock: Callable[[], float],
-        desk: Desk | None = None,
-        slow_seconds: float = 0.0,
-    ) -> None:
-        self.service, self.store, self.clock = service, store, clock
-        self.metrics = Metrics(service, self.problem)
-        self.recorder = Recorder(service, self.metrics, clock)
-        self.security = self.metrics.security = security
-        self.metrics.store_sizes = store.sizes
-        self.desk = desk or Desk(service, clock)
-        if desk is not None:
-            self.metrics.store_problem = desk.store_problem
-        spans = tracing.spans()
-        self.watch = (
-            Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
-        )
-
-    @contextlib.asynccontextmanager
-    async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
-        """What stands around the requests: the journal, and the clock's work."""
-        if self.store.durability is not p.Durability.NONE:
-            self.desk.journal = self.metrics.journal = Journal(self.service, self.store, self.clock)
-        ticking = asyncio.create_task(self._tick())
-        try:
-            yield
-        finally:
-            ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ticking
-            await self.desk.close()
-            await asyncio.to_thread(self.store.close)
-            if (spans := tracing.spans()) is not None:
-                await asyncio.to_thread(spans.flush)
-            _log.info("stopped", scopes=len(self.service.scopes))
-
-    def problem(self) -> str:
-        """Why it is not ready, or ""."""
-        return self.desk.problem()
-
-    async def _tick(self) -> None:
-        while True:
-            try:
-                self.security.reloads.look()
-                more = await self.desk.tick(TICK_SLOTS)
-            except StoreError:
-                # The desk's problem tells.
-                more = False
-            except Exception:  # noqa: BLE001 - the clock must go on, and the log must tell
-                _log.exception("tick_failed")
-                more = False
-            self._record()
-            await asyncio.sleep(0.002 if more else TICK_SECONDS)
-
-    def _record(self) -> None:
-        try:
-            self.recorder.tick()
-        except Exception:  # noqa: BLE001 - as above
-            _log.exception("record_failed")
 
 
 def create_app(

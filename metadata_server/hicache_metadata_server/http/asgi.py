@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from hicache_metadata_server.core.tenants import Caller
-    from hicache_metadata_server.http.app import Server
     from hicache_metadata_server.http.request_log import Watched
+    from hicache_metadata_server.http.runtime import Server
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
@@ -244,7 +244,12 @@ class Front:
         if asked is not None and seconds > self._slowest.floor:
             # What is refused for its size may be too much to be read.
             self._recorder.add(
-                asked, said.status, seconds, b"" if said.status == TOO_LARGE else bytes(body)
+                route,
+                said.status,
+                seconds,
+                asked.request_id,
+                b"" if said.status == TOO_LARGE else bytes(body),
+                asked.content_type,
             )
         if asked is not None and asked.watched is not None and self._watch is not None:
             self._watch.end(asked.watched, route, said.status, seconds)

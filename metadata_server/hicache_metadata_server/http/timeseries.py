@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hicache_metadata_server.protocol.history import Series
+from hicache_metadata_server.http.slow_log import SPAN_SECONDS, Slowest, named
+from hicache_metadata_server.protocol.history import History, Series, SlowCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.core.totals import Totals
 
 SECONDS: Final = 600
@@ -100,6 +102,67 @@ class Rings:
         seen = _Seen(now, answered, totals)
         for ring in (self.seconds, self.minutes):
             ring.see(seen)
+
+
+class HistoryRecorder:
+    """Looks at the counters when the clock ticks, and is shown the calls that may be among the
+    slowest."""
+
+    def __init__(
+        self,
+        service: MetadataService,
+        request_counts: Callable[[], Answered],
+        clock: Callable[[], float],
+    ) -> None:
+        self._service = service
+        self._request_counts = request_counts
+        self._clock = clock
+        self._rings = Rings()
+        self.slowest = Slowest()
+        self.started = clock()
+
+    def tick(self) -> None:
+        """Take the samples that are due."""
+        now = self._clock()
+        if self._rings.is_due(now):
+            self.slowest.turn(now)
+            self._rings.see(now, self._request_counts(), self._service.totals())
+
+    def add(
+        self,
+        route: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        body: bytes,
+        content_type: str,
+    ) -> None:
+        """Keep a call of more than `slowest.floor`."""
+        entries, scopes, scope = named(body, content_type)
+        call = SlowCall(
+            time=self._clock(),
+            route=route,
+            status=status,
+            seconds=seconds,
+            entries=entries,
+            scopes=scopes,
+            scope=scope,
+            request_id=request_id,
+        )
+        self.slowest.add(call)
+
+    def told(self, after: float) -> History:
+        """All that is kept; of the samples only those that ended later."""
+        now = self._clock()
+        return History(
+            instance=self._service.about.instance,
+            started=self.started,
+            now=now,
+            seconds=self._rings.seconds.series(after),
+            minutes=self._rings.minutes.series(after),
+            slowest=self.slowest.told(now),
+            slowest_seconds=SPAN_SECONDS,
+        )
 
 
 def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) -> float | None:
