@@ -58,7 +58,7 @@ SLOW = (
     "interop/test_server_hybrid.py",
     "interop/test_server_mla.py",
     "conformance/test_mutants.py",
-    "metadata_server/test_page.py",
+    "metadata_server/test_dashboard.py",
     "conformance/test_cli.py",
     "conformance/test_author_path.py",
     "backends/mooncake/test_outages.py",

@@ -32,7 +32,7 @@ class Caller:
     def __init__(self, app):
         self.app = app
         self.service = app.server.service
-        self.journal = lambda: app.server.desk.journal
+        self.journal = lambda: app.server.handlers.journal
 
     async def send(
         self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""

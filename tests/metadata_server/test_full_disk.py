@@ -21,7 +21,7 @@ from hicache_metadata_server.protocol import Durability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.shared import connection as link
-from hicache_metadata_server.shared import handlers as shared_desk
+from hicache_metadata_server.shared import handlers as shared_handlers
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit as journal
 from hicache_metadata_server.storage import sqlite
@@ -146,7 +146,7 @@ async def reserves(caller: Caller, name: str, count: int = 100) -> tuple[int, st
     return reply.status, reply.json.get("code", "")
 
 
-class Recorder:
+class LogRecorder:
     """In the place of a module's logger: one that was configured and used before is out of reach of
     `structlog.testing`."""
 
@@ -162,8 +162,8 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (journal, shared_desk, link, runtime):
-            stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
+        for module in (journal, shared_handlers, link, runtime):
+            stack.enter_context(mock.patch.object(module, "_log", LogRecorder(said)))
         yield said
 
 

@@ -1,4 +1,4 @@
-"""TLS of the server: what a handshake asks for, and certificates that change while it runs."""
+"""TLS of the server, with certificates that can be replaced while it runs."""
 
 from __future__ import annotations
 
@@ -14,41 +14,45 @@ if TYPE_CHECKING:
 _PEM: Final = re.compile("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _VERSION: Final = 0xA0
 _UTC_TIME: Final = 0x17
-"""With a year of two digits; the other kind of time has four."""
+"""Tag of a time with a two-digit year; the other one, GeneralizedTime, has four digits."""
 
 
 class ServerTls:
-    """A context for a listening socket, which gives every new connection the certificates that were
-    read last.
+    """TLS context of a listening socket; new connections use the certificates that were read last.
 
-    TLS 1.2 at least. With `client_ca` a client has to show a certificate that one of these has
-    signed.
+    TLS 1.2 at least.
+
+    Args:
+        client_ca: clients need a certificate signed by one of these authorities.
 
     Raises:
-        ValueError: a file cannot be read or is none of what it must be, or key and certificate do
-        not belong together.
+        ValueError: a file cannot be read or is invalid, or key and certificate do not match.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
         self.files = [file for file in (certificate, key, client_ca) if file is not None]
-        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._certificate = certificate
+        self._key = key
+        self._client_ca = client_ca
         self.expiries: dict[str, float] = {}
-        """When the first certificate of each file expires, by the file, in seconds since 1970."""
+        """Earliest expiry in each file, in seconds since 1970."""
         self._current = self.context = self._read()
+        # A listening socket cannot be given another context. The callback is the one place where a
+        # connection can: `ssl` calls it in every handshake.
         self.context.sni_callback = self._choose
 
     def reload(self) -> None:
-        """Read the files again; connections that are open go on as they are.
+        """Read the files again, for new connections.
 
         Raises:
-            ValueError: they are none, or cannot be read; nothing has changed.
+            ValueError: a file cannot be read or is invalid; nothing has changed.
         """
         self._current = self._read()
 
     def _choose(
         self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext
     ) -> None:
-        # Called in every handshake, whether the client names a server or not.
+        # `name` does not matter: it is None if the client names no server.
         connection.context = self._current
 
     def _read(self) -> ssl.SSLContext:
@@ -69,6 +73,7 @@ class ServerTls:
                 raise ValueError(
                     f"{option}: {needed} cannot be read: {error.strerror or error}"
                 ) from error
+            # Only for metrics: OpenSSL judges the certificate below.
             if needed is not self._key:
                 with contextlib.suppress(ValueError):
                     expiries[str(needed)] = first_expiry(text)
@@ -78,8 +83,8 @@ class ServerTls:
                 file = self._client_ca
                 context.load_verify_locations(file)
                 context.verify_mode = ssl.CERT_REQUIRED
-                # A client is judged by the authorities of today, not by what it showed in an
-                # earlier connection.
+                # No session tickets: a resumed session skips the client's certificate, so that a
+                # removed authority would stay trusted.
                 context.options |= ssl.OP_NO_TICKET
                 context.num_tickets = 0
         except ssl.SSLError as error:
@@ -93,11 +98,12 @@ def _no_password() -> str:
 
 
 def first_expiry(pem: str) -> float:
-    """The time when the first of these certificates expires, in seconds since 1970.
+    """Earliest expiry of the certificates in a PEM text, in seconds since 1970.
 
     Raises:
-        ValueError: there is no certificate, or one is not as it must be.
+        ValueError: there is no certificate, or one is invalid.
     """
+    # By hand: `ssl` decodes the certificates of peers and authorities, not one's own.
     try:
         return min(_not_after(ssl.PEM_cert_to_DER_cert(found)) for found in _PEM.findall(pem))
     except IndexError as error:
@@ -105,8 +111,8 @@ def first_expiry(pem: str) -> float:
 
 
 def _not_after(der: bytes) -> float:
-    # Certificate -> TBSCertificate: [version], serial number, signature, issuer, validity -> not
-    # before, not after (RFC 5280).
+    # RFC 5280: Certificate -> TBSCertificate: [version], serial number, signature, issuer, validity
+    # -> not before, not after.
     at = _element(der, _element(der, 0)[1])[1]
     for _ in range(4 if der[at] == _VERSION else 3):
         at = _element(der, at)[2]
@@ -114,12 +120,13 @@ def _not_after(der: bytes) -> float:
     kind, begin, end = _element(der, at)
     text = der[begin:end].decode("ascii")
     if kind == _UTC_TIME:
+        # RFC 5280, 4.1.2.5.1: 50 to 99 are of the last century.
         text = ("20" if text < "5" else "19") + text
     return datetime.strptime(text, "%Y%m%d%H%M%SZ").replace(tzinfo=UTC).timestamp()
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The element that begins there: its tag, and where its content begins and ends."""
+    """Parse a DER element; returns its tag, and begin and end of its content."""
     length, begin = der[at + 1], at + 2
     if length & 0x80:
         begin += length & 0x7F

@@ -1,4 +1,7 @@
-"""Files that are read again when they change, or when SIGHUP asks for it."""
+"""Files that are reloaded when they change, and on SIGHUP.
+
+By polling: inotify does not report changes that another client of a network file system makes.
+"""
 
 from __future__ import annotations
 
@@ -11,53 +14,54 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from hicache_metadata_server.auth.audit_log import Audit
+    from hicache_metadata_server.auth.audit_log import AuditLog
 
-LOOK_SECONDS: Final = 1.0
-"""How often files are looked at."""
+POLL_SECONDS: Final = 1.0
+"""Interval of the checks."""
 
 _log = structlog.get_logger()
 _Signature = tuple[tuple[int, int, int] | None, ...]
 
 
-class Watched:
-    """Files that belong together. What is in them is taken as a whole, or, if it is bad, stays what
-    it was.
+class WatchedFiles:
+    """Files that are loaded together. If loading fails, the last good content stays in use.
 
     Args:
-        name: of what is in them, for logs and metrics.
-        files: any of which may change.
-        take: reads them; raises ValueError or OSError, and then has changed nothing.
+        name: in logs and metrics.
+        files: reloaded together when any of them changes.
+        load: reads them; raises ValueError or OSError, and then has changed nothing.
     """
 
-    def __init__(self, name: str, files: Sequence[Path], take: Callable[[], None]) -> None:
-        self.name, self._files, self._take = name, files, take
-        self._seen = self._signature()
+    def __init__(self, name: str, files: Sequence[Path], load: Callable[[], None]) -> None:
+        self.name = name
+        self._files = files
+        self._load = load
+        self._loaded = self._signature()
         self.loads = 0
         self.problem = ""
-        """Why the last attempt failed; empty if it did not."""
+        """Error of the last attempt, or ""."""
 
     def load(self) -> None:
-        """Read them for the first time.
+        """Load the files for the first time.
 
         Raises:
-            ValueError: what is in them is bad.
-            OSError: they cannot be read.
+            ValueError: the content is invalid.
+            OSError: a file cannot be read.
         """
-        self._seen = self._signature()
-        self._take()
+        self._loaded = self._signature()
+        self._load()
         self.loads += 1
 
-    def look(self, *, asked: bool) -> bool:
-        """Read them again if they have changed, or if somebody asks; returns whether it was
-        tried."""
-        # What changes while it is read is read once more.
+    def reload(self, *, force: bool) -> bool:
+        """Load the files again if they have changed or `force` is set; returns True if it tried."""
+        # Before loading: a file that changes meanwhile has another signature at the next poll.
         found = self._signature()
-        if found == self._seen and not asked:
+        if found == self._loaded and not force:
             return False
-        self._seen = found
+        # Also if loading fails: the same bad file is not an error line every second.
+        self._loaded = found
         try:
-            self._take()
+            self._load()
         except (ValueError, OSError) as error:
             self.problem = str(error)
             _log.error("reload_failed", what=self.name, reason=self.problem)
@@ -71,36 +75,41 @@ class Watched:
         return tuple(map(_signature_of, self._files))
 
 
-class Reloads:
-    """All watched files of a server; looked at from its event loop."""
+class FileWatcher:
+    """All watched files of a server; polled from its event loop."""
 
     def __init__(
         self,
-        watched: Sequence[Watched],
-        audit: Audit,
+        watched: Sequence[WatchedFiles],
+        audit: AuditLog,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.watched, self._audit, self._clock = watched, audit, clock
-        self._next = clock() + LOOK_SECONDS
-        self._asked = False
+        self.watched = watched
+        self._audit = audit
+        self._clock = clock
+        self._next = clock() + POLL_SECONDS
+        self._forced = False
 
-    def ask(self) -> None:
-        """Read everything again at the next look, and begin the audit file anew. May be called from
-        a signal handler."""
-        self._asked = True
+    def request_reload(self) -> None:
+        """Reload everything and reopen the audit file at the next poll. Safe in a signal handler."""
+        # Only a flag: the handler may interrupt any line of the event loop.
+        self._forced = True
 
-    def look(self) -> None:
-        """See to it, if it is time."""
+    def poll(self) -> None:
+        """Reload changed files, once in `POLL_SECONDS`."""
         now = self._clock()
-        if not self._asked and now < self._next:
+        if not self._forced and now < self._next:
             return
-        asked, self._asked = self._asked, False
-        self._next = now + LOOK_SECONDS
-        if asked:
+        force = self._forced
+        # Before the work, so that a signal that arrives meanwhile is not lost.
+        self._forced = False
+        self._next = now + POLL_SECONDS
+        # First, so that the lines of these reloads go to the new file.
+        if force:
             self._audit.reopen()
         for one in self.watched:
-            if one.look(asked=asked):
+            if one.reload(force=force):
                 self._audit.write(
                     "reload",
                     what=one.name,
@@ -112,6 +121,8 @@ class Reloads:
 def _signature_of(file: Path) -> tuple[int, int, int] | None:
     try:
         found = file.stat()
+    # A missing file is a state like others: it may be replaced in two steps.
     except OSError:
         return None
+    # The inode as well: a file moved into place may have the time and size of the old one.
     return found.st_mtime_ns, found.st_size, found.st_ino

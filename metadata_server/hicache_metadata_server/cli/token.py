@@ -74,11 +74,16 @@ def new(
     ] = None,
 ) -> None:
     """Add a token, and print it or write it into a file: it is kept nowhere else."""
-    from hicache_metadata_server.auth.token_file import changing, new_token, record_of, written_once
+    from hicache_metadata_server.auth.token_file import (
+        edit_token_file,
+        new_token,
+        record_of,
+        write_new_file,
+    )
 
     token = new_token()
     try:
-        with changing(file) as tokens, written_once(output, f"{token}\n".encode()):
+        with edit_token_file(file) as tokens, write_new_file(output, f"{token}\n".encode()):
             record = record_of(
                 token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
             )
@@ -129,10 +134,10 @@ def revoke(
     ] = "",
 ) -> None:
     """End tokens; running servers know it within a second or two."""
-    from hicache_metadata_server.auth.token_file import changing
+    from hicache_metadata_server.auth.token_file import edit_token_file
 
     try:
-        with changing(file) as tokens:
+        with edit_token_file(file) as tokens:
             unknown = [name for name in names if name not in tokens]
             if unknown:
                 raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
@@ -191,11 +196,11 @@ def convert(
 ) -> None:
     """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that
     file then."""
-    from hicache_metadata_server.auth.token_file import changing, read_plain_file
+    from hicache_metadata_server.auth.token_file import edit_token_file, read_plain_file
 
     try:
         records = read_plain_file(plain)
-        with changing(file) as tokens:
+        with edit_token_file(file) as tokens:
             there = [record.id for record in records if record.id in tokens]
             if there:
                 raise ValueError(

@@ -1,5 +1,4 @@
-"""The application: the protocol in front, pages and health behind, and what runs beside the
-requests."""
+"""The application: the protocol in front; health, metrics, OpenAPI and the status page behind."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.clock import Clock
 from hicache_metadata_server.core.errors import RefusedError, invalid
 from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_assets
-from hicache_metadata_server.http.asgi import Front, content_types
+from hicache_metadata_server.http.asgi import ProtocolApp, content_types
 from hicache_metadata_server.http.openapi import openapi
-from hicache_metadata_server.http.runtime import Server
+from hicache_metadata_server.http.runtime import ServerRuntime
 from hicache_metadata_server.protocol.history import AFTER
 from hicache_metadata_server.protocol.history import PATH as HISTORY
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
     from hicache_metadata_server.auth.tokens import Tokens
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.http.handlers import Desk
+    from hicache_metadata_server.http.handlers import Handlers
     from hicache_metadata_server.storage.store import Store
 
 METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,21 +41,30 @@ def create_app(
     tokens: Tokens | None = None,
     security: Security | None = None,
     clock: Callable[[], float] | None = None,
-    desk: Desk | None = None,
+    handlers: Handlers | None = None,
     slow_seconds: float = 0.0,
-) -> Front:
-    """The application of one service, which was restored from its store; of the desk in front of
-    it, where that is another than `Desk`.
+) -> ProtocolApp:
+    """Application of one service, which was restored from its store.
 
-    `tokens` are for where `security` is not needed. Requests are traced if tracing is enabled
-    before.
+    Requests are traced if tracing is enabled before this call.
+
+    Args:
+        tokens: a short form of `security` with nothing but these tokens.
+        clock: seconds since 1970.
+        handlers: replaces `Handlers` for a shared store.
+        slow_seconds: slower requests are logged; 0 for none.
     """
-    server = Server(
-        service, store, security or Security(service, tokens), clock or Clock(), desk, slow_seconds
+    server = ServerRuntime(
+        service,
+        store,
+        security or Security(service, tokens),
+        clock or Clock(),
+        handlers,
+        slow_seconds,
     )
     version = service.about.server.rpartition(" ")[2]
-    # FastAPI's viewers of the description load their scripts from elsewhere, and cannot send the
-    # token that it needs.
+    # No docs_url and redoc_url: FastAPI's viewers load their scripts from another host, and cannot
+    # send the token that the description needs.
     app = FastAPI(
         title="HiCache metadata server",
         version=version,
@@ -69,13 +77,13 @@ def create_app(
     def schema() -> dict[str, Any]:
         return described
 
-    app.openapi = schema  # type: ignore[method-assign]  # fastapi's own way to bring a schema along
+    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to replace the schema
     _add_pages(app, server)
-    _add_page(app)
-    return Front(app, server)
+    _add_dashboard(app)
+    return ProtocolApp(app, server)
 
 
-def _add_pages(app: FastAPI, server: Server) -> None:
+def _add_pages(app: FastAPI, server: ServerRuntime) -> None:
     async def healthz() -> JSONResponse:
         return JSONResponse({"status": "ok"})
 
@@ -87,18 +95,19 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         return Response(p.encode(p.Problem(code=code, message=problem)), 503, media_type=p.JSON)
 
     async def metrics() -> PlainTextResponse:
-        await server.desk.look()
+        # Other servers on the same store may have changed the scopes since.
+        await server.handlers.refresh()
         return PlainTextResponse(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def history(request: Request) -> Response:
         _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
         try:
-            told = server.recorder.told(_after(request.query_params.get(AFTER, "0")))
+            found = server.recorder.history(_after(request.query_params.get(AFTER, "0")))
         except RefusedError as refused:
             return Response(
                 p.encode(refused.problem, content_type), refused.status, media_type=content_type
             )
-        return Response(p.encode(told, content_type), media_type=content_type)
+        return Response(p.encode(found, content_type), media_type=content_type)
 
     async def unknown(request: Request, error: Exception) -> Response:
         problem = p.Problem(
@@ -106,17 +115,18 @@ def _add_pages(app: FastAPI, server: Server) -> None:
         )
         return Response(p.encode(problem), 404, media_type=p.JSON)
 
-    for path, answer in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
+    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
         # Starlette's own routes take HEAD with GET; FastAPI's do not.
         app.add_api_route(
-            path, answer, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+            path, endpoint, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
         )
     app.add_route(HISTORY, history, methods=["GET"])
+    # A wrong method is an unknown route as well, as in the protocol's own routes.
     app.add_exception_handler(404, unknown)
     app.add_exception_handler(405, unknown)
 
 
-def _add_page(app: FastAPI) -> None:
+def _add_dashboard(app: FastAPI) -> None:
     assets = read_assets()
 
     async def page(request: Request) -> Response:
@@ -124,6 +134,7 @@ def _add_page(app: FastAPI) -> None:
         if asset is None:
             raise HTTPException(404)
         headers = {**HEADERS, "ETag": asset.tag}
+        # `in`, not `==`: the header may list several tags, or mark them as weak.
         if asset.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
         return Response(asset.body, headers=headers, media_type=asset.content_type)
@@ -133,6 +144,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _after(text: str) -> float:
+    # By hand: FastAPI would answer with its own form of error, and takes `nan` for a number.
     try:
         after = float(text)
     except ValueError:

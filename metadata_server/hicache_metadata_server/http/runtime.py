@@ -1,4 +1,4 @@
-"""The parts of one running server, and its lifespan: what runs beside the requests."""
+"""The parts of one running server, and its lifespan: background work beside the requests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.http.handlers import Desk
+from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.http.metrics import Metrics
-from hicache_metadata_server.http.request_log import Watch
+from hicache_metadata_server.http.request_log import RequestLog
 from hicache_metadata_server.http.timeseries import HistoryRecorder
 from hicache_metadata_server.storage.group_commit import Journal
 from hicache_metadata_server.storage.store import StoreError
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from hicache_metadata_server.storage.store import Store
 
 TICK_SECONDS: Final = 0.1
-"""How often the server looks for what is due where nobody asks for it."""
+"""Interval of the timers; a lease or quarantine ends at most this much late."""
+BUSY_TICK_SECONDS: Final = 0.002
+"""Interval while more slots are due than one tick handles."""
 TICK_SLOTS: Final = 1024
 
 _log = structlog.get_logger()
 
 
-class Server:
-    """A service with its store, while the application runs."""
+class ServerRuntime:
+    """A service with its store, metrics, handlers and logs."""
 
     def __init__(
         self,
@@ -42,57 +44,69 @@ class Server:
         store: Store,
         security: Security,
         clock: Callable[[], float],
-        desk: Desk | None = None,
+        handlers: Handlers | None = None,
         slow_seconds: float = 0.0,
     ) -> None:
-        self.service, self.store, self.clock = service, store, clock
+        self.service = service
+        self.store = store
+        self.clock = clock
         self.metrics = Metrics(service, self.problem)
-        self.recorder = HistoryRecorder(service, self.metrics.so_far, clock)
+        self.recorder = HistoryRecorder(service, self.metrics.request_counts, clock)
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
-        self.desk = desk or Desk(service, clock)
-        if desk is not None:
-            self.metrics.store_problem = desk.store_problem
+        self.handlers = handlers or Handlers(service, clock)
+        # Handlers of a shared store have no journal, whose error the metrics would show.
+        if handlers is not None:
+            self.metrics.store_problem = handlers.store_problem
         spans = tracing.spans()
-        self.watch = (
-            Watch(self.metrics, slow_seconds, spans) if slow_seconds or spans is not None else None
+        # None where it has nothing to do: then a request pays for one comparison only.
+        self.request_log = (
+            RequestLog(self.metrics, slow_seconds, spans)
+            if slow_seconds or spans is not None
+            else None
         )
 
     @contextlib.asynccontextmanager
     async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
-        """What stands around the requests: the journal, and the clock's work."""
+        """Lifespan of the application: starts the journal and the timers, and ends them."""
+        # Here and not in `__init__`: both need the running event loop.
         if self.store.durability is not p.Durability.NONE:
-            self.desk.journal = self.metrics.journal = Journal(self.service, self.store, self.clock)
+            self.handlers.journal = self.metrics.journal = Journal(
+                self.service, self.store, self.clock
+            )
         ticking = asyncio.create_task(self._tick())
         try:
             yield
         finally:
+            # Timers first, because they make changes; then the commit of the last changes; then the
+            # store, which that commit needs.
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
-            await self.desk.close()
+            await self.handlers.close()
             await asyncio.to_thread(self.store.close)
             if (spans := tracing.spans()) is not None:
                 await asyncio.to_thread(spans.flush)
             _log.info("stopped", scopes=len(self.service.scopes))
 
     def problem(self) -> str:
-        """Why it is not ready, or ""."""
-        return self.desk.problem()
+        """Reason why the server is not ready, or ""."""
+        return self.handlers.problem()
 
     async def _tick(self) -> None:
         while True:
             try:
-                self.security.reloads.look()
-                more = await self.desk.tick(TICK_SLOTS)
+                self.security.file_watcher.poll()
+                more = await self.handlers.tick(TICK_SLOTS)
             except StoreError:
-                # The desk's problem tells.
+                # Not logged ten times a second: the journal has logged it, and `/readyz` and the
+                # metrics show it for as long as it lasts.
                 more = False
-            except Exception:  # noqa: BLE001 - the clock must go on, and the log must tell
+            except Exception:  # noqa: BLE001 - without timers no lease would ever expire
                 _log.exception("tick_failed")
                 more = False
             self._record()
-            await asyncio.sleep(0.002 if more else TICK_SECONDS)
+            await asyncio.sleep(BUSY_TICK_SECONDS if more else TICK_SECONDS)
 
     def _record(self) -> None:
         try:

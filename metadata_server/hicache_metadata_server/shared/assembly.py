@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.shared.connection import Link
-from hicache_metadata_server.shared.handlers import SharedDesk
+from hicache_metadata_server.shared.handlers import SharedHandlers
 from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.store import MemoryStore, StoreError
@@ -16,7 +16,7 @@ from hicache_metadata_server.storage.store import MemoryStore, StoreError
 if TYPE_CHECKING:
     from hicache_metadata_server import protocol as p
     from hicache_metadata_server.auth.security import Security
-    from hicache_metadata_server.http.asgi import Front
+    from hicache_metadata_server.http.asgi import ProtocolApp
 
 
 def shared_service(
@@ -45,14 +45,14 @@ def shared_service(
 
 def shared_app(
     service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0
-) -> Front:
+) -> ProtocolApp:
     """The application of one server of several."""
     # No process keeps anything for itself.
     return create_app(
         cast("Any", service),
         MemoryStore(),
         security=security,
-        desk=SharedDesk(service),
+        handlers=SharedHandlers(service),
         slow_seconds=slow_seconds,
     )
 

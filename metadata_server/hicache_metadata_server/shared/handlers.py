@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 
-from hicache_metadata_server.http.handlers import Desk, Endpoint, Request, Said, Started
+from hicache_metadata_server.http.handlers import (
+    DecodedRequest,
+    Endpoint,
+    Handlers,
+    Response,
+    Result,
+)
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.script_results import Once
 from hicache_metadata_server.shared.sglang import SharedCompatible
@@ -26,7 +32,7 @@ SCOPES_A_TICK: Final = 32
 _log = structlog.get_logger()
 
 
-class SharedDesk(Desk):
+class SharedHandlers(Handlers):
     """Answers requests when Redis has. It has no journal: what Redis has answered holds as Redis
     promises."""
 
@@ -35,13 +41,13 @@ class SharedDesk(Desk):
         # What the application asks of a service, this one has too.
         super().__init__(cast("MetadataService", service), time.time)
 
-    def start(self, request: Request) -> Started | None:
+    def start(self, request: DecodedRequest) -> Result | None:
         """Nothing is done at once but what needs no Redis."""
         if request.endpoint.name == "/v2":
-            return Started(self._said(self.shared.about, request.content_type), False)
+            return Result(self._response(self.shared.about, request.content_type), False)
         return None
 
-    async def in_turns(self, request: Request) -> Said:
+    async def run_in_slices(self, request: DecodedRequest) -> Response:
         """Do what is asked for.
 
         Raises:
@@ -51,7 +57,7 @@ class SharedDesk(Desk):
         endpoint, message, once, caller = (
             request.endpoint,
             request.message,
-            Once(request.once, request.digest),
+            Once(request.idempotency_key, request.digest),
             request.caller,
         )
         if endpoint.names is not None and not caller.sees_all:
@@ -61,9 +67,9 @@ class SharedDesk(Desk):
             answer = await cast("Any", endpoint.do_as)(message, once, caller)
         else:
             answer = await cast("Any", endpoint.do)(message, once)
-        return self._said(answer, request.content_type)
+        return self._response(answer, request.content_type)
 
-    def join(self) -> None:
+    def commit(self) -> None:
         """Nothing waits to be written."""
 
     async def tick(self, slots: int) -> bool:
@@ -78,7 +84,7 @@ class SharedDesk(Desk):
             elif was and not self.shared.problem:
                 _log.info("store_serving")
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """See how the scopes are, or leave what is known while Redis does not answer."""
         with contextlib.suppress(StoreError):
             await self.shared.look()
@@ -109,5 +115,5 @@ class SharedDesk(Desk):
     async def _check(self, request: p.Fsck, once: Once, caller: Caller) -> p.Checked:
         return await fsck(self.shared, request, caller)
 
-    def _compatible_part(self) -> SharedCompatible:
+    def _sglang_service(self) -> SharedCompatible:
         return SharedCompatible(self.shared)
