@@ -70,7 +70,9 @@ def restored_service(store: Store, settings: ServerSettings, now: float) -> Meta
 
 
 def check(settings: ServerSettings) -> None:
-    """Check that a server would start: settings, files and store. Warnings go to the log.
+    """Check that a server would start: settings, files and store.
+
+    Warnings go to the log.
 
     Raises:
         StoreError: the store cannot be opened.
@@ -210,7 +212,7 @@ def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None)
 
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
-    """The fast path, or uvicorn's own protocol where uvicorn's internals are not as expected."""
+    """The fast path, or plain uvicorn where its internals are not as expected."""
     # Late and guarded: with another uvicorn, the import itself may fail.
     try:
         from hicache_metadata_server.http import fast_path
@@ -243,7 +245,7 @@ def _version() -> str:
 
 
 def _keep_large_blocks_apart() -> None:
-    """Give each large block of memory its own mapping, for as long as the process runs.
+    """Give each large block of memory its own mapping while the process runs.
 
     The columns of a scope grow with its pages. By default glibc raises its threshold each time a
     mapped block is freed, so that later blocks come from the heap, where each growth leaves a hole:
@@ -256,7 +258,7 @@ def _keep_large_blocks_apart() -> None:
 
 
 def _trim_heap() -> None:
-    """Return freed memory to the kernel: recovery needs much more than the pages themselves."""
+    """Return to the kernel the memory that recovery needed beyond the pages."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,5 +1,7 @@
-"""Settings of the server: options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the
-environment."""
+"""Settings of the server.
+
+Options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the environment.
+"""
 
 from __future__ import annotations
 
@@ -165,8 +167,10 @@ class ServerSettings(BaseSettings):
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Find variables with the server's prefix that are no settings, each with the nearest setting
-    or ""."""
+    """Find variables with the server's prefix that are no settings.
+
+    Yields each with the nearest setting, or "".
+    """
     # `extra="ignore"` drops them silently, and a misspelt limit would be no limit.
     known = [name.upper() for name in (*ServerSettings.model_fields, *CLIENT_VARIABLES)]
     for variable in sorted(variables):

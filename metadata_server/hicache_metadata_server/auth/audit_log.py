@@ -1,5 +1,7 @@
-"""Audit log of admin calls, cleared scopes, refusals and reloads: one JSON object a line, in a file or
-in the log."""
+"""Audit log of admin calls, cleared scopes, refusals and reloads.
+
+One JSON object a line, in a file or in the log.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,8 @@ class AuditLog:
         """Lines that could not be written to the file, and went to the log instead."""
 
     def write(self, event: str, **fields: Any) -> None:
-        """Write a line. It never raises: the event has happened, and a full disk must not turn its
-        response into an error."""
+        """Write a line; never raises."""
+        # The event has happened, and a full disk must not turn its response into an error.
         if self._file is not None:
             line = {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -88,7 +90,7 @@ class AuditLog:
         self.write("request", **_caller_fields(caller, peer), route=route, **fields, status=status)
 
     def refused(self, route: str, status: int, code: str, caller: Caller | None, peer: str) -> None:
-        """Write a refused request; of many by one host, some, with the number of those left out."""
+        """Write a refused request; of many by one host, a sample and their number."""
         # By host and not by port: each attempt may come from a connection of its own. Without a
         # limit, anybody who reaches the port could fill the disk.
         host = peer.rpartition(":")[0]
@@ -135,8 +137,7 @@ class _HostThrottle:
         admitted."""
 
     def admit(self, host: str, now: float) -> int | None:
-        """Admit an event and return the number left out since the last one; None to leave it
-        out."""
+        """Return the number left out since the last event; None to leave this one out."""
         level, since, left_out = self._hosts.pop(host, (BURST, now, 0))
         level = min(BURST, level + now - since)
         admitted = level >= 1
@@ -148,7 +149,7 @@ class _HostThrottle:
 
 
 def audit_fields(message: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Fields of a request for its audit line, bounded in size and without keys of pages."""
+    """Fields of a request for its audit line, bounded in size, without page keys."""
     found: dict[str, Any] = {"scopes": list(names[:NAMES])} if names else {}
     if len(names) > NAMES:
         found["scopes_in_all"] = len(names)

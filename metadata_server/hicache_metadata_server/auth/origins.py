@@ -1,4 +1,4 @@
-"""Protection of a server without tokens against cross-site requests and DNS rebinding.
+"""Checks against cross-site requests and DNS rebinding, for servers without tokens.
 
 A page of any site can make a browser send requests to this machine. A cross-site request has the
 page's site in `Origin`, or says so in `Sec-Fetch-Site`. With DNS rebinding, the page's own host

@@ -1,5 +1,4 @@
-"""Access control of one server: tokens, rate limits, TLS and audit log, with the files they come
-from."""
+"""Access control of one server: tokens, rate limits, TLS and audit log."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class TenantScopes(Protocol):
 
 
 class Security:
-    """Access control of one server. By default it permits everything, and audits to the log."""
+    """Access control of one server; by default everything is permitted."""
 
     def __init__(
         self, service: TenantScopes, tokens: Tokens | None = None, audit: AuditLog | None = None

@@ -18,9 +18,9 @@ _UTC_TIME: Final = 0x17
 
 
 class ServerTls:
-    """TLS context of a listening socket; new connections use the certificates that were read last.
+    """TLS context of a listening socket, TLS 1.2 at least.
 
-    TLS 1.2 at least.
+    New connections use the certificates that were read last.
 
     Args:
         client_ca: clients need a certificate signed by one of these authorities.

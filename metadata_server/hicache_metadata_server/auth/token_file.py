@@ -1,4 +1,4 @@
-"""Token file: digests of tokens with their rights, in JSON; the tokens themselves are not in it."""
+"""Token file: digests of tokens and their rights in JSON, without the tokens."""
 
 from __future__ import annotations
 

@@ -58,8 +58,10 @@ class Tokens:
         return self._required
 
     def replace_records(self, records: Iterable[TokenRecord]) -> None:
-        """Replace the records of an earlier token file. From now on requests need a token, even if
-        there are no records."""
+        """Replace the records of an earlier token file.
+
+        From now on requests need a token, even if there are no records.
+        """
         self._known = self._fixed | dict(_of_record(record) for record in records)
         # Also for an empty file: revoking the last token must not open the server to everybody.
         self._required = True
@@ -89,7 +91,7 @@ class Tokens:
         return known.caller
 
     def caller_of(self, authorization: bytes) -> Caller | None:
-        """Caller of a token, whatever it permits and even if expired; None for an unknown one."""
+        """Caller of a token, even of an expired one; None for an unknown token."""
         known = self._find(authorization) if self._required else None
         return known.caller if known is not None else None
 
@@ -100,7 +102,7 @@ class Tokens:
         return {"valid": len(self._known) - expired, "expired": expired}
 
     def next_expiry(self) -> float | None:
-        """Time of the next expiry of a valid token, in seconds since 1970; None if none expires."""
+        """Next expiry of a valid token, in seconds since 1970; None if none expires."""
         now = self._clock()
         return min(
             (known.expires for known in self._known.values() if now < known.expires < _NEVER),

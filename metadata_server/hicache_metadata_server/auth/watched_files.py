@@ -24,7 +24,9 @@ _Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class WatchedFiles:
-    """Files that are loaded together. If loading fails, the last good content stays in use.
+    """Files that are loaded together.
+
+    If loading fails, the last good content stays in use.
 
     Args:
         name: in logs and metrics.
@@ -53,7 +55,7 @@ class WatchedFiles:
         self.loads += 1
 
     def reload(self, *, force: bool) -> bool:
-        """Load the files again if they have changed or `force` is set; returns True if it tried."""
+        """Load the files again if they changed or `force` is set; True if it tried."""
         # Before loading: a file that changes meanwhile has another signature at the next poll.
         found = self._signature()
         if found == self._loaded and not force:
@@ -92,7 +94,10 @@ class FileWatcher:
         self._forced = False
 
     def request_reload(self) -> None:
-        """Reload everything and reopen the audit file at the next poll. Safe in a signal handler."""
+        """Reload everything and reopen the audit file at the next poll.
+
+        Safe to call in a signal handler.
+        """
         # Only a flag: the handler may interrupt any line of the event loop.
         self._forced = True
 

@@ -1,4 +1,4 @@
-"""The application: the protocol in front; health, metrics, OpenAPI and the status page behind."""
+"""The whole application: the protocol in front; health, metrics and pages behind."""
 
 from __future__ import annotations
 

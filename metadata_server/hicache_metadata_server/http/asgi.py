@@ -78,7 +78,7 @@ class RequestHead(NamedTuple):
 
 
 class ProtocolApp:
-    """ASGI application of the protocol; passes health and pages on to the application behind."""
+    """ASGI application of the protocol, in front of the one for health and pages."""
 
     def __init__(self, app: ASGIApp, server: ServerRuntime) -> None:
         self._app = app
@@ -140,8 +140,8 @@ class ProtocolApp:
         await _send(send, response, request_id)
 
     def _route(self, path: str) -> str:
-        """Name of a path for logs. An unknown path is not logged: it may contain anything, a token
-        pasted into the wrong place included."""
+        """Name of a path for logs."""
+        # An unknown path may contain anything, a token pasted into the wrong place included.
         try:
             return path if path in PAGES else self._handlers.endpoint(path).name
         except RefusedError:

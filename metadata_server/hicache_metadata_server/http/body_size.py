@@ -31,7 +31,7 @@ def max_values(limits: Limits) -> int:
 
 
 def exceeds_values(body: bytes, content_type: str, limit: int) -> bool:
-    """Return True if a body has more than `limit` values; of JSON, strings and commas count."""
+    """Return True if a body has more than `limit` values (JSON: strings and commas)."""
     # Each value takes a byte at least, so that short bodies need no count.
     if len(body) <= limit:
         return False
@@ -62,7 +62,7 @@ def _msgpack_exceeds(body: bytes, limit: int) -> bool:
 
 
 def _steps() -> bytes:
-    """Size of a msgpack value by its first byte, without its members; 0 if a length follows."""
+    """Size of a msgpack value by its first byte; 0 if a length field follows."""
     sizes = bytearray([1] * 256)
     for first in range(0xA0, 0xC0):
         sizes[first] = 1 + (first & 0x1F)

@@ -76,7 +76,7 @@ class BodyDecoder:
 
 
 def _locate(raw: object, wanted: inspect.Type) -> str:
-    """Path of the first value in `raw` that is not of the wanted type; "" for `raw` itself."""
+    """Path of the first value in `raw` of a wrong type; "" for `raw` itself."""
     if isinstance(wanted, inspect.StructType) and isinstance(raw, dict):
         return _in_struct(msgspec.convert(raw, dict[Any, Any]), wanted)
     if not isinstance(raw, list):

@@ -1,13 +1,15 @@
-"""Fast path for the protocol's own requests: a subclass of uvicorn's HTTP/1.1 protocol.
+"""Fast path of the protocol's requests: a subclass of uvicorn's HTTP/1.1 protocol.
 
 It answers from uvicorn's parser callbacks, without a task, ASGI messages or a second system call
 for the body. `server.py` uses plain uvicorn where `missing_internals` finds that an internal
 attribute of uvicorn, on which this module relies, is missing.
 """
 
-# Relying on uvicorn's internals is a burden, and is worth it only while it brings 1.25x or more.
-# MEASURED
-# If it brings less one day, delete this module: `ProtocolApp` answers the same requests without it.
+# Relying on uvicorn's internals is a burden, and is worth it only while it brings 1.25x or more in
+# the same run. Lookups, most of a cache's requests: 1.33x to 1.49x calls a second of plain uvicorn;
+# writes, which wait for their commit: 1.09x (docs/metadata-server.md, "Measured"; run
+# benchmarks/http_fast_path.py after an update of uvicorn). If lookups gain less one day, delete
+# this module: `ProtocolApp` answers the same requests without it.
 
 from __future__ import annotations
 
@@ -68,8 +70,7 @@ _STATUS_LINES: Final = {
 
 
 def missing_internals() -> list[str]:
-    """Names that this module needs and the installed uvicorn lacks; empty where the fast path may
-    be used."""
+    """List the internals that this module needs and the installed uvicorn lacks."""
     missing = [name for name in _OVERRIDDEN if not hasattr(HttpToolsProtocol, name)]
     # Most of them are set in `__init__` only, so that the class itself does not have them: an
     # attribute counts as present if any method of the class mentions it.
@@ -96,7 +97,7 @@ class FastPathProtocol(HttpToolsProtocol):
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Wrap the transport, so that uvicorn's own responses are sent in one system call too."""
+        """Wrap the transport, so that uvicorn's own responses take one write too."""
         self._coalescer = _WriteCoalescer(transport)
         super().connection_made(cast("asyncio.Transport", self._coalescer))
         self._protocol_app = self.app if isinstance(self.app, ProtocolApp) else None
@@ -104,7 +105,7 @@ class FastPathProtocol(HttpToolsProtocol):
         """The last request, if it took the fast path."""
 
     def on_message_begin(self) -> None:
-        """Reset the state of the request; uvicorn's part of it follows in `on_headers_complete`."""
+        """Reset the request; uvicorn's part of it follows in `on_headers_complete`."""
         # Not `super()`: uvicorn builds its ASGI scope there, which the fast path does not need.
         self.url = b""
         self.expect_100_continue = False
@@ -230,7 +231,7 @@ class FastPathProtocol(HttpToolsProtocol):
 
 
 class _Exchange:
-    """Request and response on the fast path, in the place of uvicorn's `RequestResponseCycle`.
+    """Request and response on the fast path; replaces uvicorn's `RequestResponseCycle`.
 
     `disconnected`, `keep_alive`, `message_event` and `response_complete` are what uvicorn reads and
     sets in a cycle.

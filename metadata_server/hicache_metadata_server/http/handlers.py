@@ -1,4 +1,4 @@
-"""Request handlers: each route of the protocol, its decoder, its right and its operation.
+"""Request handlers: routes of the protocol with decoder, right and operation.
 
 A handler runs in the event loop, without a thread and without an await, for as long as the request
 is short. Long requests and fsck run in slices. A request that changes something is answered when
@@ -83,7 +83,7 @@ class Response:
 
     @property
     def ends_connection(self) -> bool:
-        """True where the rest of the body is not read, so that the connection cannot be reused."""
+        """True if the connection cannot be reused: the rest of the body is not read."""
         return self.status == 413
 
 
@@ -247,11 +247,11 @@ class Handlers:
     # Background work and state. The handlers of a shared store override these.
 
     async def tick(self, slots: int) -> bool:
-        """Run timers (leases, quarantine) for about `slots` slots; returns True if more are due."""
+        """Expire leases and quarantines of about `slots` slots; True if more are due."""
         return self.service.settle(self.clock(), slots)
 
     async def refresh(self) -> None:
-        """Bring `service.list_scopes` up to date; nothing to do for a service in this process."""
+        """Bring `service.list_scopes` up to date; a service in this process always is."""
 
     async def close(self) -> None:
         """Commit the remaining changes; called after the last request."""
@@ -464,7 +464,7 @@ def refusal(refused: RefusedError, content_type: str) -> Response:
 
 
 def _names_in(kind: type[p.Request]) -> ScopeNames | None:
-    """Accessor of the scope names in messages of a type: `scope`, `scopes` or the parts in it."""
+    """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
     fields = kind.__struct_fields__
     if "scopes" in fields:
         return _names_in_list if kind in LISTS_NAMES else _names_of_parts

@@ -1,4 +1,4 @@
-"""OpenAPI description of the protocol, generated from the types that the server decodes.
+"""OpenAPI description, generated from the types that the server decodes.
 
 Not by FastAPI, which does not know msgspec's types, and would have to serve the routes itself.
 """

@@ -1,5 +1,4 @@
-"""Log and traces of single requests: slow ones are logged, and all are traced, where the operator
-wants that."""
+"""Log of slow requests and traces of all, where the operator enables them."""
 
 from __future__ import annotations
 
@@ -54,7 +53,10 @@ class RequestLog:
         return LoggedRequest(request_id, span)
 
     def end(self, logged: LoggedRequest, route: str, status: int, seconds: float) -> None:
-        """End the span, and log a slow request; `seconds` count from the last byte of its body."""
+        """End the span, and log a slow request.
+
+        `seconds` count from the last byte of its body.
+        """
         slow = 0 < self._slow_seconds <= seconds
         # Sizes are counted here and not in `begin`: most requests are neither slow nor traced.
         if not slow and logged.span is None:
@@ -76,8 +78,10 @@ class RequestLog:
 
 
 def message_size(message: object) -> tuple[int, int]:
-    """Count the scopes of a message, and the keys, leases or slots in all of them; 0 and 0 where it
-    could not be decoded."""
+    """Count the scopes of a message, and its entries: keys, leases or slots.
+
+    Both are 0 where the body could not be decoded.
+    """
     if not isinstance(message, Struct):
         return 0, 0
     parts: list[Any] | None = getattr(message, "scopes", None)

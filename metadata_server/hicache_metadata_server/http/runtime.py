@@ -1,4 +1,4 @@
-"""The parts of one running server, and its lifespan: background work beside the requests."""
+"""Parts of one running server, and its lifespan: the work beside the requests."""
 
 from __future__ import annotations
 

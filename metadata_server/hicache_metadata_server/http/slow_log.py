@@ -102,7 +102,9 @@ class SlowLog:
 
 
 def request_size(body: bytes, content_type: str) -> RequestSize:
-    """Count entries and scopes in the body of any route; all zero if it cannot be decoded.
+    """Count entries and scopes in the body of any route.
+
+    All are zero if it cannot be decoded.
 
     From the body and not from the decoded request: slow calls are few, and the others should not
     keep their message until they are answered.

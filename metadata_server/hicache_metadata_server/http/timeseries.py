@@ -1,4 +1,4 @@
-"""Time series of the server's counters for `GET /v2/history`, sampled once a second.
+"""Time series of counters for `GET /v2/history`, sampled once a second.
 
 Samples are differences of counters, so that a reader need not know when the server was started.
 """
