@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, or text for a terminal."""
+"""Structured logging: one JSON object a line, or text for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def configure_logs(level: str, form: str) -> None:
-    """Send everything, uvicorn's own lines included, to standard error."""
+    """Send the lines of all loggers, uvicorn's included, to standard error."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         add_request_id,
@@ -24,8 +24,7 @@ def configure_logs(level: str, form: str) -> None:
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    # Not structlog's own way to show an exception, which shows variables, and tokens are among
-    # them.
+    # Not structlog's default formatter of exceptions: it shows local variables, which may be tokens.
     console = structlog.dev.ConsoleRenderer(
         colors=False, exception_formatter=structlog.dev.plain_traceback
     )
@@ -40,6 +39,7 @@ def configure_logs(level: str, form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
+            # For lines of the standard library's loggers, which skip structlog's processors.
             foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(allow=FIELDS)],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
@@ -49,12 +49,13 @@ def configure_logs(level: str, form: str) -> None:
         )
     )
     root = logging.getLogger()
+    # Replaced, not added: a second handler would print every line twice.
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
 def add_request_id(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
-    """The id of the request that a line is about, unless the line says one itself."""
+    """Add the id of the current request to a log line that has none."""
     request_id = current_request_id()
     if request_id:
         event.setdefault("request_id", request_id)

@@ -1,15 +1,16 @@
-"""Run a server until it is told to end."""
+"""Start-up of a metadata server: logs, store, access control, and uvicorn."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import prometheus_client
 import structlog
@@ -19,36 +20,44 @@ from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.core.clock import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.http.fast_path import DirectProtocol
 from hicache_metadata_server.logs import configure_logs
-from hicache_metadata_server.malloc import give_back, keep_large_blocks_apart
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.shared.address import is_shared, redacted
 from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
+    import asyncio
     import ssl
 
-    from hicache_metadata_server.http.asgi import Front
+    from hicache_metadata_server.http.asgi import ProtocolApp
     from hicache_metadata_server.settings import ServerSettings
     from hicache_metadata_server.storage.store import MetadataStore
 
 SWITCH_SECONDS: Final = 0.0005
-"""The thread that writes the store waits no longer than this for the interpreter."""
+"""Switch interval of the interpreter: bounds the wait of the thread that commits to the store."""
 
-FORGETS: Final = "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE keeps them"
+NO_STORE_CONSEQUENCE: Final = (
+    "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE "
+    "keeps them"
+)
+MMAP_THRESHOLD: Final = -3
+"""M_MMAP_THRESHOLD in glibc's malloc.h."""
+LARGE_BYTES: Final = 1 << 20
 NOT_STARTED: Final = 3
-"""The exit status of a server that cannot listen."""
+"""Exit status of a server that cannot listen."""
 
 _log = structlog.get_logger()
 
 
 def restored_service(store: MetadataStore, settings: ServerSettings, now: float) -> MetadataService:
-    """A service as its store has kept it.
+    """Restore a service from its store.
+
+    Args:
+        now: seconds since 1970.
 
     Raises:
-        StoreError: it cannot be read.
+        StoreError: the store cannot be read.
     """
     service = MetadataService(
         settings.limits,
@@ -61,12 +70,13 @@ def restored_service(store: MetadataStore, settings: ServerSettings, now: float)
 
 
 def check(settings: ServerSettings) -> None:
-    """See that a server would start: the settings, the files that they name, and the store. The log
-    tells what it would warn of.
+    """Check that a server would start: settings, files and store.
+
+    Warnings go to the log.
 
     Raises:
-        StoreError: the store could not be opened.
-        ValueError: a setting is not as it must be.
+        StoreError: the store cannot be opened.
+        ValueError: a setting is invalid.
         OSError: a file cannot be read.
     """
     _begin_log(settings)
@@ -80,27 +90,28 @@ def check(settings: ServerSettings) -> None:
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve until SIGTERM or SIGINT; requests that were accepted by then are answered.
+    """Serve until SIGTERM or SIGINT; requests accepted by then are answered.
 
     Raises:
-        StoreError: the store cannot be opened, or another server has it.
-        ValueError: a setting is not as it must be.
+        StoreError: the store cannot be opened, or another server has it open.
+        ValueError: a setting is invalid.
     """
     _begin_log(settings)
     if settings.traces:
         _trace()
-    keep_large_blocks_apart()
+    _keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
-    # Pages live for long and hold no circles: going through a million of them again and again finds
-    # nothing.
+    # Pages live long and are in no reference cycles: a collection would go through millions of
+    # objects, stop the event loop meanwhile, and free nothing. What a start leaves behind is freed
+    # first, because frozen objects are never looked at again.
     gc.collect()
-    give_back()
+    _trim_heap()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)
-    # A series for each counter's birthday, which nobody asked for.
+    # Otherwise each counter has a second series with the time of its creation.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    signal.signal(signal.SIGHUP, lambda number, frame: security.reloads.ask())
+    signal.signal(signal.SIGHUP, lambda number, frame: security.file_watcher.request_reload())
     try:
         _run(app, settings, security.tls_context)
     finally:
@@ -112,10 +123,10 @@ def _begin_log(settings: ServerSettings) -> None:
     for variable, nearest in misspelt(os.environ):
         _log.warning("unknown_setting", variable=variable, nearest=nearest)
     if settings.store == MEMORY:
-        _log.warning("no_store", store=settings.store, consequence=FORGETS)
+        _log.warning("no_store", store=settings.store, consequence=NO_STORE_CONSEQUENCE)
 
 
-def _app(settings: ServerSettings) -> tuple[Front, Security]:
+def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     clock = SteadyClock()
     begin = time.perf_counter()
     store = open_store(settings.store, settings.durability)
@@ -123,6 +134,7 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
         service = restored_service(store, settings, clock())
         security = Security.of(settings, service)
     except BaseException:
+        # It is locked: a caller that catches the error can open it again.
         store.close()
         raise
     pages = sum(len(scope.lru) for scope in service.scopes.values())
@@ -144,8 +156,8 @@ def _app(settings: ServerSettings) -> tuple[Front, Security]:
     ), security
 
 
-def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
-    """One server of several on one Redis."""
+def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
+    """Application and access control of one server of several on one Redis."""
     from hicache_metadata_server.shared.assembly import check_store, shared_app, shared_service
 
     check_store(settings.store, settings.durability, settings.store_replicas)
@@ -170,7 +182,7 @@ def _shared_app(settings: ServerSettings) -> tuple[Front, Security]:
     return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security
 
 
-def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
+def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -180,12 +192,17 @@ def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> No
         timeout_graceful_shutdown=settings.shutdown_seconds,
         server_header=False,
         date_header=False,
+        # With "auto", uvicorn takes an error at the start for an application without a lifespan, and
+        # serves all the same.
         lifespan="on",
-        http=DirectProtocol,
+        http=_http_protocol(),
         ws="none",
+        # Any client could name another address in `X-Forwarded-For`, and the audit log would have
+        # it.
         proxy_headers=False,
     )
     config.load()
+    # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
     server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):
@@ -194,8 +211,23 @@ def _run(app: Front, settings: ServerSettings, tls: ssl.SSLContext | None) -> No
         sys.exit(NOT_STARTED)
 
 
+def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
+    """The fast path, or plain uvicorn where its internals are not as expected."""
+    # Late and guarded: with another uvicorn, the import itself may fail.
+    try:
+        from hicache_metadata_server.http import fast_path
+
+        missing = fast_path.missing_internals()
+        if not missing:
+            return fast_path.FastPathProtocol
+    except ImportError as error:
+        missing = [str(error)]
+    _log.warning("no_fast_path", uvicorn=uvicorn.__version__, missing=missing)
+    return "auto"
+
+
 def _trace() -> None:
-    """Trace all requests. What was not sent by the end is sent then, by the application."""
+    """Enable traces of all requests; the application flushes them when it ends."""
     try:
         from hicache_storage.observability.otel import provider_from_environment
     except ImportError as error:
@@ -210,3 +242,23 @@ def _version() -> str:
         return version("hicache-storage")
     except PackageNotFoundError:
         return "0"
+
+
+def _keep_large_blocks_apart() -> None:
+    """Give each large block of memory its own mapping while the process runs.
+
+    The columns of a scope grow with its pages. By default glibc raises its threshold each time a
+    mapped block is freed, so that later blocks come from the heap, where each growth leaves a hole:
+    a seventh of all memory with a million pages. Setting the threshold stops that. Does nothing
+    with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def _trim_heap() -> None:
+    """Return to the kernel the memory that recovery needed beyond the pages."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,5 +1,7 @@
-"""What an operator can set: options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the
-environment."""
+"""Settings of the server.
+
+Options of `hicache metadata serve`, or `HICACHE_METADATA_...` in the environment.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
 
 Positive = Annotated[float, Field(gt=0)]
 PREFIX: Final = "HICACHE_METADATA_"
-OF_CLIENTS: Final = ("URL", "TOKEN", "CA", "CERTIFICATE")
-"""Variables with the same prefix that commands and drivers read."""
+CLIENT_VARIABLES: Final = ("URL", "TOKEN", "CA", "CERTIFICATE")
+"""Variables with the same prefix that commands and drivers read; they are no misspelt settings."""
 
 
 class ServerSettings(BaseSettings):
-    """A server. Tokens come from a file or from the environment, never from the command line, which
-    everybody on the machine sees."""
+    """Settings of one server.
+
+    Tokens come from a file or from the environment, never from the command line, which every user
+    of the machine can see.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="ignore", frozen=True, use_attribute_docstrings=True
@@ -123,7 +128,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def limits(self) -> p.Limits:
-        """As clients are told them."""
+        """Limits of requests, as `GET /v2` returns them."""
         return p.Limits(
             body_bytes=self.body_bytes,
             keys=self.keys,
@@ -138,10 +143,10 @@ class ServerSettings(BaseSettings):
         )
 
     def tokens(self) -> dict[str, p.Token]:
-        """Those from the environment, by their text.
+        """Tokens from the environment, with their rights.
 
         Raises:
-            ValueError: one is empty, or given for two rights.
+            ValueError: a token is empty, or given for two rights.
         """
         found: dict[str, p.Token] = {}
         for kind, secret in (
@@ -151,6 +156,8 @@ class ServerSettings(BaseSettings):
         ):
             if secret is not None:
                 text = secret.get_secret_value()
+                # An empty variable usually comes from a secret that is missing: taken as "no
+                # token", it would open the server to everybody.
                 if not text or text in found:
                     raise ValueError(
                         f"{PREFIX}{kind.upper()}_TOKEN is empty, or the same as another token"
@@ -160,9 +167,12 @@ class ServerSettings(BaseSettings):
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Variables that look like settings and are none, each with the setting that is nearest, or
-    ""."""
-    known = [name.upper() for name in (*ServerSettings.model_fields, *OF_CLIENTS)]
+    """Find variables with the server's prefix that are no settings.
+
+    Yields each with the nearest setting, or "".
+    """
+    # `extra="ignore"` drops them silently, and a misspelt limit would be no limit.
+    known = [name.upper() for name in (*ServerSettings.model_fields, *CLIENT_VARIABLES)]
     for variable in sorted(variables):
         name = variable.removeprefix(PREFIX)
         if name != variable and name not in known:

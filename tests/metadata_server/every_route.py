@@ -28,7 +28,7 @@ VALUES = {
 """By field, of a server on which `prepared` was called."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AnyRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     method: str
@@ -51,16 +51,16 @@ def every_route(*, lease, pin):
     for path, route in ROUTES.items():
         body = filled(route.request, values) if route.request else None
         names = body is not None and bool({"scope", "scopes"} & set(body))
-        yield Asked(route.method, path, body, route.token, names, path != "/v2/drain")
+        yield AnyRequest(route.method, path, body, route.token, names, path != "/v2/drain")
     for operation, (kind, right) in SGLANG_ROUTES.items():
         body = filled(kind, values)
         if operation == "reserve_and_allocate_page_indices":
             body["keys"] = [["new", ""]]
         if operation == "confirm_write":
             body["written_keys_to_confirm"] = [["leased", 1]]
-        yield Asked("POST", f"/0/{operation}", body, right, True, True)
+        yield AnyRequest("POST", f"/0/{operation}", body, right, True, True)
     for path in PAGES:
-        yield Asked("GET", path, None, Token.READ, False, path in OPEN_PAGES)
+        yield AnyRequest("GET", path, None, Token.READ, False, path in OPEN_PAGES)
 
 
 def filled(kind, values):

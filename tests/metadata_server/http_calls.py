@@ -32,7 +32,7 @@ class Caller:
     def __init__(self, app):
         self.app = app
         self.service = app.server.service
-        self.group_commit = lambda: app.server.desk.group_commit
+        self.group_commit = lambda: app.server.handlers.group_commit
 
     async def send(
         self, method, path, body=b"", *, content_type=JSON, headers=None, pieces=1, query=""

@@ -189,16 +189,16 @@ def test_a_long_request_that_a_crash_cuts_short_is_finished_when_it_comes_again(
         )
         async with reopened(tmp_path) as caller:
             await caller.post("/v2/initialize", SCOPE)
-            desk, done = caller.app.server.desk, []
-            do_piece = desk._do_piece
+            handlers, done = caller.app.server.handlers, []
+            run_chunk = handlers._run_chunk
 
             def crash_in_the_third(*piece):
                 if len(done) == 2:
                     raise asyncio.CancelledError
-                done.append(do_piece(*piece))
+                done.append(run_chunk(*piece))
                 return done[-1]
 
-            desk._do_piece = crash_in_the_third
+            handlers._run_chunk = crash_in_the_third
             with pytest.raises(asyncio.CancelledError):
                 await caller.post("/v2/reserve", request, headers=once)
         async with reopened(tmp_path) as caller:

@@ -16,11 +16,12 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.http import app as web_app
+from hicache_metadata_server.http import runtime
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared import connection, handlers
+from hicache_metadata_server.shared import connection as link
+from hicache_metadata_server.shared import handlers as shared_handlers
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit, sqlite
 from hicache_metadata_server.storage.factory import open_store
@@ -149,7 +150,7 @@ async def reserves(caller: Caller, name: str, count: int = 100) -> tuple[int, st
     return reply.status, reply.json.get("code", "")
 
 
-class Recorder:
+class LogRecorder:
     """In the place of a module's logger: one that was configured and used before is out of reach of
     `structlog.testing`."""
 
@@ -165,8 +166,8 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (group_commit, handlers, connection, web_app):
-            stack.enter_context(mock.patch.object(module, "_log", Recorder(said)))
+        for module in (group_commit, shared_handlers, link, runtime):
+            stack.enter_context(mock.patch.object(module, "_log", LogRecorder(said)))
         yield said
 
 

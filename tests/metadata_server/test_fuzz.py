@@ -11,7 +11,7 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.rate_limits import RateLimiter
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
@@ -255,7 +255,7 @@ def guarded(service):
     """Tokens of two tenants and of none, and quotas that are reached; the clock of the rates goes
     on with each request."""
     tokens, ticks = Tokens(), count()
-    tokens.take(
+    tokens.replace_records(
         [
             record_of(f"{right}-{tenant}", right, name=f"{right}-{tenant}", tenant=tenant)
             for right in ("read", "write", "admin")
@@ -266,7 +266,7 @@ def guarded(service):
     security = Security(service, tokens)
     quota = Quota(scopes=3, slots=100, requests_per_second=1.0, burst=40.0)
     service.tenants.quotas = Quotas({"acme": quota}, default=Quota(bytes=10**6))
-    security.rates = Rates(service.tenants, clock=lambda: next(ticks) / 2)
+    security.rates = RateLimiter(service.tenants, clock=lambda: next(ticks) / 2)
     return security
 
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from hicache_metadata_server.auth.origins import Origins
+from hicache_metadata_server.auth.origins import OriginPolicy
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
@@ -17,7 +17,7 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.every_route import ask, every_route, prepared
 from tests.metadata_server.http_calls import Caller, run, running
-from tests.metadata_server.test_direct import answers, connected, port, request  # noqa: F401 - `port` is a fixture
+from tests.metadata_server.test_fast_path import answers, connected, message, port  # noqa: F401 - `port` is a fixture
 
 HOST = "127.0.0.1:18000"
 FOREIGN = [
@@ -170,10 +170,10 @@ def test_names_that_are_configured_are_known_and_their_pages_may_ask():
 
 
 def test_no_more_hosts_are_remembered_than_are_needed():
-    origins = Origins()
+    policy = OriginPolicy()
     for number in range(2000):
-        origins.check({b"host": b"host%d" % number})
-    assert len(origins._known) <= 1024
+        policy.check({b"host": b"host%d" % number})
+    assert len(policy._accepted) <= 1024
 
 
 @pytest.mark.parametrize("headers", FOREIGN[:1] + FOREIGN[7:11])
@@ -182,7 +182,7 @@ def test_the_short_way_of_whole_requests_refuses_too(port, headers):  # noqa: F8
     fields = {name.title().replace("-", "_"): value for name, value in headers.items()}
     try:
         for body in (b'{"keys": ["a"]}', b"{}"):
-            connection.sendall(request("/0/exists", body, **fields))
+            connection.sendall(message("/0/exists", body, **fields))
             assert answers(connection)[0][0] == 403
     finally:
         connection.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
@@ -38,9 +38,9 @@ def bearer(token):
 def guarded(tmp_path, *tenants):
     service = MetadataService()
     tokens = Tokens()
-    tokens.take([*records(*tenants), record_of("revoked", "admin", name="revoked")])
-    tokens.take(list(records(*tenants)))
-    return {"service": service, "security": Security(service, tokens, Audit(tmp_path / "audit"))}
+    tokens.replace_records([*records(*tenants), record_of("revoked", "admin", name="revoked")])
+    tokens.replace_records(list(records(*tenants)))
+    return {"service": service, "security": Security(service, tokens, AuditLog(tmp_path / "audit"))}
 
 
 def state(service):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
@@ -40,12 +40,12 @@ def server(redis, tmp_path):
     def start(quotas=Quotas()):  # noqa: B008 - it cannot be changed
         def guard(service):
             tokens = Tokens()
-            tokens.take(
+            tokens.replace_records(
                 [*records("acme", "other", ""), record_of("revoked", "admin", name="revoked")]
             )
-            tokens.take(list(records("acme", "other", "")))
+            tokens.replace_records(list(records("acme", "other", "")))
             service.tenants.quotas = quotas
-            return Security(service, tokens, Audit(tmp_path / "audit"))
+            return Security(service, tokens, AuditLog(tmp_path / "audit"))
 
         return running_shared(redis.url, DEFAULTS, guard=guard)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.rate_limits import RateLimiter
 from hicache_metadata_server.auth.tenants_file import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
@@ -241,7 +241,7 @@ def until_metric(client, line):
 def rates(**quota):
     now, tenants = [0.0], Tenants()
     tenants.quotas = Quotas({"acme": Quota(**quota)})
-    return now, Rates(tenants, clock=lambda: now[0])
+    return now, RateLimiter(tenants, clock=lambda: now[0])
 
 
 def admitted(made, route="/v2/lookup", caller=ACME):

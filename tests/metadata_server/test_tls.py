@@ -15,13 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
+from hicache_metadata_server.auth.tls import ServerTls, first_expiry
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.tls import client_context
-from hicache_metadata_server.http.certificates import first_expiry
-from hicache_metadata_server.http.tls import ServerTls
 from hicache_metadata_server.protocol import About
 from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.objects import Call

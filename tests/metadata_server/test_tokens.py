@@ -14,20 +14,20 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from hicache_metadata_server.auth.audit_log import Audit
+from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.token_file import (
     PREFIX,
     TokenFileError,
-    changing,
-    encoded,
+    edit_token_file,
+    encode_tokens,
     read_token_file,
     record_of,
 )
 from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import ANYBODY
-from hicache_metadata_server.http.reloads import Reloads, Watched
 from hicache_metadata_server.protocol import Token
 from tests.metadata_server.token_files import write_tokens
 
@@ -161,7 +161,7 @@ def test_a_file_in_the_clear_is_refused_with_the_way_out_of_it(tmp_path):
     assert long not in str(refused.value)
     assert command("convert", plain, "--file", file).exit_code == 0
     tokens = Tokens()
-    tokens.take(read_token_file(file))
+    tokens.replace_records(read_token_file(file))
     assert status(tokens, long, Token.WRITE) == 200
     assert status(tokens, "y" * 40, Token.ADMIN) == 200
     assert command("convert", plain, "--file", file).exit_code == 2
@@ -215,7 +215,7 @@ def test_changes_of_several_at_once_are_all_kept(tmp_path):
 
     def add(name):
         for i in range(5):
-            with changing(file) as tokens:
+            with edit_token_file(file) as tokens:
                 tokens[f"{name}-{i}"] = record_of(f"{name}-{i}", "read", name=f"{name}-{i}")
 
     threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
@@ -229,7 +229,7 @@ def test_changes_of_several_at_once_are_all_kept(tmp_path):
 def test_tokens_expire_while_the_server_runs():
     now = [1_000.0]
     tokens = Tokens(clock=lambda: now[0])
-    tokens.take([record_of("t", "read", expires=datetime.fromtimestamp(1_500, UTC))])
+    tokens.replace_records([record_of("t", "read", expires=datetime.fromtimestamp(1_500, UTC))])
     assert (status(tokens, "t"), tokens.next_expiry(), tokens.counts()) == (
         200,
         1_500.0,
@@ -246,7 +246,7 @@ def test_tokens_expire_while_the_server_runs():
 def test_who_asks():
     assert Tokens().check(b"", Token.ADMIN) is ANYBODY
     tokens = Tokens({"e": Token.ADMIN, "r": Token.READ})
-    tokens.take(
+    tokens.replace_records(
         [record_of("t", "admin", name="a", tenant="acme"), record_of("o", "admin", name="o")]
     )
     told = {
@@ -270,26 +270,28 @@ def test_who_asks():
     ):
         with pytest.raises(RequestError, match="401"):
             tokens.check(header, Token.READ)
-    tokens.take([])
+    tokens.replace_records([])
     assert status(tokens, "t") == 401, "no token at all does not mean that none is asked for"
     only_a_file = Tokens()
-    only_a_file.take([])
+    only_a_file.replace_records([])
     assert status(only_a_file, "") == 401
 
 
 class Reloading:
-    """A watched file of tokens, looked at by a clock of its own."""
+    """A watched token file, with a clock of its own."""
 
     def __init__(self, file):
         self.now, self.file, self.tokens = 0.0, file, Tokens()
-        self.audit = Audit(file.parent / "audit")
-        self.watched = Watched("tokens", [file], lambda: self.tokens.take(read_token_file(file)))
+        self.audit = AuditLog(file.parent / "audit")
+        self.watched = WatchedFiles(
+            "tokens", [file], lambda: self.tokens.replace_records(read_token_file(file))
+        )
         self.watched.load()
-        self.reloads = Reloads([self.watched], self.audit, clock=lambda: self.now)
+        self.file_watcher = FileWatcher([self.watched], self.audit, clock=lambda: self.now)
 
-    def look(self):
+    def poll(self):
         self.now += 2
-        self.reloads.look()
+        self.file_watcher.poll()
 
 
 def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):
@@ -297,19 +299,19 @@ def test_a_changed_file_is_taken_as_a_whole_or_not_at_all(tmp_path):
     reloading = Reloading(file)
     with closing(reloading.audit):
         tokens = reloading.tokens
-        reloading.look()
+        reloading.poll()
         assert reloading.watched.loads == 1
         write_tokens(file, a="read two")
         assert status(tokens, "two") == 401
-        reloading.look()
+        reloading.poll()
         assert (status(tokens, "one"), status(tokens, "two")) == (401, 200)
         for spoil in (lambda: file.write_bytes(b"{"), lambda: file.write_bytes(b""), file.unlink):
             spoil()
-            reloading.look()
+            reloading.poll()
             assert status(tokens, "two") == 200
             assert reloading.watched.problem
         write_tokens(file)
-        reloading.look()
+        reloading.poll()
         assert (status(tokens, "two"), reloading.watched.problem) == (401, "")
     lines = [msgspec.json.decode(line) for line in (tmp_path / "audit").read_bytes().splitlines()]
     assert [line["result"] for line in lines] == ["done", "failed", "failed", "failed", "done"]
@@ -321,9 +323,9 @@ def test_a_file_that_looks_the_same_is_read_again_when_somebody_asks(tmp_path):
     with closing(reloading.audit):
         before = file.stat()
         with file.open("r+b") as opened:
-            opened.write(encoded([record_of("two", "read", name="a")]).ljust(before.st_size))
+            opened.write(encode_tokens([record_of("two", "read", name="a")]).ljust(before.st_size))
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        reloading.look()
-        reloading.reloads.ask()
-        reloading.reloads.look()
+        reloading.poll()
+        reloading.file_watcher.request_reload()
+        reloading.file_watcher.poll()
         assert status(reloading.tokens, "two") == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from hicache_metadata_server.auth.token_file import changing, record_of
+from hicache_metadata_server.auth.token_file import edit_token_file, record_of
 
 EARLIER = datetime.now(UTC) - timedelta(days=1)
 
@@ -12,7 +12,7 @@ EARLIER = datetime.now(UTC) - timedelta(days=1)
 def write_tokens(file, **tokens):
     """One token for each id: `id="read TOKEN"`, or `id="read TOKEN TENANT"`; with `-expired` behind
     the token it is over."""
-    with changing(file) as records:
+    with edit_token_file(file) as records:
         records.clear()
         for name, text in tokens.items():
             right, token, tenant = (*text.split(), "")[:3]

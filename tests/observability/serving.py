@@ -16,7 +16,7 @@ import uvicorn
 
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.http.fast_path import DirectProtocol
+from hicache_metadata_server.http.fast_path import FastPathProtocol
 from hicache_metadata_server.storage.store import MemoryStore
 
 
@@ -36,14 +36,14 @@ class _Announced(uvicorn.Server):
 def serving(store=None, **options):
     """The address of a server and its application, with HTTP as operators have it."""
     store = store or MemoryStore()
-    front = create_app(MetadataService(durability=store.durability), store, **options)
+    app = create_app(MetadataService(durability=store.durability), store, **options)
     config = uvicorn.Config(
-        front,
+        app,
         port=0,
         log_config=None,
         access_log=False,
         lifespan="on",
-        http=DirectProtocol,
+        http=FastPathProtocol,
         ws="none",
     )
     server = _Announced(config)
@@ -52,7 +52,7 @@ def serving(store=None, **options):
     try:
         assert server.listens.wait(60)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}", front
+        yield f"http://127.0.0.1:{port}", app
     finally:
         server.should_exit = True
         thread.join(60)

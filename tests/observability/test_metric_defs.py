@@ -17,12 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import record_of
+from hicache_metadata_server.auth.watched_files import WatchedFiles
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas
 from hicache_metadata_server.http.metrics import Metrics
-from hicache_metadata_server.http.reloads import Watched
-from hicache_metadata_server.http.tls import ServerTls
 from hicache_storage.hybrid import page_hashes
 from hicache_storage.hybrid.stats import ControllerStats
 from hicache_storage.layers import MetricsLayer, StorageOptions, wrap
@@ -126,7 +126,7 @@ def test_a_server_exports_what_is_defined(tmp_path):
     service = MetadataService(durability=store.durability)
     security = Security(service)
     security.tls = ServerTls(*Authority(tmp_path).sign("server"))
-    security.tokens.take(
+    security.tokens.replace_records(
         [
             record_of("root", "admin", name="root", expires=datetime.now(UTC) + timedelta(days=1)),
             record_of("acme", "write", name="acme", tenant="acme"),
@@ -135,7 +135,7 @@ def test_a_server_exports_what_is_defined(tmp_path):
     service.tenants.quotas = Quotas(
         {"acme": Quota(slots=100, requests_per_second=0.001, burst=2.0)}
     )
-    security.reloads.watched.append(Watched("tokens", [tmp_path], lambda: None))
+    security.file_watcher.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
     async def scenario():

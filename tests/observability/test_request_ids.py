@@ -174,14 +174,14 @@ def test_the_server_answers_with_the_id_and_never_with_more():
 
 def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
     seen = []
-    with serving() as (url, front):
-        asked = front.asked
+    with serving() as (url, app):
+        read_head = app.read_head
 
         def noted(path, method, headers):
             seen.append((path, headers.get(HEADER.lower().encode())))
-            return asked(path, method, headers)
+            return read_head(path, method, headers)
 
-        front.asked = noted
+        app.read_head = noted
         rig = Rig(tmp_path / "store", metadata_url=url)
         rig.storage.open()
         info = HiCacheStorageExtraInfo(request_id="chat-7")
@@ -237,11 +237,11 @@ def test_nothing_is_logged_of_a_request_that_is_not_slow():
 def test_a_fault_of_the_server_is_logged_with_the_id():
     """Also in lines that know nothing of requests."""
     command = f"""{sys.executable} -c "
-import hicache_metadata_server.http.handlers as desk, logging
+import hicache_metadata_server.http.handlers as handlers, logging
 def broken(self, request):
     logging.getLogger('elsewhere').warning('deep')
     raise RuntimeError('bug')
-desk.Desk.start = broken
+handlers.Handlers.start = broken
 from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}"""
     with Served(command=command) as place:
         status, headers, _ = ask(place.url, "POST", "/v2/initialize", SCOPE, X_Request_Id="chat-7")

@@ -1,5 +1,4 @@
-"""What stands between a client and the service: tokens, rates, the audit log, and the files that
-they come from."""
+"""Access control of one server: tokens, rate limits, TLS and audit log."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import structlog
 
-from hicache_metadata_server.auth.audit_log import Audit
-from hicache_metadata_server.auth.origins import Origins
-from hicache_metadata_server.auth.rate_limits import Rates
+from hicache_metadata_server.auth.audit_log import AuditLog
+from hicache_metadata_server.auth.origins import OriginPolicy
+from hicache_metadata_server.auth.rate_limits import RateLimiter
+from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
 from hicache_metadata_server.core.tenants import Holding
-from hicache_metadata_server.http.reloads import Reloads, Watched
-from hicache_metadata_server.http.tls import ServerTls
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
@@ -30,45 +29,44 @@ if TYPE_CHECKING:
     from hicache_metadata_server.settings import ServerSettings
 
 MIN_CHARACTERS: Final = 16
-"""Of a token in the environment, below which it is complained about."""
+"""Characters of a token in the environment below which the log warns."""
 
 _log = structlog.get_logger()
 
 
-class Owned(Protocol):
-    """What it asks of a service."""
+class TenantScopes(Protocol):
+    """The part of a service that access control needs."""
 
     tenants: Tenants
 
     def held_by(self, tenant: str) -> Iterable[ScopeGeometry]:
-        """The scopes of a tenant."""
+        """Return the geometry of each scope of a tenant."""
         ...
 
 
 class Security:
-    """Of one server. Without arguments it asks nobody for anything, and writes its audit lines to
-    the log."""
+    """Access control of one server; by default everything is permitted."""
 
     def __init__(
-        self, service: Owned, tokens: Tokens | None = None, audit: Audit | None = None
+        self, service: TenantScopes, tokens: Tokens | None = None, audit: AuditLog | None = None
     ) -> None:
         self._service = service
         self.tokens = tokens or Tokens()
-        self.audit = audit or Audit()
-        self.origins = Origins()
-        self.rates = Rates(service.tenants)
+        self.audit = audit or AuditLog()
+        self.origin_policy = OriginPolicy()
+        self.rates = RateLimiter(service.tenants)
         self.tls: ServerTls | None = None
-        self.reloads = Reloads([], self.audit)
+        self.file_watcher = FileWatcher([], self.audit)
 
     @classmethod
-    def of(cls, settings: ServerSettings, service: Owned) -> Self:
-        """As the settings say.
+    def of(cls, settings: ServerSettings, service: TenantScopes) -> Self:
+        """Build access control from settings, and read all files.
 
         Raises:
-            ValueError: a file or a setting is not as it must be.
-            OSError: a file cannot be read, or the audit file not be written.
+            ValueError: a file or a setting is invalid.
+            OSError: a file cannot be read, or the audit file cannot be opened.
         """
-        made = cls(service, Tokens(settings.tokens()), Audit(settings.audit_file))
+        made = cls(service, Tokens(settings.tokens()), AuditLog(settings.audit_file))
         try:
             made._open(settings)
         except BaseException:
@@ -77,27 +75,28 @@ class Security:
         return made
 
     def check_browser(self, headers: Mapping[bytes, bytes]) -> None:
-        """See that no page of another site has sent a request: where there are tokens, it has none.
+        """Check that no page of another site has sent a request.
 
         Raises:
-            RequestError: one has, or may have.
+            RequestError: 403; another site's page has sent it, or may have.
         """
+        # Where there are tokens, another site's page has none, and a browser adds none by itself.
         if not self.tokens:
-            self.origins.check(headers)
+            self.origin_policy.check(headers)
 
     @property
     def tls_context(self) -> ssl.SSLContext | None:
-        """Of the listening socket; None for plain HTTP."""
+        """Context of the listening socket; None for plain HTTP."""
         return self.tls.context if self.tls else None
 
     def close(self) -> None:
-        """Let go of the audit file."""
+        """Close the audit file."""
         self.audit.close()
 
     def families(self) -> Iterator[Metric]:
-        """Metrics."""
-        yield from self._of_files()
-        yield from self._of_tenants()
+        """Metric families of tokens, tenants, files, certificates and audit log."""
+        yield from self._file_families()
+        yield from self._tenant_families()
         tokens = scalars(v.TOKENS)
         for state, count in self.tokens.counts().items():
             tokens.add_metric([state], count)
@@ -111,17 +110,18 @@ class Security:
             yield expiries
         yield scalar(v.AUDIT_FAILURES, self.audit.failures)
 
-    def _of_files(self) -> Iterator[Metric]:
+    def _file_families(self) -> Iterator[Metric]:
         failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
-        for one in self.reloads.watched:
+        for one in self.file_watcher.watched:
             failing.add_metric([one.name], bool(one.problem))
             loads.add_metric([one.name], one.loads)
         yield failing
         yield loads
 
-    def _of_tenants(self) -> Iterator[Metric]:
+    def _tenant_families(self) -> Iterator[Metric]:
         held, most = scalars(v.TENANT_HOLDS), scalars(v.TENANT_QUOTA)
         tenants, quotas = self._service.tenants, self._service.tenants.quotas
+        # Also tenants without a scope that have a quota, and those whose quota was removed.
         for tenant in sorted({*tenants.of_scope.values(), *quotas.by_tenant} - {""}):
             has, quota = Holding.of(self._service.held_by(tenant)), quotas.of(tenant)
             for what in Holding._fields:
@@ -136,31 +136,36 @@ class Security:
         yield throttled
 
     def _open(self, settings: ServerSettings) -> None:
-        self.origins = Origins([settings.host, *settings.allowed_hosts.split(",")])
-        watched = list[Watched]()
+        self.origin_policy = OriginPolicy([settings.host, *settings.allowed_hosts.split(",")])
+        watched = list[WatchedFiles]()
         if (file := settings.token_file) is not None:
-            watched.append(Watched("tokens", [file], lambda: self._take_tokens(file)))
+            watched.append(WatchedFiles("tokens", [file], lambda: self._load_tokens(file)))
         if (quotas := settings.tenants_file) is not None:
-            watched.append(Watched("tenants", [quotas], lambda: self._take_quotas(quotas)))
+            watched.append(WatchedFiles("tenants", [quotas], lambda: self._load_quotas(quotas)))
+        # At the start a bad file is an error; later reloads keep the last good content instead.
         for one in watched:
             one.load()
+        # An empty token file locks everybody out, which at a start is a mistake. When it is emptied
+        # later, that revokes all tokens.
         if settings.token_file is not None and not any(self.tokens.counts().values()):
             raise ValueError(f"{settings.token_file} holds no token")
         if settings.tls_certificate is not None and settings.tls_key is not None:
             self.tls = ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
-            watched.append(Watched("certificates", self.tls.files, self.tls.reload))
-        self.reloads = Reloads(watched, self.audit)
-        self._complain(settings)
+            # Not `load`: the constructor has read them.
+            watched.append(WatchedFiles("certificates", self.tls.files, self.tls.reload))
+        self.file_watcher = FileWatcher(watched, self.audit)
+        self._warn(settings)
 
-    def _take_tokens(self, file: Path) -> None:
-        self.tokens.take(read_token_file(file))
+    def _load_tokens(self, file: Path) -> None:
+        self.tokens.replace_records(read_token_file(file))
 
-    def _take_quotas(self, file: Path) -> None:
+    def _load_quotas(self, file: Path) -> None:
+        # Late: few servers have tenants, and the models of their file take time to build.
         from hicache_metadata_server.auth.tenants_file import read_tenants_file
 
         self._service.tenants.quotas = read_tenants_file(file)
 
-    def _complain(self, settings: ServerSettings) -> None:
+    def _warn(self, settings: ServerSettings) -> None:
         for file in (settings.token_file, settings.tls_key):
             if file is not None and readable_by_all(file):
                 _log.warning("readable_by_all", file=str(file))

@@ -1,4 +1,4 @@
-"""A file of quotas."""
+"""Tenants file: quotas of tenants, in TOML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TenantQuota(BaseModel):
-    """What one tenant may have; a limit that is left out is none."""
+    """Limits of one tenant; None for no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,7 +30,7 @@ class TenantQuota(BaseModel):
     """Slots times slot bytes, in all of its scopes; such as `"2TiB"`."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     burst: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Requests at once after a pause; as many as in a second, if it is left out."""
+    """Requests at once after a pause; by default as many as in a second."""
 
     @model_validator(mode="after")
     def _check_burst(self) -> TenantQuota:
@@ -40,7 +40,7 @@ class TenantQuota(BaseModel):
 
     @property
     def quota(self) -> Quota:
-        """As the service counts it."""
+        """The same limits as the service uses them."""
         return Quota(
             self.max_scopes,
             self.max_slots,
@@ -51,24 +51,25 @@ class TenantQuota(BaseModel):
 
 
 class TenantsFile(BaseModel):
-    """All of a file."""
+    """Content of a tenants file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     default: TenantQuota = TenantQuota()
-    """Of tenants that are not named."""
+    """Limits of tenants without an entry."""
     tenants: dict[str, TenantQuota] = {}
 
     @model_validator(mode="after")
     def _check_names(self) -> TenantsFile:
         for name in self.tenants:
+            # No token can have a tenant of another form: such a quota would limit nobody.
             if not re.fullmatch(NAME, name):
                 raise ValueError(f"a tenant is called {NAME}, not {name!r}")
         return self
 
 
-def _told(error: ErrorDetails) -> str:
-    """What is wrong with one field; for an unknown one, which may be meant."""
+def _describe(error: ErrorDetails) -> str:
+    """Message for one invalid field; for an unknown one, with the nearest known key."""
     where = ".".join(map(str, error["loc"])) or "the file"
     if error["type"] != "extra_forbidden":
         return f"{where}: {error['msg']}"
@@ -80,19 +81,20 @@ def _told(error: ErrorDetails) -> str:
 
 
 def read_tenants_file(path: Path) -> Quotas:
-    """The quotas in a TOML file.
+    """Read the quotas of a tenants file.
 
     Raises:
-        ValueError: it is not as it must be, or somebody else than its owner may change it.
-        OSError: it cannot be read.
+        ValueError: the content is invalid, or others than the owner may change the file.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
+        # The open file's mode and not the path's, which may name another file by now.
         if os.fstat(file.fileno()).st_mode & WRITABLE_BY_OTHERS:
             raise ValueError(f"{path} may be changed by others than its owner: chmod go-w {path}")
         try:
             found = TenantsFile.model_validate(tomllib.load(file))
         except ValidationError as error:
-            raise ValueError(f"{path}: {'; '.join(map(_told, error.errors()))}") from error
+            raise ValueError(f"{path}: {'; '.join(map(_describe, error.errors()))}") from error
         except (tomllib.TOMLDecodeError, UnicodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
     return Quotas({name: one.quota for name, one in found.tenants.items()}, found.default.quota)

@@ -1,4 +1,4 @@
-"""A file of tokens, which holds their digests and not the tokens."""
+"""Token file: digests of tokens and their rights in JSON, without the tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PREFIX: Final = "hmt_"
-"""Begins every token that is made here, so that whoever looks for secrets in texts can tell one."""
+"""Prefix of generated tokens, so that secret scanners can recognize them."""
 TOKEN_BYTES: Final = 32
 MIN_CHARACTERS: Final = 32
-"""Of a token that is taken over: of a shorter one its digest might tell it."""
+"""Minimum characters of a converted token: a shorter one could be guessed from its digest."""
 WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _PLAIN_LINE: Final = re.compile(r"(read|write|admin)[ \t]+(\S+)")
 
@@ -36,37 +36,38 @@ TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
 class TokenRecord(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One token, without the token."""
+    """One token: its digest, right, tenant and expiry."""
 
     id: Id
-    """What the audit log calls it."""
+    """Name in the audit log."""
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$(?!\n)")]
     right: Literal["read", "write", "admin"]
     tenant: TenantName = ""
-    """Whose scopes it is for; empty for those of no tenant and, with the right admin, for all."""
+    """Tenant whose scopes it is for. Empty: scopes without a tenant; with the right admin, all."""
     created: datetime
     expires: datetime | None = None
 
 
 class TokenFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a file."""
+    """Content of a token file."""
 
     version: Literal[1] = 1
     tokens: list[TokenRecord] = []
 
 
 class TokenFileError(ValueError):
-    """The file is none of tokens; the message says why and holds nothing of what is in it."""
+    """Invalid token file; the message contains nothing of its content."""
 
 
 def digest(token: bytes) -> bytes:
-    """What is kept of a token. It has 256 random bits, so that neither salt nor slowness would make
-    guessing harder."""
+    """SHA-256 of a token."""
+    # No salt and no slow hash: against guessing 256 random bits, neither helps, and the digest is
+    # computed in every request.
     return hashlib.sha256(token).digest()
 
 
 def new_token() -> str:
-    """A token that nobody else has."""
+    """Generate a token with 256 random bits."""
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 
@@ -79,10 +80,10 @@ def record_of(
     expires: datetime | None = None,
     now: datetime | None = None,
 ) -> TokenRecord:
-    """What is kept of a token.
+    """Make the record of a token.
 
     Raises:
-        TokenFileError: right, name or tenant is none.
+        TokenFileError: invalid right, name or tenant.
     """
     made = {
         "id": name or secrets.token_hex(4),
@@ -99,11 +100,11 @@ def record_of(
 
 
 def read_token_file(path: Path) -> list[TokenRecord]:
-    """The tokens of a file.
+    """Read the records of a token file.
 
     Raises:
-        TokenFileError: it is not as it must be, or somebody else than its owner may change it.
-        OSError: it cannot be read.
+        TokenFileError: the content is invalid, or others than the owner may change the file.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode
@@ -114,25 +115,25 @@ def read_token_file(path: Path) -> list[TokenRecord]:
 
 
 def readable_by_all(path: Path) -> bool:
-    """Whether everybody on the machine can read a file."""
+    """Return True if every user of the machine can read a file."""
     return bool(path.stat().st_mode & stat.S_IROTH)
 
 
 @contextlib.contextmanager
-def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
-    """The tokens of a file by their ids, to be changed; the file is replaced as a whole when the
-    block ends without an error.
+def edit_token_file(path: Path) -> Generator[dict[str, TokenRecord]]:
+    """Edit the records of a token file, by their ids.
 
-    A file that is not there, or empty, has none. One that is there keeps its owner; a new one has
-    mode 600.
+    The file is replaced atomically when the block ends without an error. A file that is missing or
+    empty has no records. An existing file keeps its owner; a new one gets mode 600.
 
     Raises:
-        TokenFileError: the file is not as it must be.
-        OSError: it cannot be read or written.
+        TokenFileError: the content is invalid.
+        OSError: the file cannot be read or written.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Two who change it at once do so one after the other.
+        # A lock on the directory and not on the file, which is replaced by another one: a second
+        # process could lock the old file and lose the first one's change.
         fcntl.flock(directory, fcntl.LOCK_EX)
         there = path.stat() if path.exists() else None
         tokens = {
@@ -140,19 +141,21 @@ def changing(path: Path) -> Generator[dict[str, TokenRecord]]:
             for record in (read_token_file(path) if there and there.st_size else [])
         }
         yield tokens
-        _replace(path, encoded(list(tokens.values())), there)
+        _replace(path, encode_tokens(list(tokens.values())), there)
+        # Without it, a machine that crashes now could bring a revoked token back.
         os.fsync(directory)
     finally:
         os.close(directory)
 
 
 @contextlib.contextmanager
-def written_once(path: Path | None, content: bytes) -> Generator[None]:
-    """A new file of mode 600, which is gone again if the block ends with an error; nothing for
-    None.
+def write_new_file(path: Path | None, content: bytes) -> Generator[None]:
+    """Write a new file of mode 600, and remove it if the block ends with an error.
+
+    None writes nothing.
 
     Raises:
-        OSError: it is there already, or cannot be written.
+        OSError: the file exists, or cannot be written.
     """
     if path is None:
         yield
@@ -160,7 +163,7 @@ def written_once(path: Path | None, content: bytes) -> Generator[None]:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            # The umask may allow more or less than is asked for.
+            # A umask may have removed bits of the mode: the owner must be able to read it.
             os.fchmod(descriptor, 0o600)
             file.write(content)
         yield
@@ -169,17 +172,17 @@ def written_once(path: Path | None, content: bytes) -> Generator[None]:
         raise
 
 
-def encoded(records: list[TokenRecord]) -> bytes:
-    """The content of a file."""
+def encode_tokens(records: list[TokenRecord]) -> bytes:
+    """Encode the content of a token file."""
     return msgspec.json.format(msgspec.json.encode(TokenFile(tokens=records)), indent=1) + b"\n"
 
 
 def read_plain_file(path: Path) -> list[TokenRecord]:
-    """Records of the tokens in a file of an earlier version: lines of `read|write|admin TOKEN`.
+    """Read a plain-text file of an earlier version: lines of `read|write|admin TOKEN`.
 
     Raises:
-        TokenFileError: a line is not of that form, or its token is so short that its digest would
-        tell it. OSError: the file cannot be read.
+        TokenFileError: an invalid line, or a token of less than `MIN_CHARACTERS`.
+        OSError: the file cannot be read.
     """
     found: dict[str, TokenRecord] = {}
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
@@ -207,6 +210,7 @@ def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
     try:
         found = msgspec.json.decode(content, type=TokenFile).tokens
     except (msgspec.DecodeError, UnicodeError) as error:
+        # Recognized, so that an operator who updates is told the one command that converts it.
         if any(
             _PLAIN_LINE.fullmatch(line.strip())
             for line in content.decode("utf-8", "replace").splitlines()
@@ -228,6 +232,7 @@ def _aware(when: datetime | None) -> datetime | None:
 
 
 def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:
+    # In the same directory, because a rename is atomic within one file system only.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -235,9 +240,11 @@ def _replace(path: Path, content: bytes, there: os.stat_result | None) -> None:
             file.write(content)
             file.flush()
             if there is not None:
+                # Root may edit the file of the account that the server runs as.
                 if (there.st_uid, there.st_gid) != (os.geteuid(), os.getegid()):
                     os.fchown(file.fileno(), there.st_uid, there.st_gid)
                 os.fchmod(file.fileno(), there.st_mode & 0o640)
+            # Before the rename: otherwise a crash can leave an empty file under the name.
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Who may do what."""
+"""Authentication: bearer tokens and their rights."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _NEVER: Final = float("inf")
 
 class _Known(NamedTuple):
     rest: bytes
-    """The half of its digest by which it is not looked up."""
+    """Second half of the digest; the first one is the key of the table."""
     rank: int
     expires: float
     caller: Caller
 
 
 class Tokens:
-    """Bearer tokens by their digests; without any, everything is permitted.
+    """Table of bearer tokens by digest; without any token, everything is permitted.
 
     Args:
-        tokens: that hold until the process ends, by their text.
-        clock: seconds since 1970, by which tokens expire.
+        tokens: rights by token, of tokens that stay valid until the process ends.
+        clock: seconds since 1970, for expiry.
     """
 
     def __init__(
@@ -51,25 +51,28 @@ class Tokens:
             for text, kind in (tokens or {}).items()
         )
         self._known = dict(self._fixed)
-        self._wanted = bool(self._fixed)
+        self._required = bool(self._fixed)
 
     def __bool__(self) -> bool:
-        return self._wanted
+        """True if requests need a token."""
+        return self._required
 
-    def take(self, records: Iterable[TokenRecord]) -> None:
-        """These tokens in the place of those that were taken before. From now on a token is wanted,
-        even if there is none."""
+    def replace_records(self, records: Iterable[TokenRecord]) -> None:
+        """Replace the records of an earlier token file.
+
+        From now on requests need a token, even if there are no records.
+        """
         self._known = self._fixed | dict(_of_record(record) for record in records)
-        self._wanted = True
+        # Also for an empty file: revoking the last token must not open the server to everybody.
+        self._required = True
 
     def check(self, authorization: bytes, needed: Token) -> Caller:
-        """See that a request may be done; returns who asks.
+        """Check the token of a request; returns its caller.
 
         Raises:
-            RequestError: 401 without a known token, or with one that has expired, 403 with one that
-            permits less.
+            RequestError: 401 for a missing, unknown or expired token, 403 for an insufficient right.
         """
-        if not self._wanted or needed is Token.NONE:
+        if not self._required or needed is Token.NONE:
             return ANYBODY
         known = self._find(authorization)
         if known is None:
@@ -87,19 +90,19 @@ class Tokens:
             raise RequestError(403, "forbidden", message, "Authorization")
         return known.caller
 
-    def whose(self, authorization: bytes) -> Caller | None:
-        """Whose token this is, whatever it permits; None if nobody's."""
-        known = self._find(authorization) if self._wanted else None
+    def caller_of(self, authorization: bytes) -> Caller | None:
+        """Caller of a token, even of an expired one; None for an unknown token."""
+        known = self._find(authorization) if self._required else None
         return known.caller if known is not None else None
 
     def counts(self) -> dict[str, int]:
-        """How many there are, by whether they have expired."""
+        """Number of valid and of expired tokens."""
         now = self._clock()
         expired = sum(known.expires <= now for known in self._known.values())
         return {"valid": len(self._known) - expired, "expired": expired}
 
     def next_expiry(self) -> float | None:
-        """When the next of those that are valid expires; None if none does."""
+        """Next expiry of a valid token, in seconds since 1970; None if none expires."""
         now = self._clock()
         return min(
             (known.expires for known in self._known.values() if now < known.expires < _NEVER),
@@ -110,8 +113,8 @@ class Tokens:
         kind, _, token = authorization.partition(b" ")
         if kind.lower() != b"bearer":
             return None
-        # How long this takes tells something of a digest at most, and a digest does not tell its
-        # token.
+        # A dictionary takes no constant time, but what its timing could reveal is half a digest, and
+        # no token can be computed from that. The other half is compared in constant time.
         found = digest(token.strip())
         known = self._known.get(found[:_HALF])
         return known if known is not None and compare_digest(known.rest, found[_HALF:]) else None

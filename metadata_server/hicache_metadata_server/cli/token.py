@@ -78,14 +78,17 @@ def new(
         ),
     ] = None,
 ) -> None:
-    """Add a token, and print it or write it to a file. It is stored nowhere else."""
-    from hicache_metadata_server.auth.token_file import changing, new_token, record_of, written_once
+    """Add a token, and print it or write it into a file: it is kept nowhere else."""
+    from hicache_metadata_server.auth.token_file import (
+        edit_token_file,
+        new_token,
+        record_of,
+        write_new_file,
+    )
 
     token = new_token()
     try:
-        # The output is written before the file of tokens: one that cannot be handed over is not
-        # added.
-        with changing(file) as tokens, written_once(output, f"{token}\n".encode()):
+        with edit_token_file(file) as tokens, write_new_file(output, f"{token}\n".encode()):
             record = record_of(
                 token, right, name=name, tenant=tenant, expires=_when(expires) if expires else None
             )
@@ -138,12 +141,11 @@ def revoke(
         ),
     ] = "",
 ) -> None:
-    """Revoke tokens. Running servers notice within two seconds."""
-    from hicache_metadata_server.auth.token_file import changing
+    """End tokens; running servers know it within a second or two."""
+    from hicache_metadata_server.auth.token_file import edit_token_file
 
     try:
-        with changing(file) as tokens:
-            # All or none: after a mistyped id it would be unclear which tokens are revoked.
+        with edit_token_file(file) as tokens:
             unknown = [name for name in names if name not in tokens]
             if unknown:
                 raise ValueError(f"{file} has no token {', '.join(unknown)}; nothing was revoked")
@@ -202,15 +204,13 @@ def convert(
     ],
     file: File,
 ) -> None:
-    """Import tokens from a file that holds them in plain text; they stay valid.
-
-    Delete that file afterwards.
-    """
-    from hicache_metadata_server.auth.token_file import changing, read_plain_file
+    """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that
+    file then."""
+    from hicache_metadata_server.auth.token_file import edit_token_file, read_plain_file
 
     try:
         records = read_plain_file(plain)
-        with changing(file) as tokens:
+        with edit_token_file(file) as tokens:
             there = [record.id for record in records if record.id in tokens]
             if there:
                 raise ValueError(

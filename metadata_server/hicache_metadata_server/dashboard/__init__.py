@@ -1,1 +1,1 @@
-"""The status page for a browser."""
+"""Status page for a browser."""

@@ -1,5 +1,8 @@
-"""The files of the page, as they are served: the same for everybody, without any data, and so
-without a token."""
+"""Static files of the status page.
+
+They contain no data, so they are served without a token; the page's scripts then call the protocol
+with the token that the user enters.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ POLICY: Final = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS: Final = {
-    # Asked for anew each time, so that no page is left of the server before; the tag makes that
-    # cheap.
+    # Revalidated each time: after an update of the server, a cached old page would call a new
+    # protocol. The entity tag makes that cheap.
     "Cache-Control": "no-cache",
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -33,21 +36,22 @@ HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file."""
+    """One static file."""
 
     body: bytes
     content_type: str
     tag: str
-    """Of its content, for `If-None-Match`."""
+    """Entity tag: a digest of the content."""
 
 
 def is_page(path: str) -> bool:
-    """Whether it is the page's own, and not the protocol's."""
+    """Return True for a path of the status page."""
     return path == "/" or path.startswith(PREFIX)
 
 
 def read_assets() -> dict[str, Asset]:
-    """Every file, by its path; whatever else is asked for is not there."""
+    """Read all files, by URL path."""
+    # Into memory, at the start: a request can only name a key of this table, never a path on disk.
     assets = dict[str, Asset]()
     for file in resources.files("hicache_metadata_server.dashboard").joinpath("static").iterdir():
         body, kind = file.read_bytes(), TYPES.get(file.name[file.name.rfind(".") :])

@@ -1,1 +1,1 @@
-"""The HTTP front end: routes, bodies, TLS, metrics, the time series of the status page."""
+"""HTTP interface: routes, request handlers, metrics, slow log, time series."""

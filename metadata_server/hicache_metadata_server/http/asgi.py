@@ -1,5 +1,9 @@
-"""The protocol's routes as one ASGI application in front of the pages: no routing table, no models,
-no middleware on the way."""
+"""ASGI application of the protocol's routes, in front of the pages.
+
+It replaces routing table, models and middleware of a framework on the path of every request: one
+dictionary lookup finds the endpoint, and msgspec decodes the body. Everything else (health, pages,
+OpenAPI) goes on to the FastAPI application behind it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.audit_log import Entry, about, peer_of
+from hicache_metadata_server.auth.audit_log import AuditEntry, audit_fields, peer_of
 from hicache_metadata_server.core.errors import RequestError, too_large
 from hicache_metadata_server.dashboard.assets import is_page
-from hicache_metadata_server.http.handlers import Endpoint, Request, Said, Started, refusal
+from hicache_metadata_server.http.handlers import (
+    DecodedRequest,
+    Endpoint,
+    Response,
+    Result,
+    refusal,
+)
 from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
 from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.observability.request_ids import HEADER, adopt
@@ -24,107 +34,116 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from hicache_metadata_server.core.tenants import Caller
-    from hicache_metadata_server.http.app import Server
-    from hicache_metadata_server.http.request_log import Watched
+    from hicache_metadata_server.http.request_log import LoggedRequest
+    from hicache_metadata_server.http.runtime import ServerRuntime
 
 REQUEST_ID: Final = HEADER.lower().encode()
 HEALTH: Final = ("/healthz", "/readyz")
 PAGES: Final = ("/openapi.json", "/metrics", PATH_OF_HISTORY)
-"""The other paths of the application behind; they take a read token."""
+"""Paths of the application behind that need a read token."""
 OPEN_PAGES: Final = ("/openapi.json",)
-"""Those that say nothing about scopes. The others tell of those of all tenants, so that a token of
-one does not open them."""
-LOOKS: Final = ("GET", "HEAD")
+"""Those without data of scopes. The others show the scopes of all tenants, so that the token of one
+tenant does not permit them."""
+READ_METHODS: Final = ("GET", "HEAD")
 
 UNAUTHORIZED: Final = (401, 403)
 TOO_LARGE: Final = 413
-READ_AT_ONCE: Final = 256 << 10
-"""Longer bodies are read in turn; this one takes a few milliseconds at most, whatever is in it."""
+LONG_BODY_BYTES: Final = 256 << 10
+"""Longer bodies are decoded one at a time; a shorter one takes a few milliseconds at most."""
 OTHER: Final = "other"
-"""What unknown paths are called in metrics and logs."""
+"""Route of unknown paths in metrics and logs."""
 
 _log = structlog.get_logger()
 
 
-class _GoneError(Exception):
-    """The client closed the connection before its request was whole."""
+class _ClientDisconnectError(Exception):
+    """The client closed the connection before its request was complete."""
 
 
-class Asked(NamedTuple):
-    """What a request's head says."""
+class RequestHead(NamedTuple):
+    """Method, path and headers of a request, checked and resolved."""
 
     endpoint: Endpoint
     content_type: str
-    answer_type: str
-    once: str
-    """Its idempotency key, or empty."""
+    response_type: str
+    idempotency_key: str
+    """Empty without one."""
     caller: Caller
-    entry: Entry | None
-    """For the audit log, of a request that is written there."""
+    audit_entry: AuditEntry | None
+    """None for a route that is not audited."""
     request_id: str
-    """The client's, or a new one; answers and log lines have it."""
-    watched: Watched | None
+    """The client's, or a new one; response and log lines have it."""
+    logged: LoggedRequest | None
+    """None where neither slow requests nor traces are wanted."""
 
 
-class Front:
-    """Answers the protocol's requests; health and pages go on to the application behind."""
+class ProtocolApp:
+    """ASGI application of the protocol, in front of the one for health and pages."""
 
-    def __init__(self, app: ASGIApp, server: Server) -> None:
-        self._app, self.server = app, server
-        self._desk, self._metrics, self._watch = server.desk, server.metrics, server.watch
-        self._tokens, self._rates, self._audit = (
-            server.security.tokens,
-            server.security.rates,
-            server.security.audit,
-        )
+    def __init__(self, app: ASGIApp, server: ServerRuntime) -> None:
+        self._app = app
+        self.server = server
+        # Bound once: each attribute saves two lookups in every request.
+        self._handlers = server.handlers
+        self._metrics = server.metrics
+        self._request_log = server.request_log
+        self._tokens = server.security.tokens
+        self._rates = server.security.rates
+        self._audit = server.security.audit
         self._check_browser = server.security.check_browser
-        self._recorder, self._slowest = server.recorder, server.recorder.slowest
-        self._reading = asyncio.Lock()
+        self._recorder = server.recorder
+        self._slow_log = server.recorder.slow_log
+        self._decoding = asyncio.Lock()
         self.max_body = server.service.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Serve one request."""
+        # Probes of an orchestrator have no token, and the dashboard's files hold no data: both go
+        # past tokens, rate limits and metrics.
         if (
             scope["type"] != "http"
             or scope["path"] in HEALTH
-            or (is_page(scope["path"]) and scope["method"] in LOOKS)
+            or (is_page(scope["path"]) and scope["method"] in READ_METHODS)
         ):
             await self._app(scope, receive, send)
             return
         headers = dict[bytes, bytes](scope["headers"])
+        # A new id goes back into the headers, so that `read_head` below adopts the same one.
         request_id = adopt(headers.get(REQUEST_ID))
         headers[REQUEST_ID] = request_id.encode()
-        begin, asked, path, body = time.perf_counter(), None, scope["path"], b""
+        begin, head, path, body = time.perf_counter(), None, scope["path"], b""
         try:
-            if path in PAGES and scope["method"] in LOOKS:
+            if path in PAGES and scope["method"] in READ_METHODS:
                 self._check_page(path, headers)
                 await self._app(scope, receive, send)
                 return
-            asked = self.asked(path, scope["method"], headers)
-            body = await self._body(receive, headers)
+            head = self.read_head(path, scope["method"], headers)
+            body = await self._read_body(receive, headers)
+            # The time of a slow upload is the client's, not the server's.
             begin = time.perf_counter()
-            said = await self.ended(asked, self.start(asked, body))
+            response = await self.finish(head, self.start(head, body))
         except RequestError as refused:
-            said = refusal(refused, content_types(path, headers)[1])
-            if asked is None and said.status in UNAUTHORIZED:
-                caller = self._tokens.whose(headers.get(b"authorization", b""))
+            response = refusal(refused, content_types(path, headers)[1])
+            # With a head, `record` writes the refusal to the audit log.
+            if head is None and response.status in UNAUTHORIZED:
+                caller = self._tokens.caller_of(headers.get(b"authorization", b""))
                 self._audit.refused(
                     self._route(path),
-                    said.status,
+                    response.status,
                     refused.problem.code,
                     caller,
                     peer_of(scope["client"]),
                 )
-        except _GoneError:
+        except _ClientDisconnectError:
             return
-        self.count(asked, said, begin, scope["client"], body)
-        await _send(send, said, request_id)
+        self.record(head, response, begin, scope["client"], body)
+        await _send(send, response, request_id)
 
     def _route(self, path: str) -> str:
-        """A path as it may be written down: one that is unknown may have anything in it, a token as
-        well."""
+        """Name of a path for logs."""
+        # An unknown path may contain anything, a token pasted into the wrong place included.
         try:
-            return path if path in PAGES else self._desk.endpoint(path).name
+            return path if path in PAGES else self._handlers.endpoint(path).name
         except RequestError:
             return OTHER
 
@@ -132,25 +151,24 @@ class Front:
         self._check_browser(headers)
         caller = self._tokens.check(headers.get(b"authorization", b""), p.Token.READ)
         if caller.tenant and path not in OPEN_PAGES:
-            message = f"{path} tells of all tenants, and needs a token without one"
+            message = f"{path} shows all tenants, and needs a token without one"
             raise RequestError(403, "forbidden", message, "Authorization")
 
-    # The steps of an answer, for whoever goes them without a task.
+    # The steps of a request. The fast path calls them too, without a task.
 
-    def asked(self, path: str, method: str, headers: dict[bytes, bytes]) -> Asked:
-        """What a request's head says.
+    def read_head(self, path: str, method: str, headers: dict[bytes, bytes]) -> RequestHead:
+        """Check and resolve path, method and headers of a request.
 
         Raises:
-            RequestError: nobody answers that, or not for this token.
+            RequestError: unknown route or method, wrong token, or too many requests.
         """
-        request_id, authorization = (
-            adopt(headers.get(REQUEST_ID)),
-            headers.get(b"authorization", b""),
-        )
+        request_id = adopt(headers.get(REQUEST_ID))
+        authorization = headers.get(b"authorization", b"")
         self._check_browser(headers)
         try:
-            endpoint = self._desk.endpoint(path)
+            endpoint = self._handlers.endpoint(path)
         except RequestError:
+            # The token first: without one, a client must not learn which routes there are.
             self._tokens.check(authorization, p.Token.READ)
             raise
         caller = self._tokens.check(authorization, endpoint.token)
@@ -158,111 +176,133 @@ class Front:
             raise RequestError(
                 404, "unknown_route", f"{endpoint.name} takes {endpoint.method}, not {method}"
             )
+        # Before the body is read, so that a tenant over its rate costs no decoding.
         self._rates.admit(caller, endpoint.name)
-        content_type, answer_type = content_types(path, headers)
-        once = headers.get(b"idempotency-key", b"").decode("latin-1")
-        watched = (
-            self._watch.begin(method, endpoint.name, request_id, headers)
-            if self._watch is not None
+        content_type, response_type = content_types(path, headers)
+        idempotency_key = headers.get(b"idempotency-key", b"").decode("latin-1")
+        logged = (
+            self._request_log.begin(method, endpoint.name, request_id, headers)
+            if self._request_log is not None
             else None
         )
-        entry = Entry() if endpoint.audited else None
-        return Asked(endpoint, content_type, answer_type, once, caller, entry, request_id, watched)
+        audit_entry = AuditEntry() if endpoint.audited else None
+        return RequestHead(
+            endpoint,
+            content_type,
+            response_type,
+            idempotency_key,
+            caller,
+            audit_entry,
+            request_id,
+            logged,
+        )
 
-    def start(self, asked: Asked, body: bytes) -> Started | Coroutine[Any, Any, Said]:
-        """Do it, or return what does it in turn with others, and has to be awaited."""
-        return self._in_turn(asked, body) if len(body) > READ_AT_ONCE else self._begin(asked, body)
+    def start(self, head: RequestHead, body: bytes) -> Result | Coroutine[Any, Any, Response]:
+        """Run a request at once, or return a coroutine that runs it beside others."""
+        if len(body) > LONG_BODY_BYTES:
+            return self._start_long_body(head, body)
+        return self._start_now(head, body)
 
-    async def _in_turn(self, asked: Asked, body: bytes) -> Said:
-        """Read a long body: one in each turn of the event loop, however many have come, so that
-        nobody waits for several."""
-        async with self._reading:
-            started = self._begin(asked, body)
+    async def _start_long_body(self, head: RequestHead, body: bytes) -> Response:
+        # Decoding blocks the event loop. The lock and the `sleep(0)` let the loop serve short
+        # requests between two long bodies, however many arrive at once.
+        async with self._decoding:
+            started = self._start_now(head, body)
             await asyncio.sleep(0)
-        return await self.ended(asked, started)
+        return await self.finish(head, started)
 
-    async def ended(self, asked: Asked, started: Started | Coroutine[Any, Any, Said]) -> Said:
-        """The answer, when all is done and written."""
-        if not isinstance(started, Started):
+    async def finish(
+        self, head: RequestHead, started: Result | Coroutine[Any, Any, Response]
+    ) -> Response:
+        """Wait for the response and for the commit of its changes."""
+        if not isinstance(started, Result):
             return await started
-        written = self.join() if started.changes else None
+        committed = self.commit() if started.changes else None
         try:
-            if written is not None:
-                await written
+            if committed is not None:
+                await committed
         except StoreError as error:
-            return self.unwritten(asked, error)
-        return started.said
+            return self.commit_failed(head, error)
+        return started.response
 
-    def _begin(self, asked: Asked, body: bytes) -> Started | Coroutine[Any, Any, Said]:
+    def _start_now(self, head: RequestHead, body: bytes) -> Result | Coroutine[Any, Any, Response]:
         try:
-            request = self._desk.read(
-                asked.endpoint, body, asked.content_type, asked.once, asked.caller
+            request = self._handlers.read(
+                head.endpoint, body, head.content_type, head.idempotency_key, head.caller
             )
-            if asked.watched is not None:
-                asked.watched.message = request.message
-            if asked.entry is not None:
-                asked.entry.about = about(request.message, self._desk.names(request))
-            return self._desk.start(request) or self._in_turns(asked, request)
+            if head.logged is not None:
+                head.logged.message = request.message
+            if head.audit_entry is not None:
+                head.audit_entry.fields = audit_fields(
+                    request.message, self._handlers.names(request)
+                )
+            return self._handlers.start(request) or self._run_in_slices(head, request)
         except RequestError as refused:
-            return Started(refusal(refused, asked.answer_type), False)
-        except Exception:  # noqa: BLE001 - a fault of ours must not take the connection, and its trace belongs into the log
-            return Started(self._fault(asked), asked.endpoint.changes)
+            return Result(refusal(refused, head.response_type), False)
+        except Exception:  # noqa: BLE001 - a bug must not close the connection, and its traceback belongs into the log
+            # The bug may have struck after a change: the 500 waits for its commit like an answer.
+            return Result(self._internal_error(head), head.endpoint.changes)
 
-    async def _in_turns(self, asked: Asked, request: Request) -> Said:
-        """Do what the desk has not done at once."""
+    async def _run_in_slices(self, head: RequestHead, request: DecodedRequest) -> Response:
         try:
-            return await self._desk.in_turns(request)
+            return await self._handlers.run_in_slices(request)
         except RequestError as refused:
-            return refusal(refused, asked.answer_type)
+            return refusal(refused, head.response_type)
         except StoreError as error:
-            return self.unwritten(asked, error)
+            return self.commit_failed(head, error)
         except Exception:  # noqa: BLE001 - as above
-            return self._fault(asked)
+            return self._internal_error(head)
 
-    def join(self) -> asyncio.Future[None] | None:
-        """Done when all changes are written; None if nothing is."""
-        return self._desk.join()
+    def commit(self) -> asyncio.Future[None] | None:
+        """Commit all changes so far; None if they are durable already."""
+        return self._handlers.commit()
 
-    def unwritten(self, asked: Asked, error: BaseException) -> Said:
-        """The answer where they could not be."""
-        return refusal(RequestError(503, "unavailable", str(error)), asked.answer_type)
+    def commit_failed(self, head: RequestHead, error: BaseException) -> Response:
+        """Response where changes could not be committed."""
+        return refusal(RequestError(503, "unavailable", str(error)), head.response_type)
 
-    def count(
+    def record(
         self,
-        asked: Asked | None,
-        said: Said,
+        head: RequestHead | None,
+        response: Response,
         begin: float,
         client: Sequence[Any] | None,
         body: bytes | bytearray,
     ) -> None:
-        """See to the metrics, to the slowest calls, to the audit log, and to what is to be seen of
-        a single request."""
-        if asked is not None and (asked.entry is not None or said.status in UNAUTHORIZED):
-            self._write_down(asked, said, peer_of(client))
-        seconds, route = time.perf_counter() - begin, asked.endpoint.name if asked else OTHER
-        self._metrics.answered(route, said.status, seconds)
-        if asked is not None and seconds > self._slowest.floor:
-            # What is refused for its size may be too much to be read.
+        """Record a request in metrics, slow log, audit log and request log."""
+        if head is not None and (head.audit_entry is not None or response.status in UNAUTHORIZED):
+            self._write_audit(head, response, peer_of(client))
+        seconds, route = time.perf_counter() - begin, head.endpoint.name if head else OTHER
+        self._metrics.observe(route, response.status, seconds)
+        if head is not None and seconds > self._slow_log.floor:
+            # The slow log decodes the body once more. A body over the limit is left out: decoding
+            # it is what the limit forbids.
             self._recorder.add(
-                asked, said.status, seconds, b"" if said.status == TOO_LARGE else bytes(body)
+                route,
+                response.status,
+                seconds,
+                head.request_id,
+                b"" if response.status == TOO_LARGE else bytes(body),
+                head.content_type,
             )
-        if asked is not None and asked.watched is not None and self._watch is not None:
-            self._watch.end(asked.watched, route, said.status, seconds)
+        if head is not None and head.logged is not None and self._request_log is not None:
+            self._request_log.end(head.logged, route, response.status, seconds)
 
-    def _write_down(self, asked: Asked, said: Said, peer: str) -> None:
-        name, caller = asked.endpoint.name, asked.caller
-        if said.status in UNAUTHORIZED:
-            code = p.decode(said.body, p.Problem, said.content_type).code
-            self._audit.refused(name, said.status, code, caller, peer)
-        elif asked.entry is not None:
-            self._audit.request(name, said.status, caller, peer, asked.entry.about)
+    def _write_audit(self, head: RequestHead, response: Response, peer: str) -> None:
+        name, caller = head.endpoint.name, head.caller
+        if response.status in UNAUTHORIZED:
+            code = p.decode(response.body, p.Problem, response.content_type).code
+            self._audit.refused(name, response.status, code, caller, peer)
+        elif head.audit_entry is not None:
+            self._audit.request(name, response.status, caller, peer, head.audit_entry.fields)
 
-    def _fault(self, asked: Asked) -> Said:
-        _log.exception("request_failed", route=asked.endpoint.name, request_id=asked.request_id)
+    def _internal_error(self, head: RequestHead) -> Response:
+        _log.exception("request_failed", route=head.endpoint.name, request_id=head.request_id)
         problem = p.Problem(code="internal", message="this server is at fault; its log tells more")
-        return Said(500, asked.answer_type, p.encode(problem, asked.answer_type))
+        return Response(500, head.response_type, p.encode(problem, head.response_type))
 
-    async def _body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
+    async def _read_body(self, receive: Receive, headers: dict[bytes, bytes]) -> bytes:
+        # By the header first, so that a client that announces too much is refused before it sends.
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.max_body:
             raise self._too_large()
@@ -274,13 +314,14 @@ class Front:
             message = await receive()
             parts.append(self._part(message))
             size += len(parts[-1])
+            # A chunked body announces nothing: it is counted as it arrives.
             if size > self.max_body:
                 raise self._too_large()
         return b"".join(parts)
 
     def _part(self, message: Any) -> bytes:
         if message["type"] == "http.disconnect":
-            raise _GoneError
+            raise _ClientDisconnectError
         part: bytes = message.get("body", b"")
         return part
 
@@ -288,41 +329,42 @@ class Front:
         return too_large(f"a body of more than {self.max_body} bytes", "body")
 
 
-def headers_of(said: Said, request_id: str) -> list[tuple[bytes, bytes]]:
-    """An answer's head."""
-    named = (REQUEST_ID, request_id.encode())
-    if said.status == 204:
-        return [named]
+def response_headers(response: Response, request_id: str) -> list[tuple[bytes, bytes]]:
+    """Headers of a response."""
+    request_id_header = (REQUEST_ID, request_id.encode())
+    # RFC 9110: a 204 has neither content type nor content length.
+    if response.status == 204:
+        return [request_id_header]
     headers = [
-        (b"content-type", said.content_type.encode()),
-        (b"content-length", b"%d" % len(said.body)),
-        named,
+        (b"content-type", response.content_type.encode()),
+        (b"content-length", b"%d" % len(response.body)),
+        request_id_header,
     ]
-    if said.ends_connection:
+    if response.ends_connection:
         headers.append((b"connection", b"close"))
-    elif said.status == 401:
+    elif response.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    elif said.retry_seconds:
-        headers.append((b"retry-after", b"%d" % said.retry_seconds))
+    elif response.retry_seconds:
+        headers.append((b"retry-after", b"%d" % response.retry_seconds))
     return headers
 
 
 def content_types(path: str, headers: dict[bytes, bytes]) -> tuple[str, str]:
-    """How a body is written, and how its answer will be."""
-    # Who does not say, as some clients of the compatible part, writes JSON.
-    said = (
+    """Content types of a request's body and of its response."""
+    # Some clients of the SGLang protocol send JSON without a content type.
+    sent = (
         headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
         or p.JSON
     )
-    return said, p.MSGPACK if said == p.MSGPACK and path.startswith("/v2") else p.JSON
+    return sent, p.MSGPACK if sent == p.MSGPACK and path.startswith("/v2") else p.JSON
 
 
-async def _send(send: Send, said: Said, request_id: str) -> None:
+async def _send(send: Send, response: Response, request_id: str) -> None:
     await send(
         {
             "type": "http.response.start",
-            "status": said.status,
-            "headers": headers_of(said, request_id),
+            "status": response.status,
+            "headers": response_headers(response, request_id),
         }
     )
-    await send({"type": "http.response.body", "body": said.body})
+    await send({"type": "http.response.body", "body": response.body})

@@ -1,7 +1,8 @@
-"""How many values a body holds, found out without making any of them.
+"""Number of values in a body, counted without decoding it.
 
-Decoding takes time by the number of values, not of bytes: 8 MiB can hold four million strings, and
-a decoder cannot be interrupted. So a long body is counted first, and counting stops at the limit.
+The time to decode a body depends on its values, not on its bytes: 8 MiB can hold four million
+strings, and a decoder cannot be interrupted. So the values of a long body are counted first, and
+counting stops at the limit.
 """
 
 from __future__ import annotations
@@ -16,40 +17,39 @@ if TYPE_CHECKING:
     from hicache_metadata_server.protocol import Limits
 
 VALUES_PER_ENTRY: Final = 4
-"""The most that any request needs: a pair of keys of the compatible part is two texts and two
-commas."""
+"""Maximum of any request: a pair of keys of the SGLang protocol is two strings and two commas."""
 VALUES_PER_SCOPE: Final = 16
 
-# A text that never ends reaches to the end of the body, so that no search begins at each of its
-# quotes.
+# An unterminated string matches up to the end of the body. Without that, and without possessive
+# quantifiers, each of its quotes would start another scan of the rest: quadratic time.
 _TOKEN: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|,', re.DOTALL)
 
 
 def max_values(limits: Limits) -> int:
-    """More than any request within these limits holds."""
+    """Upper bound on the values of any request within the limits."""
     return VALUES_PER_ENTRY * limits.keys + VALUES_PER_SCOPE * limits.scopes + 64
 
 
-def holds_more_values(body: bytes, content_type: str, most: int) -> bool:
-    """Whether a body holds more values than `most`; of JSON, texts and commas are counted."""
-    if len(body) <= most:
+def exceeds_values(body: bytes, content_type: str, limit: int) -> bool:
+    """Return True if a body has more than `limit` values (JSON: strings and commas)."""
+    # Each value takes a byte at least, so that short bodies need no count.
+    if len(body) <= limit:
         return False
-    return (
-        _msgpack_holds_more(body, most) if content_type == MSGPACK else _json_holds_more(body, most)
-    )
+    return _msgpack_exceeds(body, limit) if content_type == MSGPACK else _json_exceeds(body, limit)
 
 
-def _json_holds_more(body: bytes, most: int) -> bool:
-    # Values are parted by commas, so that few commas are few values; many of them may stand in
-    # texts.
-    if body.count(b",") <= most // 2:
+def _json_exceeds(body: bytes, limit: int) -> bool:
+    # Values are separated by commas, so few commas mean few values. Many commas may be part of
+    # strings, and need the slower count.
+    if body.count(b",") <= limit // 2:
         return False
-    return next(itertools.islice(_TOKEN.finditer(body), most, None), None) is not None
+    return next(itertools.islice(_TOKEN.finditer(body), limit, None), None) is not None
 
 
-def _msgpack_holds_more(body: bytes, most: int) -> bool:
+def _msgpack_exceeds(body: bytes, limit: int) -> bool:
     at, end = 0, len(body)
-    for _ in range(most):
+    # Nesting needs no stack: members follow their container and are counted like other values.
+    for _ in range(limit):
         if at >= end:
             return False
         first = body[at]
@@ -62,8 +62,7 @@ def _msgpack_holds_more(body: bytes, most: int) -> bool:
 
 
 def _steps() -> bytes:
-    """How many bytes a msgpack value takes that begins with each byte, its members apart; 0 where a
-    length follows."""
+    """Size of a msgpack value by its first byte; 0 if a length field follows."""
     sizes = bytearray([1] * 256)
     for first in range(0xA0, 0xC0):
         sizes[first] = 1 + (first & 0x1F)
@@ -105,6 +104,5 @@ _LENGTHS: Final = {
     0xDA: (2, 0),
     0xDB: (4, 0),
 }
-"""Bytes of the length behind the first byte, and bytes beside it, of binaries, extensions and
-texts."""
+"""Width of the length field, and further header bytes, of binaries, extensions and strings."""
 _STEPS: Final = _steps()

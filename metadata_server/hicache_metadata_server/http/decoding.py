@@ -1,4 +1,4 @@
-"""From bytes to typed requests, and refusals that name the field."""
+"""Decoding of request bodies, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from msgspec import inspect
 
 from hicache_metadata_server.core.errors import RequestError, invalid, too_large
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.http.body_size import holds_more_values, max_values
+from hicache_metadata_server.http.body_size import exceeds_values, max_values
 from hicache_metadata_server.protocol import JSON, MSGPACK
 
 if TYPE_CHECKING:
     from hicache_metadata_server.protocol import Limits
 
 CONTENT_TYPES: Final = (JSON, MSGPACK)
-TOGETHER: Final = 256
-"""Entries of a list that are checked at once when a wrong one is searched for."""
+GROUP_ENTRIES: Final = 256
+"""Entries of a list that are converted at once in the search for an invalid one."""
 
 
-class Body:
-    """Decodes the bodies of one route.
+class BodyDecoder:
+    """Decoder of the bodies of one route.
 
-    A body that is refused costs no more than twice what decoding one of the limits' size costs: it
-    is counted before it is decoded, and a wrong entry is searched for by groups.
+    Refusing a body costs at most twice as much as decoding a valid one of the maximum size: its
+    values are counted before it is decoded, and an invalid entry is searched for by groups.
     """
 
     def __init__(
         self, kind: type[msgspec.Struct], content_types: tuple[str, ...], limits: Limits = DEFAULTS
     ) -> None:
-        self._kind, self._limits = kind, limits
+        self._kind = kind
+        self._limits = limits
+        # Made once for each route: building a decoder costs more than decoding a short body.
         self._decoders: dict[str, msgspec.json.Decoder[Any] | msgspec.msgpack.Decoder[Any]] = {
             JSON: msgspec.json.Decoder(kind),
             MSGPACK: msgspec.msgpack.Decoder(kind),
@@ -38,16 +40,16 @@ class Body:
         self._content_types = content_types
 
     def decode(self, body: bytes, content_type: str) -> Any:
-        """The request in a body.
+        """Decode a body.
 
         Raises:
-            RequestError: it is none.
+            RequestError: 400, 413, 415 or 422; the body is invalid.
         """
         if content_type not in self._content_types:
             raise RequestError(
                 415, "media_type", f"bodies are {' or '.join(self._content_types)}", "Content-Type"
             )
-        if holds_more_values(body, content_type, max_values(self._limits)):
+        if exceeds_values(body, content_type, max_values(self._limits)):
             raise too_large(f"more than {self._limits.keys} entries", "body")
         try:
             return self._decoders[content_type].decode(body)
@@ -61,6 +63,7 @@ class Body:
     def _invalid(
         self, error: msgspec.ValidationError, body: bytes, content_type: str
     ) -> RequestError:
+        # msgspec's own path has no index of the entry (`$.keys[...]`), so it is replaced.
         message, _, _ = str(error).partition(" - at `")
         try:
             raw = (
@@ -68,13 +71,12 @@ class Body:
             )
         except (msgspec.DecodeError, UnicodeError, RecursionError) as unreadable:
             return RequestError(400, "malformed", f"the body cannot be read: {unreadable}", "body")
-        where = _locate(raw, inspect.type_info(self._kind)).lstrip(".")
-        return invalid(message, where)
+        field = _locate(raw, inspect.type_info(self._kind)).lstrip(".")
+        return invalid(message, field)
 
 
 def _locate(raw: object, wanted: inspect.Type) -> str:
-    """Where the first value is that is not what is wanted; "" for `raw` itself. msgspec tells
-    fields, and not entries of lists."""
+    """Path of the first value in `raw` of a wrong type; "" for `raw` itself."""
     if isinstance(wanted, inspect.StructType) and isinstance(raw, dict):
         return _in_struct(msgspec.convert(raw, dict[Any, Any]), wanted)
     if not isinstance(raw, list):
@@ -88,12 +90,13 @@ def _locate(raw: object, wanted: inspect.Type) -> str:
 
 
 def _in_list(raw: list[Any], kind: inspect.Type) -> str:
-    """The first entry that is wrong, searched for by groups: a conversion of one costs as much as
-    that of many."""
+    """Path of the first invalid entry."""
+    # By groups: the cost of a conversion is in the call, so that one for each of 16,384 entries
+    # would cost far more than decoding them.
     annotation = _annotation(kind)
     group = list.__class_getitem__(annotation)
-    for start in range(0, len(raw), TOGETHER):
-        some = raw[start : start + TOGETHER]
+    for start in range(0, len(raw), GROUP_ENTRIES):
+        some = raw[start : start + GROUP_ENTRIES]
         if not _converts(some, group):
             i = next(i for i, entry in enumerate(some) if not _converts(entry, annotation))
             return f"[{start + i}]{_locate(some[i], kind)}"
@@ -132,7 +135,7 @@ def _converts(raw: object, annotation: Any) -> bool:
 
 
 def _annotation(kind: inspect.Type) -> Any:
-    """The type that a description is about, as far as requests have such."""
+    """Annotation of a type description, for the types that requests have."""
     match kind:
         case inspect.StructType():
             return kind.cls

@@ -1,86 +1,156 @@
-"""HTTP/1.1 as uvicorn speaks it, with a short way for the protocol's own requests: no task, no
-messages, one system call an answer."""
+"""Fast path of the protocol's requests: a subclass of uvicorn's HTTP/1.1 protocol.
+
+It answers from uvicorn's parser callbacks, without a task, ASGI messages or a second system call
+for the body. `server.py` uses plain uvicorn where `missing_internals` finds that an internal
+attribute of uvicorn, on which this module relies, is missing.
+"""
+
+# Relying on uvicorn's internals is a burden, and is worth it only while it brings 1.25x or more in
+# the same run. Lookups, most of a cache's requests: 1.33x to 1.49x calls a second of plain uvicorn;
+# writes, which wait for their commit: 1.09x (docs/metadata-server.md, "Measured"; run
+# benchmarks/http_fast_path.py after an update of uvicorn). If lookups gain less one day, delete
+# this module: `ProtocolApp` answers the same requests without it.
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from hicache_metadata_server.core.errors import RequestError
-from hicache_metadata_server.http.asgi import Asked, Front, headers_of
-from hicache_metadata_server.http.handlers import Started
+from hicache_metadata_server.http.asgi import ProtocolApp, RequestHead, response_headers
+from hicache_metadata_server.http.handlers import Result
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Iterable
 
-    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+    from hicache_metadata_server.http.handlers import Response
 
-    from hicache_metadata_server.http.handlers import Said
-
+INTERNALS: Final[tuple[tuple[type, tuple[str, ...]], ...]] = (
+    (
+        HttpToolsProtocol,
+        (
+            "app",
+            "client",
+            "cycle",
+            "expect_100_continue",
+            "flow",
+            "headers",
+            "loop",
+            "on_response_complete",
+            "parser",
+            "tasks",
+            "transport",
+            "url",
+        ),
+    ),
+    (
+        RequestResponseCycle,
+        ("disconnected", "keep_alive", "message_event", "response_complete"),
+    ),
+    (FlowControl, ("write_paused",)),
+)
+"""Internal attributes of uvicorn that this module reads or sets, by class."""
+_OVERRIDDEN: Final = (
+    "connection_made",
+    "on_message_begin",
+    "on_headers_complete",
+    "on_body",
+    "on_message_complete",
+)
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
 
 
-class DirectProtocol(HttpToolsProtocol):
-    """Of one connection.
+def missing_internals() -> list[str]:
+    """List the internals that this module needs and the installed uvicorn lacks."""
+    missing = [name for name in _OVERRIDDEN if not hasattr(HttpToolsProtocol, name)]
+    # Most of them are set in `__init__` only, so that the class itself does not have them: an
+    # attribute counts as present if any method of the class mentions it.
+    for kind, names in INTERNALS:
+        mentioned = set(_names_in_methods(kind))
+        missing += [f"{kind.__name__}.{name}" for name in names if name not in mentioned]
+    return missing
 
-    What is whole with its head and body and about a known path is answered from here, at once or
-    when its changes are written. Everything else (pages, refusals by the head, chunked bodies,
-    requests sent before the last was answered) goes uvicorn's way.
+
+def _names_in_methods(kind: type) -> Iterable[str]:
+    for name, member in vars(kind).items():
+        yield name
+        method = member.fget if isinstance(member, property) else member
+        if inspect.isfunction(method):
+            yield from method.__code__.co_names
+
+
+class FastPathProtocol(HttpToolsProtocol):
+    """HTTP/1.1 protocol of one connection.
+
+    A request takes the fast path if its path is known, and its length announced and within the
+    limit. Pages, refusals by the head, chunked bodies and requests pipelined behind an unanswered
+    one take uvicorn's own path, on the same connection.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
-        """Put the joining in between, for what goes uvicorn's way."""
-        self._joined = _Joined(transport)
-        super().connection_made(cast("asyncio.Transport", self._joined))
-        self._front = self.app if isinstance(self.app, Front) else None
+        """Wrap the transport, so that uvicorn's own responses take one write too."""
+        self._coalescer = _WriteCoalescer(transport)
+        super().connection_made(cast("asyncio.Transport", self._coalescer))
+        self._protocol_app = self.app if isinstance(self.app, ProtocolApp) else None
         self._exchange: _Exchange | None = None
-        """The last request, if it went the short way."""
+        """The last request, if it took the fast path."""
 
     def on_message_begin(self) -> None:
-        """A request begins; what uvicorn needs of it is made when it goes uvicorn's way."""
+        """Reset the request; uvicorn's part of it follows in `on_headers_complete`."""
+        # Not `super()`: uvicorn builds its ASGI scope there, which the fast path does not need.
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
 
     def on_headers_complete(self) -> None:
-        """Choose the way."""
-        self._exchange = self._short_way()
+        """Choose the path of the request."""
+        self._exchange = self._new_exchange()
         if self._exchange is not None:
+            # uvicorn looks at `cycle` to see whether the connection is busy or idle: when it shuts
+            # down, when a client disconnects, and when the next request arrives.
             self.cycle = cast("RequestResponseCycle", self._exchange)
             return
+        # uvicorn's own start of a request empties these; they were parsed already.
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
+        # In place: the ASGI scope has a reference to uvicorn's list.
         self.headers += headers
-        self.url, self.expect_100_continue = url, expects
+        self.url = url
+        self.expect_100_continue = expects
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Some of the body."""
+        """Collect a part of the body."""
         if self._exchange is not None:
             self._exchange.parts.append(body)
         else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Answer the request, which is complete."""
         if self._exchange is not None:
             self._answer(self._exchange)
         else:
             super().on_message_complete()
 
-    def _short_way(self) -> _Exchange | None:
-        front, last = self._front, cast("RequestResponseCycle | None", self.cycle)
-        # Of a connection that is there, it is there; uvicorn forgets it with the connection.
+    def _new_exchange(self) -> _Exchange | None:
+        """The exchange of a request that takes the fast path, or None."""
+        app, last = self._protocol_app, cast("RequestResponseCycle | None", self.cycle)
+        # uvicorn sets the parser to None, but only when the connection is lost.
         parser, busy = cast("Any", self.parser), last is not None and not last.response_complete
+        # Responses have to leave in the order of their requests: behind one that is not answered
+        # yet, uvicorn queues. It also waits for clients that do not read (`write_paused`).
         if (
-            front is None
+            app is None
             or busy
             or self.expect_100_continue
             or self.flow.write_paused
@@ -89,101 +159,122 @@ class DirectProtocol(HttpToolsProtocol):
             return None
         headers = dict(self.headers)
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or int(length) > front.max_body or b"transfer-encoding" in headers:
+        if not length.isdigit() or int(length) > app.max_body or b"transfer-encoding" in headers:
             return None
         try:
-            # One with a query or an escape is no path that is known.
-            asked = front.asked(
+            # The raw target, not decoded: with a query or an escape it is no known path, is refused
+            # here, and uvicorn decodes it.
+            head = app.read_head(
                 self.url.decode("latin-1"), parser.get_method().decode("ascii"), headers
             )
         except RequestError:
+            # Refusals are rare: they are built, counted and audited in one place, `ProtocolApp`.
             return None
-        return _Exchange(asked, parser.should_keep_alive() and parser.get_http_version() != "1.0")
+        return _Exchange(head, parser.should_keep_alive() and parser.get_http_version() != "1.0")
 
     def _answer(self, exchange: _Exchange) -> None:
-        front = self._front
-        assert front is not None, "an exchange is with it"
-        parts, exchange.begin = exchange.parts, perf_counter()
+        app = self._protocol_app
+        assert app is not None, "an exchange has an application"
+        parts = exchange.parts
+        exchange.begin = perf_counter()
         body = exchange.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        started = front.start(exchange.asked, body)
-        if not isinstance(started, Started):
-            task = self.loop.create_task(self._answer_in_turns(front, exchange, started))
+        started = app.start(exchange.head, body)
+        if not isinstance(started, Result):
+            # In uvicorn's own set, so that a graceful shutdown waits for the response.
+            task = self.loop.create_task(self._answer_later(app, exchange, started))
             task.add_done_callback(self.tasks.discard)
             self.tasks.add(task)
             return
-        said, changes = started
-        written = front.join() if changes else None
-        if written is None:
-            self._tell(front, exchange, said)
+        response, changes = started
+        committed = app.commit() if changes else None
+        if committed is None:
+            self._respond(app, exchange, response)
         else:
-            written.add_done_callback(partial(self._tell_written, front, exchange, said))
+            # A callback, not a task: many requests share the future of one commit group.
+            committed.add_done_callback(partial(self._respond_committed, app, exchange, response))
 
-    async def _answer_in_turns(
-        self, front: Front, exchange: _Exchange, answer: Coroutine[Any, Any, Said]
+    async def _answer_later(
+        self, app: ProtocolApp, exchange: _Exchange, answer: Coroutine[Any, Any, Response]
     ) -> None:
-        self._tell(front, exchange, await answer)
+        self._respond(app, exchange, await answer)
 
-    def _tell_written(
-        self, front: Front, exchange: _Exchange, said: Said, written: asyncio.Future[None]
+    def _respond_committed(
+        self,
+        app: ProtocolApp,
+        exchange: _Exchange,
+        response: Response,
+        committed: asyncio.Future[None],
     ) -> None:
-        error = written.exception()
-        self._tell(
-            front, exchange, said if error is None else front.unwritten(exchange.asked, error)
-        )
+        error = committed.exception()
+        if error is not None:
+            response = app.commit_failed(exchange.head, error)
+        self._respond(app, exchange, response)
 
-    def _tell(self, front: Front, exchange: _Exchange, said: Said) -> None:
-        front.count(exchange.asked, said, exchange.begin, self.client, exchange.body)
+    def _respond(self, app: ProtocolApp, exchange: _Exchange, response: Response) -> None:
+        app.record(exchange.head, response, exchange.begin, self.client, exchange.body)
         exchange.response_complete = True
-        # The client may have gone away meanwhile.
+        # The client may have disconnected during the commit.
         if exchange.disconnected or self.transport.is_closing():
             return
-        headers = headers_of(said, exchange.asked.request_id)
-        ends = not exchange.keep_alive or said.ends_connection
-        if not exchange.keep_alive and not said.ends_connection:
+        headers = response_headers(response, exchange.head.request_id)
+        ends = not exchange.keep_alive or response.ends_connection
+        if not exchange.keep_alive and not response.ends_connection:
             headers.append((b"connection", b"close"))
-        head = b"".join([b"%b: %b\r\n" % header for header in headers])
-        self._joined.write_now(b"%b%b\r\n%b" % (_STATUS_LINES[said.status], head, said.body))
+        lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+        self._coalescer.write_now(
+            b"%b%b\r\n%b" % (_STATUS_LINES[response.status], lines, response.body)
+        )
         if ends:
             self.transport.close()
+        # uvicorn starts the next pipelined request, or arms the keep-alive timeout.
         self.on_response_complete()
 
 
 class _Exchange:
-    """A request that goes the short way, with what uvicorn asks of any: whether it is answered, and
-    whether the connection stays."""
+    """Request and response on the fast path; replaces uvicorn's `RequestResponseCycle`.
+
+    `disconnected`, `keep_alive`, `message_event` and `response_complete` are what uvicorn reads and
+    sets in a cycle.
+    """
 
     __slots__ = (
-        "asked",
         "begin",
         "body",
         "disconnected",
+        "head",
         "keep_alive",
         "message_event",
         "parts",
         "response_complete",
     )
 
-    def __init__(self, asked: Asked, keep_alive: bool) -> None:
-        self.asked, self.keep_alive = asked, keep_alive
+    def __init__(self, head: RequestHead, keep_alive: bool) -> None:
+        self.head = head
+        self.keep_alive = keep_alive
         self.parts: list[bytes] = []
         self.body = b""
         self.begin = 0.0
-        self.disconnected = self.response_complete = False
-        self.message_event = _NOBODY_WAITS
+        self.disconnected = False
+        self.response_complete = False
+        self.message_event = _NULL_EVENT
 
 
-class _NobodyWaits:
-    """For uvicorn, which tells of a lost connection by an event that here nobody waits for."""
+class _NullEvent:
+    """An event without waiters: uvicorn sets it when the connection is lost."""
 
     def set(self) -> None:
         pass
 
 
-_NOBODY_WAITS: Final = _NobodyWaits()
+_NULL_EVENT: Final = _NullEvent()
 
 
-class _Joined:
-    """A transport that sends at the end of the event loop's turn what was written in it."""
+class _WriteCoalescer:
+    """A transport that joins all writes of one iteration of the event loop into one.
+
+    uvicorn writes head and body of a response apart, which costs two system calls and, with Nagle's
+    algorithm off, two packets.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -195,24 +286,25 @@ class _Joined:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send it soon, with what follows at once."""
+        """Buffer data until the end of the iteration."""
         if not self._parts:
             self._loop.call_soon(self._send)
         self._parts.append(data)
 
     def write_now(self, data: bytes) -> None:
-        """Send it, behind what was to be sent."""
+        """Send data at once, behind the buffered data."""
         if self._parts:
             self._send()
         self._transport.write(data)
 
     def close(self) -> None:
-        """Send what is left, and close."""
+        """Send the buffered data, and close."""
         self._send()
         self._transport.close()
 
     def _send(self) -> None:
-        parts, self._parts = self._parts, []
-        # The client may have gone away in the same turn.
+        parts = self._parts
+        self._parts = []
+        # The client may have disconnected in the same iteration.
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))

@@ -1,5 +1,9 @@
-"""Every route of the protocol: what it takes, whom it asks, and what has to be written before it
-answers."""
+"""Request handlers: routes of the protocol with decoder, right and operation.
+
+A handler runs in the event loop, without a thread and without an await, for as long as the request
+is short. Long requests and fsck run in slices. A request that changes something is answered when
+its changes are committed.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +21,27 @@ from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
-from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
+from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.group_commit import GroupCommit
 
 LONG_BODY: Final = 16_384
-"""Shorter bodies are not looked at for whether they are long."""
+"""Bytes; requests with shorter bodies always run in one slice."""
 
-OF_NO_SCOPE: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
-"""Routes that name no scope and are open to tenants, each of which keeps to what is its own. Others
-are about the whole server."""
-NAMED: Final = (p.Clear, p.Drop, p.Fsck)
-"""Messages that have names of scopes where others have parts."""
+TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
+"""Routes without a scope that tenants may call; their operations filter by tenant. All other routes
+without a scope concern the whole server."""
+LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
+"""Messages whose `scopes` holds names; in all others it holds parts."""
+MAX_CACHED_PATHS: Final = 4096
 
-Do = Callable[[Any, float], Any]
-DoAs = Callable[[Any, float, Caller], Any]
-Names = Callable[[Any], tuple[Sequence[str], str]]
-"""The scopes that a message names, and its field for them, with `{}` for the number of one."""
-_CODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
+Operation = Callable[[Any, float], Any]
+TenantOperation = Callable[[Any, float, Caller], Any]
+ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
+"""Scope names in a message, and a template of the field that holds them (`{}` is the index)."""
+_ENCODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
     p.JSON: msgspec.json.Encoder(),
     p.MSGPACK: msgspec.msgpack.Encoder(),
 }
@@ -47,89 +52,91 @@ class Endpoint:
     """One route."""
 
     name: str
-    """As metrics call it."""
+    """Label in metrics."""
     method: str
     token: p.Token
-    body: Body | None
-    do: Do
-    do_checked: Do | None = None
-    """For requests that were checked; where there is one, long requests are done in pieces."""
+    body: BodyDecoder | None
+    do: Operation
+    do_checked: Operation | None = None
+    """For chunks of a request that was checked as a whole; without it, a request is never split."""
     check: Callable[[Any], None] | None = None
     changes: bool = False
-    once: bool = False
-    """Takes an idempotency key."""
-    names: Names | None = None
-    """None of a route that names no scope."""
-    do_as: DoAs | None = None
-    """In the place of `do` where it matters who asks."""
+    idempotent: bool = False
+    """Accepts an idempotency key."""
+    names: ScopeNames | None = None
+    """None for a route that names no scope."""
+    do_as: TenantOperation | None = None
+    """Replaces `do` where the result depends on the caller."""
     audited: bool = False
-    """An operator wants to know who has done it: all that needs an admin token, and what empties
-    scopes."""
+    """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """An answer."""
+class Response:
+    """One response, with its body encoded."""
 
     status: int
     content_type: str
     body: bytes
     retry_seconds: int = 0
-    """When to ask again; 0 where that is not said."""
+    """For the header `Retry-After`; 0 omits it."""
 
     @property
     def ends_connection(self) -> bool:
-        """Whether what is left of a body need not be read."""
+        """True if the connection cannot be reused: the rest of the body is not read."""
         return self.status == 413
 
 
-class Request(NamedTuple):
-    """What somebody asks for, as it was read."""
+class DecodedRequest(NamedTuple):
+    """A request with its body decoded and its tenant checked."""
 
     endpoint: Endpoint
     message: Any
     content_type: str
     is_long: bool = False
-    """Done in pieces, so that others are served in between."""
-    once: str = ""
-    """The idempotency key."""
+    """Runs in chunks, so that other requests are served in between."""
+    idempotency_key: str = ""
     digest: bytes = b""
-    """Of a request that has one."""
+    """Of route, content type and body; empty without an idempotency key."""
     caller: Caller = ANYBODY
 
 
-class Started(NamedTuple):
-    """A request that was done, or refused."""
+class Result(NamedTuple):
+    """Immediate result of a request."""
 
-    said: Said
+    response: Response
     changes: bool
-    """It is told when what it has changed is written (`Desk.join`)."""
+    """The response is sent after `Handlers.commit`."""
 
 
-class Desk:
-    """Answers requests. `group_commit` is set while the server runs; a service that keeps nothing
-    has none."""
+class Handlers:
+    """Request handlers of one service.
+
+    `group_commit` is set while the server runs; a service without a durable store has none.
+    """
 
     def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
-        self.service, self.clock = service, clock
+        self.service = service
+        self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._compatible = self._compatible_part()
+        self._sglang = self._sglang_service()
         self._long = asyncio.Lock()
         self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
-        self._operations = {name: self._bodies(name) for name in p.SGLANG_ROUTES}
+        self._operations = {name: self._sglang_body(name) for name in p.SGLANG_ROUTES}
         self._endpoints: dict[str, Endpoint] = dict(self.native)
-        """Of paths that were asked for before."""
+        """By path. Paths of the SGLang protocol contain a rank, so they are added when first used."""
 
     def endpoint(self, path: str) -> Endpoint:
-        """Who answers a path.
+        """Look up the endpoint of a path.
 
         Raises:
-            RequestError: nobody.
+            RequestError: 404 without such a route, 422 for a rank that is no number.
         """
         found = self._endpoints.get(path)
         if found is None:
-            found = self._compatible_endpoint(path)
-            if len(self._endpoints) < 4096:
+            found = self._sglang_endpoint(path)
+            # Ranks come from the client: without a bound, a client could fill the memory with paths.
+            if len(self._endpoints) < MAX_CACHED_PATHS:
                 self._endpoints[path] = found
         return found
 
@@ -138,56 +145,60 @@ class Desk:
         endpoint: Endpoint,
         body: bytes,
         content_type: str,
-        once: str,
+        idempotency_key: str,
         caller: Caller = ANYBODY,
-    ) -> Request:
-        """What a body asks an endpoint for.
+    ) -> DecodedRequest:
+        """Decode a body and check the tenant of the scopes in it.
 
         Raises:
-            RequestError: it cannot be read, it is about what is another tenant's, or the
-            idempotency key is none.
+            RequestError: the body cannot be decoded, a scope belongs to another tenant, or the
+                idempotency key is malformed.
         """
         if endpoint.body is None:
-            # Whatever a GET says of a body that it has not.
+            # A GET has no body; a content type that it sends anyway only selects the answer's.
             self._check_tenant(endpoint, None, caller)
-            return Request(
+            return DecodedRequest(
                 endpoint, None, p.MSGPACK if content_type == p.MSGPACK else p.JSON, caller=caller
             )
         message = endpoint.body.decode(body, content_type)
         self._check_tenant(endpoint, message, caller)
-        is_a_long_one = (
-            len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
-        )
-        if not once or not endpoint.once:
-            return Request(endpoint, message, content_type, is_a_long_one, caller=caller)
-        check_idempotency_key(once)
-        # No header has a carriage return in it, so that no tenant finds what another's key has been
-        # answered.
-        once = f"{caller.tenant}\r{once}" if caller.tenant else once
-        return Request(
+        long = len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
+        if not idempotency_key or not endpoint.idempotent:
+            return DecodedRequest(endpoint, message, content_type, long, caller=caller)
+        check_idempotency_key(idempotency_key)
+        # Keys are per tenant: with a shared namespace, a tenant could read another one's answer by
+        # guessing its key. A header cannot contain a carriage return, so the prefix is unambiguous.
+        if caller.tenant:
+            idempotency_key = f"{caller.tenant}\r{idempotency_key}"
+        return DecodedRequest(
             endpoint,
             message,
             content_type,
-            is_a_long_one,
-            once,
+            long,
+            idempotency_key,
             digest_of(endpoint.name, content_type, body),
             caller,
         )
 
-    def names(self, request: Request) -> Sequence[str]:
-        """The scopes that a request names."""
+    def names(self, request: DecodedRequest) -> Sequence[str]:
+        """Scope names in a request, for the audit log."""
         names = request.endpoint.names
         return names(request.message)[0] if names is not None else ()
 
-    def start(self, request: Request) -> Started | None:
-        """Do what is asked for; None where that has to take turns with others (`in_turns`).
+    def start(self, request: DecodedRequest) -> Result | None:
+        """Run a request at once; None if it has to run in slices (`run_in_slices`).
 
         Raises:
-            RequestError: it was not done.
+            RequestError: the request was refused, and changed nothing.
         """
         endpoint, message = request.endpoint, request.message
-        if request.digest and (kept := self._kept(request.once, request.digest)) is not None:
-            return Started(kept, True)
+        if (
+            request.digest
+            and (kept := self._find_answer(request.idempotency_key, request.digest)) is not None
+        ):
+            # The first request may still be in the current commit group: its answer, repeated
+            # before the commit, would promise changes that a crash can lose.
+            return Result(kept, True)
         if request.is_long or isinstance(message, p.Fsck):
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
@@ -196,62 +207,68 @@ class Desk:
                 answer = endpoint.do_as(message, self.clock(), request.caller)
             else:
                 answer = endpoint.do(message, self.clock())
-            said = self._said(answer, request.content_type)
+            response = self._response(answer, request.content_type)
         except RequestError as refused:
-            # A confirm that is refused has done the rest.
-            return Started(refusal(refused, request.content_type), changes)
-        self._remember(request.once, request.digest, said)
-        return Started(said, changes)
+            # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
+            # be changes to commit even so.
+            return Result(refusal(refused, request.content_type), changes)
+        self._keep_answer(request.idempotency_key, request.digest, response)
+        return Result(response, changes)
 
-    async def in_turns(self, request: Request) -> Said:
-        """Do what `start` did not.
+    async def run_in_slices(self, request: DecodedRequest) -> Response:
+        """Run a request cooperatively: other requests are served between its slices.
 
         Raises:
-            RequestError: it was not done.
-            StoreError: it was not written.
+            RequestError: the request was refused.
+            StoreError: its changes could not be committed.
         """
         if isinstance(request.message, p.Fsck):
-            return self._said(
+            return self._response(
                 await self._fsck(request.message, request.caller), request.content_type
             )
         try:
-            return await self._do_long(request)
+            return await self._run_long(request)
         finally:
+            # Also after an error: the chunks before it have changed the service already, and the
+            # error tells the client about the others only.
             if request.endpoint.changes:
-                await self._written()
+                await self._wait_for_commit()
 
-    def join(self) -> asyncio.Future[None] | None:
-        """Done when all changes are written; None if nothing is."""
+    def commit(self) -> asyncio.Future[None] | None:
+        """Commit all changes so far with the next group; None if they are durable already.
+
+        The future raises StoreError if they could not be written.
+        """
         if self.group_commit is None:
             self.service.forget_changes()
             return None
         return self.group_commit.flush()
 
-    # What runs beside the requests; another kind of desk does it elsewhere.
+    # Background work and state. The handlers of a shared store override these.
 
     async def tick(self, slots: int) -> bool:
-        """Do what is due, about so many slots of it; returns whether there is more."""
+        """Expire leases and quarantines of about `slots` slots; True if more are due."""
         return self.service.settle(self.clock(), slots)
 
-    async def look(self) -> None:
-        """See that `list_scopes` of the service tells how the scopes are."""
+    async def refresh(self) -> None:
+        """Bring `service.list_scopes` up to date; a service in this process always is."""
 
     async def close(self) -> None:
-        """Write what is left; nobody asks for anything any more."""
+        """Commit the remaining changes; called after the last request."""
         if self.group_commit is not None:
             await self.group_commit.close()
 
     def problem(self) -> str:
-        """Why it is not ready, or ""."""
+        """Reason why the server is not ready, or ""."""
         if self.group_commit is not None and self.group_commit.error is not None:
             return f"changes are refused: {self.group_commit.error}"
-        return "this server drains: it gives no new leases" if self.service.draining else ""
+        return "this server draining: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
-        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
+        """Last error of a store without a group commit, or ""."""
         return ""
 
-    def _compatible_part(self) -> Any:
+    def _sglang_service(self) -> Any:
         return SglangService(self.service)
 
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
@@ -259,97 +276,121 @@ class Desk:
             return
         if endpoint.names is not None:
             self.service.tenants.check_access(caller, *endpoint.names(message))
-        elif endpoint.name not in OF_NO_SCOPE:
+        elif endpoint.name not in TENANT_ROUTES:
             message = (
                 f"{endpoint.name} is about the whole server, and needs a token without a tenant"
             )
             raise RequestError(403, "forbidden", message, "Authorization")
 
-    async def _do_long(self, request: Request) -> Said:
+    async def _run_long(self, request: DecodedRequest) -> Response:
         check = request.endpoint.check
-        assert check is not None, "what is done in pieces is checked as a whole"
-        # One at a time: several would make those who ask for little wait for a piece of each.
+        assert check is not None, "requests that run in chunks are checked as a whole"
+        # One long request at a time: with several in progress, a short request would wait for a
+        # chunk of each of them.
         async with self._long:
-            # The same request may have come twice, and have waited for itself.
-            if request.digest and (kept := self._kept(request.once, request.digest)) is not None:
+            # Again, under the lock: a retry of the same request may have run while this one waited.
+            if (
+                request.digest
+                and (kept := self._find_answer(request.idempotency_key, request.digest)) is not None
+            ):
                 return kept
             check(request.message)
-            said = self._said(await self._in_pieces(request), request.content_type)
-            self._remember(request.once, request.digest, said)
-        return said
+            response = self._response(await self._run_chunks(request), request.content_type)
+            self._keep_answer(request.idempotency_key, request.digest, response)
+        return response
 
     async def _fsck(self, request: p.Fsck, caller: Caller) -> p.FsckReport:
-        """Check the invariants, while others are served."""
+        """Check the invariants in slices."""
         checked: p.FsckReport | None = None
-        for checked in self.service.fsck(request, caller):  # noqa: B007 - the last one is the answer
+        for checked in self.service.fsck(request, caller):  # noqa: B007 - the last one is the result
             await asyncio.sleep(0)
-        assert checked is not None, "the last piece is the answer"
+        assert checked is not None, "fsck yields at least the result"
         return checked
 
-    async def _in_pieces(self, request: Request) -> Any:
-        """Others are served after each piece, and what it has changed is written, so that nobody
-        waits for all of it."""
+    async def _run_chunks(self, request: DecodedRequest) -> Any:
+        """Run each chunk, commit its changes, and yield to other requests.
+
+        Committing each chunk keeps commit groups short, which bounds the latency of the short
+        requests that share a group.
+        """
         pieces, answers = chunks_of(request.message), list[Any]()
         for number, piece in enumerate(pieces):
-            # No header has a line feed in it, so that nobody else's idempotency key is this one.
-            answers.append(self._do_piece(request, piece.request, f"{number}\n{request.once}"))
+            # A header cannot contain a line feed, so no client can send the key of a chunk.
+            answers.append(
+                self._run_chunk(request, piece.request, f"{number}\n{request.idempotency_key}")
+            )
             if request.endpoint.changes:
-                await self._written()
+                await self._wait_for_commit()
             await asyncio.sleep(0)
         return join_responses(pieces, answers)
 
-    def _do_piece(self, request: Request, piece: Any, once: str) -> Any:
-        """A piece of a request that a crash has cut short, and that is sent again, is not done
-        again either."""
+    def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
+        """Run one chunk, or return its kept answer.
+
+        Chunks have answers of their own, so that a request that a crash interrupted, and that is
+        sent again, does not repeat the chunks that were committed.
+        """
         do = request.endpoint.do_checked
-        assert do is not None, "what is done in pieces is checked as a whole"
+        assert do is not None, "requests that run in chunks are checked as a whole"
         if not request.digest:
             return do(piece, self.clock())
-        kept = self._kept(once, request.digest)
+        kept = self._find_answer(idempotency_key, request.digest)
         if kept is not None:
             return msgspec.msgpack.decode(kept.body, type=p.ROUTES[request.endpoint.name].answer)
         answer = do(piece, self.clock())
-        self._remember(once, request.digest, self._said(answer, p.MSGPACK))
+        self._keep_answer(idempotency_key, request.digest, self._response(answer, p.MSGPACK))
         return answer
 
-    async def _written(self) -> None:
-        written = self.join()
+    async def _wait_for_commit(self) -> None:
+        written = self.commit()
         if written is not None:
             await written
 
-    def _said(self, answer: Any, content_type: str) -> Said:
+    def _response(self, answer: Any, content_type: str) -> Response:
         if answer is None:
-            return Said(204, content_type, b"")
-        return Said(200, content_type, _CODERS[content_type].encode(answer))
+            return Response(204, content_type, b"")
+        return Response(200, content_type, _ENCODERS[content_type].encode(answer))
 
-    def _kept(self, once: str, digest: bytes) -> Said | None:
-        record = self.service.answers.find(once, digest, self.clock())
-        return Said(record.status, record.content_type, record.body) if record is not None else None
+    def _find_answer(self, idempotency_key: str, digest: bytes) -> Response | None:
+        record = self.service.answers.find(idempotency_key, digest, self.clock())
+        return (
+            Response(record.status, record.content_type, record.body)
+            if record is not None
+            else None
+        )
 
-    def _remember(self, once: str, digest: bytes, said: Said) -> None:
+    def _keep_answer(self, idempotency_key: str, digest: bytes, response: Response) -> None:
         if digest:
             until = self.clock() + self.service.answers.seconds
             self.service.answers.add(
-                AnswerRecord(once, until, digest, said.content_type, said.status, said.body)
+                AnswerRecord(
+                    idempotency_key,
+                    until,
+                    digest,
+                    response.content_type,
+                    response.status,
+                    response.body,
+                )
             )
 
     def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
         service, name = self.service, path.rpartition("/")[2]
-        body = Body(route.request, CONTENT_TYPES, service.limits) if route.request else None
-        fixed: dict[str, Do] = {
+        body = BodyDecoder(route.request, CONTENT_TYPES, service.limits) if route.request else None
+        fixed: dict[str, Operation] = {
             "/v2": lambda _, now: service.about,
             "/v2/scopes": lambda _, now: service.list_scopes(),
-            # Done in pieces by `_fsck`.
+            # Never called: `start` hands fsck to `run_in_slices`.
             "/v2/fsck": lambda request, now: None,
         }
-        as_caller: dict[str, DoAs] = {
+        as_caller: dict[str, TenantOperation] = {
             "/v2/scopes": lambda _, now, caller: service.list_scopes(caller),
             "/v2/initialize": service.initialize,
             "/v2/unpin": service.unpin,
         }
         do = fixed.get(path) or getattr(service, name)
+        # `route.changes` also means that a key is accepted; these three write without one.
         changes = route.changes or path in ("/v2/describe", "/v2/unpin", "/v2/drop")
-        checked: Do | None = getattr(service, f"do_{name}", None)
+        checked: Operation | None = getattr(service, f"do_{name}", None)
         return Endpoint(
             path,
             route.method,
@@ -365,11 +406,11 @@ class Desk:
             audited=route.token is p.Token.ADMIN or name in ("clear", "drop"),
         )
 
-    def _bodies(self, operation: str) -> tuple[Body, p.Token]:
+    def _sglang_body(self, operation: str) -> tuple[BodyDecoder, p.Token]:
         kind, token = p.SGLANG_ROUTES[operation]
-        return Body(kind, (p.JSON,), self.service.limits), token
+        return BodyDecoder(kind, (p.JSON,), self.service.limits), token
 
-    def _compatible_endpoint(self, path: str) -> Endpoint:
+    def _sglang_endpoint(self, path: str) -> Endpoint:
         empty, _, rest = path.partition("/")
         rank, _, operation = rest.partition("/")
         known = self._operations.get(operation)
@@ -378,7 +419,7 @@ class Desk:
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
         body, token = known
-        run: Callable[[int, Any, float], Any] = getattr(self._compatible, operation)
+        run: Callable[[int, Any, float], Any] = getattr(self._sglang, operation)
         number = int(rank)
         changes = operation not in ("exists", "get_page_indices")
         can_be_long = operation in (
@@ -392,13 +433,13 @@ class Desk:
             return run(number, request, now)
 
         def initialize(request: Any, now: float, caller: Caller) -> Any:
-            return self._compatible.initialize(number, request, now, caller)
+            return self._sglang.initialize(number, request, now, caller)
 
         def names(request: Any) -> tuple[Sequence[str], str]:
             return (f"{number}:{request.namespace}",), "namespace"
 
         def check(request: Any) -> None:
-            self._compatible.check(number, request)
+            self._sglang.check(number, request)
 
         return Endpoint(
             f"/{{rank}}/{operation}",
@@ -415,29 +456,28 @@ class Desk:
         )
 
 
-def refusal(refused: RequestError, content_type: str) -> Said:
-    """An answer that says why not."""
-    return Said(
+def refusal(refused: RequestError, content_type: str) -> Response:
+    """Response for a refused request."""
+    return Response(
         refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds
     )
 
 
-def _names_in(kind: type[p.Request]) -> Names | None:
-    """How messages of a type name scopes: by `scope`, or by `scopes`, which holds their names or
-    parts that do."""
+def _names_in(kind: type[p.Request]) -> ScopeNames | None:
+    """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
     fields = kind.__struct_fields__
     if "scopes" in fields:
-        return _of_names if kind in NAMED else _of_parts
-    return _of_one if "scope" in fields else None
+        return _names_in_list if kind in LISTS_NAMES else _names_of_parts
+    return _name_of_one if "scope" in fields else None
 
 
-def _of_parts(message: Any) -> tuple[Sequence[str], str]:
+def _names_of_parts(message: Any) -> tuple[Sequence[str], str]:
     return [part.scope for part in message.scopes], "scopes[{}].scope"
 
 
-def _of_names(message: Any) -> tuple[Sequence[str], str]:
+def _names_in_list(message: Any) -> tuple[Sequence[str], str]:
     return message.scopes, "scopes[{}]"
 
 
-def _of_one(message: Any) -> tuple[Sequence[str], str]:
+def _name_of_one(message: Any) -> tuple[Sequence[str], str]:
     return (message.scope,), "scope"

@@ -1,4 +1,8 @@
-"""What Prometheus collects."""
+"""Prometheus metrics of the server.
+
+Counters of requests are kept here; the state of the service is read when it is scraped, so that an
+operation on slots never has to update a metric.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.process_collector import ProcessCollector
 
-from hicache_metadata_server.http.timeseries import Answered
+from hicache_metadata_server.http.timeseries import RequestCounts
 from hicache_metadata_server.protocol import SlotState
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import add_latency, histogram, scalar, scalars
@@ -30,9 +34,10 @@ RESULTS: Final = ("hit", "miss")
 
 
 class Metrics:
-    """Requests as they are answered, and the state of the service when it is asked for."""
+    """Metrics of one server, in a registry of its own."""
 
     def __init__(self, service: MetadataService, problem: Callable[[], str] = str) -> None:
+        # Not the global registry: tests and embedded servers have several in one process.
         self._registry = CollectorRegistry()
         self._requests = Counter(
             v.REQUESTS.family, v.REQUESTS.help, v.REQUESTS.labels, registry=self._registry
@@ -54,17 +59,20 @@ class Metrics:
         self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
-        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
+        """Last error of a store without a group_commit, or "". None for a store with one."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
-        self._service, self._problem = service, problem
+        self._service = service
+        self._problem = problem
         self._scopes = set[str]()
-        """Those that have series of their own, for as long as this process lives: a counter must
-        not change its name."""
-        self._registry.register(_State(self))
+        """Scopes with series of their own. They keep them as long as the process lives: if counters
+        moved between a scope's name and `OTHER_SCOPES`, both would look like restarts."""
+        self._registry.register(_StateCollector(self))
         ProcessCollector(registry=self._registry)
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """Count one."""
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        """Count a request and its duration."""
+        # `labels` takes a lock and builds strings, more than the rest of this method: children are
+        # kept. Their number is bounded, because unknown paths are one route.
         child = self._children.get((route, status))
         if child is None:
             child = self._requests.labels(route, str(status)), self._seconds.labels(route)
@@ -72,17 +80,17 @@ class Metrics:
         child[0].inc()
         child[1].observe(seconds)
 
-    def was_slow(self, route: str) -> None:
-        """Count one that took longer than the operator wants to see."""
+    def count_slow(self, route: str) -> None:
+        """Count a request slower than the setting `slow_seconds`."""
         self._slow.labels(route).inc()
 
     def text(self) -> bytes:
-        """In the format of Prometheus."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def state(self) -> Iterator[Metric]:
-        """Of the service."""
-        yield from self._of_scopes()
+    def state_families(self) -> Iterator[Metric]:
+        """Metric families of service, store and security, read at once."""
+        yield from self._scope_families()
         build, about = scalars(v.BUILD_INFO), self._service.about
         build.add_metric(
             [about.server.rpartition(" ")[2], about.protocol, platform.python_version()], 1
@@ -107,7 +115,7 @@ class Metrics:
         if self.security is not None:
             yield from self.security.families()
 
-    def _of_scopes(self) -> Iterator[Metric]:
+    def _scope_families(self) -> Iterator[Metric]:
         slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
         asked, expired = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
         info = scalars(v.SCOPE_INFO)
@@ -134,14 +142,16 @@ class Metrics:
             yield family
 
     def _label(self, status: ScopeStatus) -> str:
+        # Clients name scopes: without a bound, they could make Prometheus keep any number of series.
         if status.scope not in self._scopes:
             if len(self._scopes) == v.MAX_SCOPE_SERIES:
                 return v.OTHER_SCOPES
             self._scopes.add(status.scope)
         return status.scope
 
-    def so_far(self) -> Answered:
-        """All requests, whatever their route."""
+    def request_counts(self) -> RequestCounts:
+        """Sum the request counters over all routes."""
+        # Read back from the counters once a second, instead of a second count in each request.
         by_status, by_bound = Counts[str](), Counts[float]()
         for sample in (
             sample
@@ -162,7 +172,7 @@ class Metrics:
             for first in "45"
         )
         bounds = sorted(by_bound)
-        return Answered(
+        return RequestCounts(
             by_status.total(),
             refused,
             failed,
@@ -171,13 +181,13 @@ class Metrics:
         )
 
 
-class _State:
+class _StateCollector:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
-        return self._metrics.state()
+        return self._metrics.state_families()
 
     def describe(self) -> list[Metric]:
-        """Nothing in advance: it is told when it is asked for."""
+        """No families in advance: which ones there are depends on store and settings."""
         return []

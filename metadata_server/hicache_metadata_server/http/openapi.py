@@ -1,4 +1,7 @@
-"""The server's own description, from the types that it decodes."""
+"""OpenAPI description, generated from the types that the server decodes.
+
+Not by FastAPI, which does not know msgspec's types, and would have to serve the routes itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from hicache_metadata_server.protocol.history import PATH as HISTORY
 from hicache_metadata_server.protocol.history import ROUTE as HISTORY_ROUTE
 
 TEMPLATE: Final = "#/components/schemas/{name}"
-REFUSALS: Final = {
+STATUSES: Final = {
     400: "The body cannot be read.",
     401: "No token, or an unknown one.",
     403: "The token does not permit this, the scope is another tenant's, or the tenant is at its "
@@ -34,12 +37,13 @@ _SUMMARIES: Final = {
 
 
 def openapi(version: str) -> dict[str, Any]:
-    """The whole document."""
+    """Build the OpenAPI document."""
     kinds: set[Any] = {p.Problem}
     routes = {**p.ROUTES, HISTORY: HISTORY_ROUTE}
     for route in routes.values():
         kinds |= {kind for kind in (route.request, route.answer) if kind is not None}
     kinds |= {kind for kind, _ in p.SGLANG_ROUTES.values()}
+    # In one order: otherwise the document would differ from start to start.
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=TEMPLATE)
     by_kind = dict(zip(ordered, schemas, strict=True))
@@ -67,11 +71,13 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _native(path: str, route: p.Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    # The docstring of a request type begins with its route: "`POST /v2/lookup`: summary".
     doc = (route.request.__doc__ or "").partition("`: ")[2] if route.request else _SUMMARIES[path]
     described: dict[str, Any] = {
         "tags": ["native"],
         "summary": doc.partition("\n")[0],
         "description": f"Needs a token of {route.token} where the server has tokens.",
+        # `{}` permits calls without a token: a server may have none.
         "security": [{}, {"token": []}],
         "responses": {**_answer(schemas.get(route.answer)), **_refusals(schemas)},
     }
@@ -131,5 +137,5 @@ def _answer(schema: Any) -> dict[str, Any]:
 def _refusals(schemas: dict[Any, Any]) -> dict[str, Any]:
     problem = {p.JSON: {"schema": schemas[p.Problem]}}
     return {
-        str(status): {"description": text, "content": problem} for status, text in REFUSALS.items()
+        str(status): {"description": text, "content": problem} for status, text in STATUSES.items()
     }

@@ -1,5 +1,4 @@
-"""Requests that are looked at more closely, where the operator wants that: slow ones are logged,
-and all are traced."""
+"""Log of slow requests and traces of all, where the operator enables them."""
 
 from __future__ import annotations
 
@@ -19,47 +18,54 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 
-class Watched:
-    """One request on its way."""
+class LoggedRequest:
+    """One request in progress."""
 
     __slots__ = ("message", "request_id", "span")
 
     def __init__(self, request_id: str, span: ServerSpan | None) -> None:
-        self.request_id, self.span = request_id, span
+        self.request_id = request_id
+        self.span = span
         self.message: Any = None
-        """What is asked for, once it was read."""
+        """The decoded body; None before it is decoded, and for a route without one."""
 
 
-class Watch:
-    """There is one only where something is to be seen: whoever has none pays nothing.
+class RequestLog:
+    """Log of slow requests, and their spans.
 
     Args:
-        slow_seconds: longer requests are logged and counted; 0 for none.
+        slow_seconds: requests that take this long are logged and counted; 0 for none.
         spans: begins a span for each request; None for none.
     """
 
     def __init__(self, metrics: Metrics, slow_seconds: float, spans: Spans | None) -> None:
-        self._metrics, self._slow_seconds, self._spans = metrics, slow_seconds, spans
+        self._metrics = metrics
+        self._slow_seconds = slow_seconds
+        self._spans = spans
 
     def begin(
         self, method: str, route: str, request_id: str, headers: Mapping[bytes, bytes]
-    ) -> Watched:
-        """A request's head has arrived."""
+    ) -> LoggedRequest:
+        """Begin the span of a request whose head has arrived."""
         span = (
             None if self._spans is None else self._spans.answer(method, route, request_id, headers)
         )
-        return Watched(request_id, span)
+        return LoggedRequest(request_id, span)
 
-    def end(self, watched: Watched, route: str, status: int, seconds: float) -> None:
-        """It is answered; `seconds` since its last byte has arrived."""
+    def end(self, logged: LoggedRequest, route: str, status: int, seconds: float) -> None:
+        """End the span, and log a slow request.
+
+        `seconds` count from the last byte of its body.
+        """
         slow = 0 < self._slow_seconds <= seconds
-        if not slow and watched.span is None:
+        # Sizes are counted here and not in `begin`: most requests are neither slow nor traced.
+        if not slow and logged.span is None:
             return
-        scopes, entries = extent(watched.message)
-        if watched.span is not None:
-            watched.span.end(status, scopes, entries)
+        scopes, entries = message_size(logged.message)
+        if logged.span is not None:
+            logged.span.end(status, scopes, entries)
         if slow:
-            self._metrics.was_slow(route)
+            self._metrics.count_slow(route)
             _log.warning(
                 "slow_request",
                 route=route,
@@ -67,13 +73,15 @@ class Watch:
                 scopes=scopes,
                 entries=entries,
                 seconds=round(seconds, 6),
-                request_id=watched.request_id,
+                request_id=logged.request_id,
             )
 
 
-def extent(message: object) -> tuple[int, int]:
-    """How many scopes a request is about, and how many keys, leases or slots in all of them; 0
-    where it could not be read."""
+def message_size(message: object) -> tuple[int, int]:
+    """Count the scopes of a message, and its entries: keys, leases or slots.
+
+    Both are 0 where the body could not be decoded.
+    """
     if not isinstance(message, Struct):
         return 0, 0
     parts: list[Any] | None = getattr(message, "scopes", None)
@@ -84,7 +92,8 @@ def extent(message: object) -> tuple[int, int]:
             if isinstance(value, list)
         )
         return 1, sum(map(len, columns_of_one))
+    # All columns of a part have the same length, so that the first one is enough.
     columns = p.COLUMNS.get(type(message))
-    return len(parts), sum(len(getattr(part, columns[0])) for part in parts) if columns else len(
-        parts
-    )
+    if not columns:
+        return len(parts), len(parts)
+    return len(parts), sum(len(getattr(part, columns[0])) for part in parts)

@@ -1,24 +1,29 @@
-"""What the server did over time: its counters, looked at once a second, in two rings of samples."""
+"""Time series of counters for `GET /v2/history`, sampled once a second.
+
+Samples are differences of counters, so that a reader need not know when the server was started.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hicache_metadata_server.protocol.history import Series
+from hicache_metadata_server.http.slow_log import SPAN_SECONDS, SlowLog, request_size
+from hicache_metadata_server.protocol.history import History, Series, SlowCall
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_metadata_server.core.scope import Totals
+    from hicache_metadata_server.core.service import MetadataService
 
 SECONDS: Final = 600
 MINUTES: Final = 1440
-"""Samples of each kind that are kept."""
+"""Samples kept of each resolution."""
 
 
-class Answered(NamedTuple):
-    """Requests since the start."""
+class RequestCounts(NamedTuple):
+    """Counters of requests since the start."""
 
     requests: int
     refused: int
@@ -26,11 +31,11 @@ class Answered(NamedTuple):
     bounds: tuple[float, ...]
     """Upper ends of the buckets in seconds, ascending; the last is infinite."""
     by_bucket: tuple[int, ...]
-    """How many took no longer, for each bucket."""
+    """Cumulative: requests that took no longer than each bound."""
 
 
 class Sample(NamedTuple):
-    """A row of `Series`."""
+    """One sample; the fields are the columns of `Series`."""
 
     times: float
     spans: float
@@ -48,34 +53,40 @@ class Sample(NamedTuple):
     free: int
 
 
-class _Seen(NamedTuple):
-    """The counters at one time."""
+class _Counters(NamedTuple):
+    """All counters at one time."""
 
     time: float
-    answered: Answered
+    requests: RequestCounts
     totals: Totals
 
 
-class Ring:
-    """The latest samples. Each ends with the first look at the counters in a new step, which is a
-    whole second or minute of the clock."""
+class SampleRing:
+    """Ring buffer of the latest samples of one resolution.
+
+    A sample ends with the first reading of the counters in a new step, which is a whole second or
+    minute of the clock.
+    """
 
     def __init__(self, step_seconds: float, size: int) -> None:
         self.step_seconds = step_seconds
         self._samples = deque[Sample](maxlen=size)
-        self._last: _Seen | None = None
+        self._last: _Counters | None = None
 
-    def see(self, seen: _Seen) -> None:
-        """Take a sample, if it is time."""
+    def update(self, counters: _Counters) -> None:
+        """Append a sample if a new step has begun."""
         last = self._last
         if last is None:
-            self._last = seen
-        elif seen.time // self.step_seconds > last.time // self.step_seconds:
-            self._samples.append(_sample(last, seen))
-            self._last = seen
+            # The first sample needs a reading to be the difference from.
+            self._last = counters
+        # By whole steps of the clock and not by elapsed time: a late tick would shift all that
+        # follow, and those of two servers would not line up.
+        elif counters.time // self.step_seconds > last.time // self.step_seconds:
+            self._samples.append(_sample(last, counters))
+            self._last = counters
 
     def series(self, after: float) -> Series:
-        """The samples that ended later."""
+        """Samples that ended later than `after`, in seconds since 1970."""
         samples = [sample for sample in self._samples if sample.times > after]
         columns: dict[str, Any] = {
             name: [getattr(sample, name) for sample in samples] for name in Sample._fields
@@ -83,28 +94,99 @@ class Ring:
         return Series(step_seconds=self.step_seconds, **columns)
 
 
-class Rings:
-    """Every second of ten minutes, and every minute of a day."""
+class TimeSeries:
+    """Samples of every second of ten minutes, and of every minute of a day."""
 
     def __init__(self) -> None:
-        self.seconds, self.minutes = Ring(1.0, SECONDS), Ring(60.0, MINUTES)
+        self.seconds = SampleRing(1.0, SECONDS)
+        self.minutes = SampleRing(60.0, MINUTES)
         self._next = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Whether another second has begun since the last look."""
+        """Return True if a new second has begun since the last update."""
         return now >= self._next
 
-    def see(self, now: float, answered: Answered, totals: Totals) -> None:
-        """Look at the counters."""
+    def update(self, now: float, requests: RequestCounts, totals: Totals) -> None:
+        """Add a reading of the counters."""
         self._next = now // 1.0 + 1.0
-        seen = _Seen(now, answered, totals)
+        counters = _Counters(now, requests, totals)
         for ring in (self.seconds, self.minutes):
-            ring.see(seen)
+            ring.update(counters)
+
+
+class HistoryRecorder:
+    """Recorder of `GET /v2/history`: time series and slow log.
+
+    Args:
+        request_counts: reads the request counters.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        service: MetadataService,
+        request_counts: Callable[[], RequestCounts],
+        clock: Callable[[], float],
+    ) -> None:
+        self._service = service
+        self._request_counts = request_counts
+        self._clock = clock
+        self._series = TimeSeries()
+        self.slow_log = SlowLog()
+        self.started = clock()
+
+    def tick(self) -> None:
+        """Take the samples that are due."""
+        now = self._clock()
+        # Ticks come ten times a second, and more often under load: summing all scopes each time
+        # would be work for nothing.
+        if self._series.is_due(now):
+            self.slow_log.rotate(now)
+            self._series.update(now, self._request_counts(), self._service.totals())
+
+    def add(
+        self,
+        route: str,
+        status: int,
+        seconds: float,
+        request_id: str,
+        body: bytes,
+        content_type: str,
+    ) -> None:
+        """Add a call slower than `slow_log.floor`."""
+        entries, scopes, scope = request_size(body, content_type)
+        call = SlowCall(
+            time=self._clock(),
+            route=route,
+            status=status,
+            seconds=seconds,
+            entries=entries,
+            scopes=scopes,
+            scope=scope,
+            request_id=request_id,
+        )
+        self.slow_log.add(call)
+
+    def history(self, after: float) -> History:
+        """The whole history, with the samples that ended later than `after`."""
+        now = self._clock()
+        return History(
+            instance=self._service.about.instance,
+            started=self.started,
+            now=now,
+            seconds=self._series.seconds.series(after),
+            minutes=self._series.minutes.series(after),
+            slowest=self.slow_log.calls(now),
+            slowest_seconds=SPAN_SECONDS,
+        )
 
 
 def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) -> float | None:
-    """Where that share of a histogram ends: linear within a bucket, and the last finite bound for
-    what is beyond; None if it is empty."""
+    """Estimate a quantile of a histogram; None if it is empty.
+
+    Linear within a bucket, as Prometheus' `histogram_quantile`; the last finite bound for values
+    beyond it.
+    """
     total = by_bucket[-1] if by_bucket else 0
     if not total:
         return None
@@ -116,9 +198,9 @@ def quantile(share: float, bounds: Sequence[float], by_bucket: Sequence[int]) ->
     return begin
 
 
-def _sample(first: _Seen, last: _Seen) -> Sample:
-    before, after = first.answered, last.answered
-    # A bucket that was not there had nothing in it.
+def _sample(first: _Counters, last: _Counters) -> Sample:
+    before, after = first.requests, last.requests
+    # Before the first request there are no buckets.
     counts = [
         count - was
         for count, was in zip(

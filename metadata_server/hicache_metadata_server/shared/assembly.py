@@ -16,7 +16,7 @@ from hicache_metadata_server.storage.store import MemoryStore, StoreError
 if TYPE_CHECKING:
     from hicache_metadata_server import protocol as p
     from hicache_metadata_server.auth.security import Security
-    from hicache_metadata_server.http.asgi import Front
+    from hicache_metadata_server.http.asgi import ProtocolApp
 
 
 def shared_service(
@@ -55,15 +55,14 @@ def shared_service(
 
 def shared_app(
     service: SharedService, *, security: Security | None = None, slow_seconds: float = 0.0
-) -> Front:
-    """Return the application of one of several servers."""
-    # `create_app` wants a store to recover from and to write to. All state is in Redis, so this one
-    # stays empty.
+) -> ProtocolApp:
+    """The application of one server of several."""
+    # No process keeps anything for itself.
     return create_app(
         cast("Any", service),
         MemoryStore(),
         security=security,
-        desk=SharedHandlers(service),
+        handlers=SharedHandlers(service),
         slow_seconds=slow_seconds,
     )
 

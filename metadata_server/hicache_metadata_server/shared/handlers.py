@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 
-from hicache_metadata_server.http.handlers import Desk, Endpoint, Request, Said, Started
+from hicache_metadata_server.http.handlers import (
+    DecodedRequest,
+    Endpoint,
+    Handlers,
+    Response,
+    Result,
+)
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.shared.sglang import SharedSglangCompat
@@ -27,33 +33,35 @@ SCOPES_A_TICK: Final = 32
 _log = structlog.get_logger()
 
 
-class SharedHandlers(Desk):
-    """Handlers that run each request in Redis.
-
-    They have no write-ahead log: a change is as durable as Redis keeps it.
-    """
+class SharedHandlers(Handlers):
+    """Answers requests when Redis has. It has no group_commit: what Redis has answered holds as Redis
+    promises."""
 
     def __init__(self, service: SharedService) -> None:
         self.shared = service
         # The base class is typed for the service in memory; the two have the same methods.
         super().__init__(cast("MetadataService", service), time.time)
 
-    def start(self, request: Request) -> Started | None:
-        """Answer a request that needs no Redis; return None for any other."""
+    def start(self, request: DecodedRequest) -> Result | None:
+        """Nothing is done at once but what needs no Redis."""
         if request.endpoint.name == "/v2":
-            return Started(self._said(self.shared.about, request.content_type), False)
+            return Result(self._response(self.shared.about, request.content_type), False)
         return None
 
-    async def in_turns(self, request: Request) -> Said:
-        """Execute a request.
+    async def run_in_slices(self, request: DecodedRequest) -> Response:
+        """Do what is asked for.
 
         Raises:
             RequestError: it was not executed; of a confirm of SGLang's protocol, the valid part
                 was.
             StoreError: it may have been executed, or not.
         """
-        endpoint, message, caller = request.endpoint, request.message, request.caller
-        key = IdempotencyKey(request.once, request.digest)
+        endpoint, message, key, caller = (
+            request.endpoint,
+            request.message,
+            IdempotencyKey(request.idempotency_key, request.digest),
+            request.caller,
+        )
         if endpoint.names is not None and not caller.sees_all:
             # Another server may have made the scopes since this one read the list, so their tenants
             # are read from Redis.
@@ -62,10 +70,10 @@ class SharedHandlers(Desk):
             answer = await cast("Any", endpoint.do_as)(message, key, caller)
         else:
             answer = await cast("Any", endpoint.do)(message, key)
-        return self._said(answer, request.content_type)
+        return self._response(answer, request.content_type)
 
-    def join(self) -> None:
-        """Return at once: nothing is buffered."""
+    def commit(self) -> None:
+        """Nothing waits to be written."""
 
     async def tick(self, slots: int) -> bool:
         """Run due work of some scopes: the server that served them last may have been killed."""
@@ -79,8 +87,8 @@ class SharedHandlers(Desk):
             elif was and not self.shared.problem:
                 _log.info("store_serving")
 
-    async def look(self) -> None:
-        """Refresh the status of the scopes; keep the last one while Redis does not answer."""
+    async def refresh(self) -> None:
+        """See how the scopes are, or leave what is known while Redis does not answer."""
         with contextlib.suppress(StoreError):
             await self.shared.look()
 
@@ -112,5 +120,5 @@ class SharedHandlers(Desk):
     ) -> p.FsckReport:
         return await fsck(self.shared, request, caller)
 
-    def _compatible_part(self) -> SharedSglangCompat:
+    def _sglang_service(self) -> SharedSglangCompat:
         return SharedSglangCompat(self.shared)

@@ -1,26 +1,43 @@
-"""HTTP as clients may speak it, with a real server: the short way of whole requests, and every
-request that goes uvicorn's."""
+"""HTTP/1.1 with a real server, on the fast path and on plain uvicorn: both answer alike."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import socket
+import sys
 import time
 from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from hicache_metadata_server import server
+from hicache_metadata_server.http import fast_path
 from tests.metadata_server.servers import DURABLE, served
 
 KEYS = json.dumps({"keys": ["a", "b"]}).encode()
 LIMITED = f"env HICACHE_METADATA_BODY_BYTES=65536 {DURABLE}"
+WITHOUT_INTERNALS = """\
+from hicache_metadata_server.http import fast_path
+fast_path.INTERNALS = ((fast_path.HttpToolsProtocol, ("renamed",)),)
+from hicache_storage.cli.main import main
+main()"""
+"""Starts a server as with a uvicorn whose internals have changed."""
 
 
-@pytest.fixture(scope="module")
-def port():
-    with served(LIMITED) as (place, _), closing(connected(urlsplit(place.url).port)) as connection:
-        connection.sendall(request("/0/initialize", b'{"num_pages": 100000}'))
+@pytest.fixture(scope="module", params=["fast path", "plain uvicorn"])
+def port(request):
+    command = LIMITED
+    if request.param == "plain uvicorn":
+        options = DURABLE.partition(" metadata ")[2]
+        command = (
+            f"env HICACHE_METADATA_BODY_BYTES=65536 {sys.executable} "
+            f"-c {shlex.quote(WITHOUT_INTERNALS)} metadata {options}"
+        )
+    with served(command) as (place, _), closing(connected(urlsplit(place.url).port)) as connection:
+        connection.sendall(message("/0/initialize", b'{"num_pages": 100000}'))
         assert answers(connection)[0][0] == 204
         yield urlsplit(place.url).port
 
@@ -31,11 +48,36 @@ def connection(port):
         yield connection
 
 
+def test_the_installed_uvicorn_has_all_internals():
+    assert fast_path.missing_internals() == []
+    assert server._http_protocol() is fast_path.FastPathProtocol
+
+
+def test_plain_uvicorn_where_a_method_is_missing(monkeypatch):
+    monkeypatch.delattr(HttpToolsProtocol, "on_headers_complete")
+    assert fast_path.missing_internals() == ["on_headers_complete"]
+    assert server._http_protocol() == "auto"
+
+
+@pytest.mark.parametrize("number", range(len(fast_path.INTERNALS)))
+def test_plain_uvicorn_where_an_attribute_is_missing(monkeypatch, number):
+    kind, names = fast_path.INTERNALS[number]
+    monkeypatch.setattr(fast_path, "INTERNALS", ((kind, (*names, "renamed")),))
+    assert fast_path.missing_internals() == [f"{kind.__name__}.renamed"]
+    assert server._http_protocol() == "auto"
+
+
+def test_plain_uvicorn_where_the_fast_path_cannot_be_imported(monkeypatch):
+    monkeypatch.delattr("hicache_metadata_server.http.fast_path")
+    monkeypatch.setitem(sys.modules, "hicache_metadata_server.http.fast_path", None)
+    assert server._http_protocol() == "auto"
+
+
 def connected(port):
     return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
-def request(path, body=KEYS, method="POST", version="1.1", **headers):
+def message(path, body=KEYS, method="POST", version="1.1", **headers):
     fields = {
         "Host": "x",
         "Content_Type": "application/json",
@@ -73,14 +115,14 @@ def ended(connection):
 
 def test_one_after_the_other(connection):
     for _ in range(3):
-        connection.sendall(request("/0/exists"))
+        connection.sendall(message("/0/exists"))
         status, headers, body = answers(connection)[0]
         assert (status, headers[b"content-type"]) == (200, b"application/json")
         assert json.loads(body) == {"exists": [False, False]}
 
 
 def test_a_request_in_small_pieces(connection):
-    for byte in request("/0/exists"):
+    for byte in message("/0/exists"):
         connection.sendall(bytes([byte]))
     assert json.loads(answers(connection)[0][2]) == {"exists": [False, False]}
 
@@ -90,9 +132,9 @@ def test_changes_and_questions_at_once_are_answered_in_their_order(connection):
     pairs = [{"keys": [[f"p{i}", ""]]} for i in range(20)]
     sent = b""
     for pair in pairs:
-        sent += request("/0/reserve_and_allocate_page_indices", json.dumps(pair).encode())
-        sent += request("/0/exists", json.dumps({"keys": [pair["keys"][0][0]]}).encode())
-        sent += request("/healthz", b"", "GET")
+        sent += message("/0/reserve_and_allocate_page_indices", json.dumps(pair).encode())
+        sent += message("/0/exists", json.dumps({"keys": [pair["keys"][0][0]]}).encode())
+        sent += message("/healthz", b"", "GET")
     connection.sendall(sent)
     found = answers(connection, 60)
     assert [status for status, _, _ in found] == [200] * 60
@@ -103,13 +145,13 @@ def test_changes_and_questions_at_once_are_answered_in_their_order(connection):
 
 
 def test_chunks(connection):
-    head = request("/0/exists", b"", Content_Length=None, Transfer_Encoding="chunked")
+    head = message("/0/exists", b"", Content_Length=None, Transfer_Encoding="chunked")
     connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(KEYS), KEYS))
     assert json.loads(answers(connection)[0][2]) == {"exists": [False, False]}
 
 
 def test_a_client_that_asks_before_it_sends(connection):
-    whole = request("/0/exists", Expect="100-continue")
+    whole = message("/0/exists", Expect="100-continue")
     connection.sendall(whole[: -len(KEYS)])
     assert connection.recv(1 << 16).startswith(b"HTTP/1.1 100")
     connection.sendall(KEYS)
@@ -118,27 +160,27 @@ def test_a_client_that_asks_before_it_sends(connection):
 
 @pytest.mark.parametrize("said", [{"version": "1.0"}, {"Connection": "close"}])
 def test_the_last_request_of_a_connection(connection, said):
-    connection.sendall(request("/0/exists", **said))
+    connection.sendall(message("/0/exists", **said))
     status, headers, _ = answers(connection)[0]
     assert (status, headers[b"connection"]) == (200, b"close")
     assert ended(connection)
 
 
 def test_escapes_in_a_path(connection):
-    connection.sendall(request("/0/%65xists") + request("/0/exists?x=1"))
+    connection.sendall(message("/0/%65xists") + message("/0/exists?x=1"))
     assert [status for status, _, _ in answers(connection, 2)] == [200, 200]
 
 
 @pytest.mark.parametrize(
     ("sent", "status", "code"),
     [
-        (request("/0/exists", b"{"), 400, "malformed"),
-        (request("/0/exists", b'{"keys": [1]}'), 422, "invalid"),
-        (request("/0/nothing"), 404, "unknown_route"),
-        (request("/7/exists"), 404, "unknown_scope"),
-        (request("/0/exists", method="PUT"), 404, "unknown_route"),
-        (request("/v2/lookup", b"x", Content_Type="text/plain"), 415, "media_type"),
-        (request("/v2/unpin", b'{"pins": []}', Content_Length="9" * 15), 413, "too_large"),
+        (message("/0/exists", b"{"), 400, "malformed"),
+        (message("/0/exists", b'{"keys": [1]}'), 422, "invalid"),
+        (message("/0/nothing"), 404, "unknown_route"),
+        (message("/7/exists"), 404, "unknown_scope"),
+        (message("/0/exists", method="PUT"), 404, "unknown_route"),
+        (message("/v2/lookup", b"x", Content_Type="text/plain"), 415, "media_type"),
+        (message("/v2/unpin", b'{"pins": []}', Content_Length="9" * 15), 413, "too_large"),
     ],
 )
 def test_refusals(connection, sent, status, code):
@@ -148,12 +190,12 @@ def test_refusals(connection, sent, status, code):
     if status == 413:
         assert headers[b"connection"] == b"close"
     else:
-        connection.sendall(request("/0/exists"))
+        connection.sendall(message("/0/exists"))
         assert answers(connection)[0][0] == 200, "the connection goes on"
 
 
 def test_a_body_that_is_too_large(connection):
-    connection.sendall(request("/0/exists", b" " * 65_537))
+    connection.sendall(message("/0/exists", b" " * 65_537))
     status, headers, body = answers(connection)[0]
     assert (status, headers[b"connection"], json.loads(body)["code"]) == (
         413,
@@ -163,14 +205,14 @@ def test_a_body_that_is_too_large(connection):
 
 
 def test_an_answer_without_a_body_says_nothing_of_one(connection):
-    connection.sendall(request("/0/delete_keys") * 2)
+    connection.sendall(message("/0/delete_keys") * 2)
     for status, headers, body in answers(connection, 2):
         assert (status, list(headers), body) == (204, [b"x-request-id"], b"")
 
 
 def test_clients_that_go_away(port):
     """In the middle of a request, and before its answer; others are served."""
-    whole = request("/0/exists")
+    whole = message("/0/exists")
     for size in (10, len(whole) - 5, len(whole)):
         for _ in range(20):
             with closing(connected(port)) as going:
@@ -183,7 +225,7 @@ def test_clients_that_go_away(port):
 def test_a_client_that_does_not_read_holds_up_nobody(port):
     with closing(connected(port)) as greedy:
         greedy.setblocking(False)
-        sent, many = 0, request("/0/exists", json.dumps({"keys": ["a"] * 300}).encode()) * 50
+        sent, many = 0, message("/0/exists", json.dumps({"keys": ["a"] * 300}).encode()) * 50
         until = time.monotonic() + 2
         while sent < 50_000_000 and time.monotonic() < until:
             try:
@@ -191,5 +233,5 @@ def test_a_client_that_does_not_read_holds_up_nobody(port):
             except BlockingIOError:
                 break
         with closing(connected(port)) as other:
-            other.sendall(request("/0/exists"))
+            other.sendall(message("/0/exists"))
             assert answers(other)[0][0] == 200

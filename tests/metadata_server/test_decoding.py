@@ -1,5 +1,5 @@
-"""What it costs to refuse a body: no more than a body of its size may cost, and nobody waits for
-two of them."""
+"""Decoding of bodies: refusing one costs no more than a valid one of its size may, and no request
+waits for two of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.http import decoding as bodies
-from hicache_metadata_server.http.body_size import holds_more_values, max_values
-from hicache_metadata_server.http.decoding import CONTENT_TYPES, Body
+from hicache_metadata_server.http import decoding
+from hicache_metadata_server.http.body_size import exceeds_values, max_values
+from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
 from hicache_metadata_server.protocol import JSON, MSGPACK
 from tests.metadata_server.http_calls import run, running
 
 ENCODE = {JSON: msgspec.json.encode, MSGPACK: msgspec.msgpack.encode}
-LOOKUP = Body(p.Lookup, CONTENT_TYPES)
+LOOKUP = BodyDecoder(p.Lookup, CONTENT_TYPES)
 
 
 def refused(body, content_type, reader=LOOKUP):
@@ -41,12 +41,12 @@ def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(
     )
     calls, convert = [], msgspec.convert
     monkeypatch.setattr(
-        bodies.msgspec,
+        decoding.msgspec,
         "convert",
         lambda *args, **kwargs: calls.append(0) or convert(*args, **kwargs),
     )
     assert refused(body, content_type) == (422, f"scopes[1].keys[{wrong}]")
-    assert len(calls) < 30_000 / bodies.TOGETHER + bodies.TOGETHER + 20
+    assert len(calls) < 30_000 / decoding.GROUP_ENTRIES + decoding.GROUP_ENTRIES + 20
 
 
 @pytest.mark.parametrize("content_type", CONTENT_TYPES)
@@ -54,7 +54,7 @@ def test_a_wrong_entry_of_many_is_named_and_few_are_converted_one_by_one(
     "model", ["", "m" * 513, "two\nlines", "line\n", "\x1b[31mred", "nul\0", "\x9b1m", None, 7]
 )
 def test_the_name_of_a_model_is_one_line(content_type, model):
-    reader = Body(p.Describe, CONTENT_TYPES)
+    reader = BodyDecoder(p.Describe, CONTENT_TYPES)
     assert refused(
         ENCODE[content_type]({"scope": "0:kv", "model": model}), content_type, reader
     ) == (422, "model")
@@ -66,7 +66,7 @@ def test_the_name_of_a_model_is_one_line(content_type, model):
 @pytest.mark.parametrize("entry", ["k", 7, [], {}, None, ["k", ""]])
 def test_what_holds_too_many_values_is_refused_before_any_is_made(monkeypatch, content_type, entry):
     body = ENCODE[content_type]({"scopes": [{"scope": "0:kv", "keys": [entry] * 150_000}]})
-    reader = Body(p.Lookup, CONTENT_TYPES)
+    reader = BodyDecoder(p.Lookup, CONTENT_TYPES)
     monkeypatch.setattr(reader, "_decoders", {})
     assert refused(body, content_type, reader) == (413, "body")
 
@@ -118,11 +118,13 @@ def test_the_largest_requests_within_the_limits_are_read(content_type):
         p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys, generations=numbers)] * scopes),
     ):
         body = ENCODE[content_type](message)
-        assert Body(type(message), CONTENT_TYPES).decode(body, content_type) == message
+        assert BodyDecoder(type(message), CONTENT_TYPES).decode(body, content_type) == message
     pairs = p.SglangReserve(keys=[("k" * 30, "p" * 30)] * count)
-    assert Body(p.SglangReserve, (JSON,)).decode(msgspec.json.encode(pairs), JSON) == pairs
+    assert BodyDecoder(p.SglangReserve, (JSON,)).decode(msgspec.json.encode(pairs), JSON) == pairs
     confirm = p.SglangConfirm(written_keys_to_confirm=[("k" * 30, 2**40)] * count)
-    assert Body(p.SglangConfirm, (JSON,)).decode(msgspec.json.encode(confirm), JSON) == confirm
+    assert (
+        BodyDecoder(p.SglangConfirm, (JSON,)).decode(msgspec.json.encode(confirm), JSON) == confirm
+    )
 
 
 VALUES = st.recursive(
@@ -151,14 +153,14 @@ def counted(value):
 @given(VALUES, st.integers(0, 40))
 def test_values_of_msgpack_are_counted(value, most):
     body = msgspec.msgpack.encode(value)
-    assert holds_more_values(body, MSGPACK, most) == (counted(value) > most)
+    assert exceeds_values(body, MSGPACK, most) == (counted(value) > most)
 
 
 def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
     async def scenario():
         async with running() as caller:
             turns, read_in, ended = 0, [], False
-            decode = Body.decode
+            decode = BodyDecoder.decode
 
             def read(self, body, content_type):
                 read_in.append(turns)
@@ -170,7 +172,7 @@ def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
                     turns += 1
                     await asyncio.sleep(0)
 
-            monkeypatch.setattr(Body, "decode", read)
+            monkeypatch.setattr(BodyDecoder, "decode", read)
             counting = asyncio.create_task(count_turns())
             body = msgspec.json.encode(
                 {"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]}
@@ -188,7 +190,7 @@ def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
     run(scenario())
 
 
-def test_what_is_refused_for_its_size_is_not_read_for_the_slowest_calls(monkeypatch):
+def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log(monkeypatch):
     """Nor for anything else: it is as long to read there."""
 
     async def scenario():
@@ -197,7 +199,7 @@ def test_what_is_refused_for_its_size_is_not_read_for_the_slowest_calls(monkeypa
             monkeypatch.setattr(
                 caller.app.server.recorder,
                 "add",
-                lambda asked, status, seconds, body: seen.append((status, body)),
+                lambda route, status, seconds, request_id, body, kind: seen.append((status, body)),
             )
             body = msgspec.json.encode(
                 {"scopes": [], "keys": ["k"] * (max_values(DEFAULTS) // 2 + 1)}

@@ -1,4 +1,4 @@
-"""The audit log: who has done what; and that nothing a server writes holds a secret."""
+"""Audit log; and no secret in anything that a server writes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_conformance.protocol.http_client import HttpClient
-from hicache_metadata_server.auth.audit_log import BURST, Audit
-from hicache_metadata_server.auth.token_file import PREFIX, changing, new_token, record_of
+from hicache_metadata_server.auth.audit_log import BURST, AuditLog
+from hicache_metadata_server.auth.token_file import PREFIX, edit_token_file, new_token, record_of
 from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import ServerSettings
@@ -78,7 +78,7 @@ def test_who_has_done_what(tmp_path):
 
 def test_many_refusals_are_some_lines_and_a_number(tmp_path):
     now = [0.0]
-    with closing(Audit(tmp_path / "audit", clock=lambda: now[0])) as audit:
+    with closing(AuditLog(tmp_path / "audit", clock=lambda: now[0])) as audit:
         for port in range(1000):
             audit.refused("/v2", 401, "unauthorized", None, f"10.0.0.1:{port}")
         audit.refused("/v2", 401, "unauthorized", None, "10.0.0.2:1")
@@ -110,7 +110,7 @@ def test_what_clients_send_is_bounded(tmp_path):
 
 def test_a_file_is_private_and_survives_its_rotation(tmp_path):
     file = tmp_path / "audit"
-    with closing(Audit(file)) as audit:
+    with closing(AuditLog(file)) as audit:
         audit.write("one")
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         file.rename(tmp_path / "audit.1")
@@ -123,7 +123,7 @@ def test_a_file_is_private_and_survives_its_rotation(tmp_path):
 
 def test_a_line_that_cannot_be_written_is_counted_and_logged(capsys):
     configure_logs("info", "json")
-    with closing(Audit(Path("/dev/full"))) as audit:
+    with closing(AuditLog(Path("/dev/full"))) as audit:
         audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", {})
         assert audit.failures == 1
     told = capsys.readouterr().err
@@ -133,7 +133,7 @@ def test_a_line_that_cannot_be_written_is_counted_and_logged(capsys):
 
 def test_without_a_file_all_goes_to_the_log(capsys):
     configure_logs("info", "json")
-    with closing(Audit()) as audit:
+    with closing(AuditLog()) as audit:
         audit.request("/v2/drain", 200, Caller("operator"), "10.0.0.1:1", {"enabled": True})
         audit.refused("/v2", 401, "unauthorized", None, "10.0.0.1:1")
         audit.write("reload", what="tokens", result="done", reason="")
@@ -190,7 +190,7 @@ class Given:
             *self.by_name.values(),
             *[line for line in key.read_text().splitlines() if "-----" not in line],
         ]
-        with changing(self.tokens) as records:
+        with edit_token_file(self.tokens) as records:
             for name in ("read", "write", "admin"):
                 records[name] = record_of(self.by_name[name], name, name=name)
             records["acme"] = record_of(self.by_name["acme"], "admin", name="acme", tenant="acme")
@@ -288,7 +288,7 @@ def spoil(given):
     ):
         until_audited(given, partial(given.tokens.write_text, bad), "failed")
     given.tokens.write_bytes(good)
-    with changing(given.tokens) as records:
+    with edit_token_file(given.tokens) as records:
         records["later"] = record_of(given.by_name["later"], "write", name="later")
     until_audited(given, lambda: os.kill(given.place._process.pid, signal.SIGHUP), "done")
 

@@ -1,4 +1,4 @@
-"""The page as people use it: a real browser, a real server."""
+"""Status page in a real browser, with a real server."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ LISTED = {
 }
 
 
-class Said(BaseHTTPRequestHandler):
+class CannedAnswers(BaseHTTPRequestHandler):
     """A server that says what a test puts into its mouth, and serves the page."""
 
     assets = read_assets()
@@ -508,7 +508,7 @@ class Said(BaseHTTPRequestHandler):
 
 @contextmanager
 def saying(answers):
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Said, answers)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(CannedAnswers, answers)) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""What a server tells about its past: samples of its counters, and its slowest calls."""
+"""History of a server: time series of its counters, and the slow log."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.scope import Totals
-from hicache_metadata_server.http.slow_log import KEPT, Slowest, named
-from hicache_metadata_server.http.timeseries import MINUTES, SECONDS, Answered, Rings, quantile
+from hicache_metadata_server.http.slow_log import KEPT, SlowLog, request_size
+from hicache_metadata_server.http.timeseries import (
+    MINUTES,
+    SECONDS,
+    RequestCounts,
+    TimeSeries,
+    quantile,
+)
 from hicache_metadata_server.protocol.history import History, SlowCall
 from tests.metadata_server.http_calls import run, running
 
@@ -21,66 +27,70 @@ SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
 BOUNDS = (0.001, 0.01, math.inf)
 
 
-def answered(requests, refused=0, failed=0, by_bucket=None):
-    return Answered(requests, refused, failed, BOUNDS, by_bucket or (requests, requests, requests))
+def request_counts(requests, refused=0, failed=0, by_bucket=None):
+    return RequestCounts(
+        requests, refused, failed, BOUNDS, by_bucket or (requests, requests, requests)
+    )
 
 
-class Looked:
-    """Rings that looked at counters, each look as `(time, requests)`."""
+class Sampled:
+    """Time series that was given counters, each time as `(time, requests)`."""
 
-    def __init__(self, *looks):
-        self.rings = Rings()
-        for time, requests in looks:
-            assert self.rings.is_due(time)
-            self.rings.see(time, answered(requests), Totals(live=requests))
+    def __init__(self, *readings):
+        self.series = TimeSeries()
+        for time, requests in readings:
+            assert self.series.is_due(time)
+            self.series.update(time, request_counts(requests), Totals(live=requests))
 
 
-def test_a_sample_counts_what_came_between_two_looks():
-    rings = Rings()
-    rings.see(
+def test_a_sample_counts_the_requests_between_two_readings():
+    series = TimeSeries()
+    series.update(
         100.0,
-        answered(10, 1, 1, (6, 9, 10)),
+        request_counts(10, 1, 1, (6, 9, 10)),
         Totals(live=5, free=3, hits=100, misses=50, evicted=7),
     )
-    rings.see(
+    series.update(
         101.5,
-        answered(30, 4, 2, (6, 29, 30)),
+        request_counts(30, 4, 2, (6, 29, 30)),
         Totals(live=6, leased=1, quarantined=1, hits=130, misses=60, evicted=9),
     )
-    told = rings.seconds.series(0.0)
-    assert (told.times, told.spans) == ([101.5], [1.5])
-    assert (told.requests, told.refused, told.failed) == ([20], [3], [1])
-    assert (told.hits, told.misses, told.evicted) == ([30], [10], [2])
-    assert (told.live, told.leased, told.quarantined, told.free) == ([6], [1], [1], [0])
+    found = series.seconds.series(0.0)
+    assert (found.times, found.spans) == ([101.5], [1.5])
+    assert (found.requests, found.refused, found.failed) == ([20], [3], [1])
+    assert (found.hits, found.misses, found.evicted) == ([30], [10], [2])
+    assert (found.live, found.leased, found.quarantined, found.free) == ([6], [1], [1], [0])
     # All 20 lie between 1 and 10 ms.
-    assert told.median_seconds == [pytest.approx(0.0055)]
-    assert told.p99_seconds == [pytest.approx(0.00991)]
+    assert found.median_seconds == [pytest.approx(0.0055)]
+    assert found.p99_seconds == [pytest.approx(0.00991)]
 
 
-def test_seconds_begin_on_whole_ones_however_late_the_looks_are():
-    looked = Looked((10.04, 0), (11.09, 1), (12.0, 3), (13.07, 6), (16.5, 10))
-    told = looked.rings.seconds.series(0.0)
-    assert told.requests == [1, 2, 3, 4]
-    assert told.times == [11.09, 12.0, 13.07, 16.5]
-    assert not looked.rings.is_due(16.99)
-    assert looked.rings.is_due(17.0)
+def test_seconds_begin_on_whole_ones_however_late_the_readings_are():
+    sampled = Sampled((10.04, 0), (11.09, 1), (12.0, 3), (13.07, 6), (16.5, 10))
+    found = sampled.series.seconds.series(0.0)
+    assert found.requests == [1, 2, 3, 4]
+    assert found.times == [11.09, 12.0, 13.07, 16.5]
+    assert not sampled.series.is_due(16.99)
+    assert sampled.series.is_due(17.0)
 
 
 def test_a_quiet_second_has_no_times_to_answer():
-    told = Looked((1.0, 5), (2.0, 5)).rings.seconds.series(0.0)
-    assert (told.requests, told.median_seconds, told.p99_seconds) == ([0], [None], [None])
+    found = Sampled((1.0, 5), (2.0, 5)).series.seconds.series(0.0)
+    assert (found.requests, found.median_seconds, found.p99_seconds) == ([0], [None], [None])
 
 
 def test_the_first_answers_fill_buckets_that_were_not_there():
-    rings = Rings()
-    rings.see(1.0, Answered(0, 0, 0, (), ()), Totals())
-    rings.see(2.0, answered(4), Totals())
-    assert rings.seconds.series(0.0).median_seconds == [0.0005]
+    series = TimeSeries()
+    series.update(1.0, RequestCounts(0, 0, 0, (), ()), Totals())
+    series.update(2.0, request_counts(4), Totals())
+    assert series.seconds.series(0.0).median_seconds == [0.0005]
 
 
 def test_rings_keep_ten_minutes_and_a_day():
-    looked = Looked(*((float(second), second) for second in range(60 * (MINUTES + 3))))
-    seconds, minutes = (ring.series(0.0) for ring in (looked.rings.seconds, looked.rings.minutes))
+    sampled = Sampled(*((float(second), second) for second in range(60 * (MINUTES + 3))))
+    seconds, minutes = (
+        ring.series(0.0) for ring in (sampled.series.seconds, sampled.series.minutes)
+    )
     last = float(60 * (MINUTES + 3) - 1)
     assert len(seconds.times) == SECONDS
     assert seconds.times[-1] == last
@@ -88,8 +98,8 @@ def test_rings_keep_ten_minutes_and_a_day():
     assert len(minutes.times) == MINUTES
     assert set(minutes.requests) == {60}
     assert minutes.times[-1] == 60.0 * (MINUTES + 2)
-    assert looked.rings.seconds.series(last - 1).times == [last]
-    assert looked.rings.minutes.series(last).times == []
+    assert sampled.series.seconds.series(last - 1).times == [last]
+    assert sampled.series.minutes.series(last).times == []
 
 
 @given(st.lists(st.floats(0.0, 20.0), min_size=1, max_size=200), st.floats(0.01, 1.0))
@@ -99,7 +109,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_exact_one(values, share):
     exact = sorted(values)[math.ceil(share * len(values)) - 1]
     end = next(bound for bound in bounds if exact <= bound)
     begin = max((bound for bound in (0.0, *bounds) if bound < end), default=0.0)
-    # What is beyond the last bound is told as that bound.
+    # What is beyond the last bound is found as that bound.
     assert begin <= found <= (end if end < math.inf else begin) + 1e-9
 
 
@@ -107,36 +117,36 @@ def call(seconds, time=0.0, route="/v2"):
     return SlowCall(time=time, route=route, status=200, seconds=seconds, entries=0, scopes=0)
 
 
-def offer(slowest, seconds, time):
-    """As a front does it: what is not slower than the floor is not shown."""
-    if seconds > slowest.floor:
-        slowest.add(call(seconds, time))
+def offer(slow_log, seconds, time):
+    """As the application does it: calls that are not slower than the floor are not added."""
+    if seconds > slow_log.floor:
+        slow_log.add(call(seconds, time))
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 50)), max_size=400))
 def test_the_slowest_of_the_last_hour_are_those_of_all_calls(calls):
-    slowest, now = Slowest(), 0.0
+    slow_log, now = SlowLog(), 0.0
     made = []
     for minutes, milliseconds in calls:
         now += minutes if minutes > 60 else minutes / 10
-        slowest.turn(60 * now)
-        offer(slowest, milliseconds / 1000, 60 * now)
+        slow_log.rotate(60 * now)
+        offer(slow_log, milliseconds / 1000, 60 * now)
         made.append((milliseconds / 1000, 60 * now))
-    told = slowest.told(60 * now)
+    found = slow_log.calls(60 * now)
     # An hour back to the beginning of its minute at most.
     recent = sorted((seconds for seconds, time in made if time > 60 * now - 3600), reverse=True)
-    assert [found.seconds for found in told] == recent[:KEPT]
-    assert all(60 * now - 3600 < found.time <= 60 * now for found in told)
+    assert [call.seconds for call in found] == recent[:KEPT]
+    assert all(60 * now - 3600 < call.time <= 60 * now for call in found)
 
 
 def test_no_more_is_kept_than_the_slowest_of_each_minute():
-    slowest = Slowest()
+    slow_log = SlowLog()
     for minute in range(100):
-        slowest.turn(60.0 * minute)
+        slow_log.rotate(60.0 * minute)
         for number in range(3 * KEPT):
-            offer(slowest, 0.001 * number, 60.0 * minute)
-    assert slowest.floor == pytest.approx(0.001 * 2 * KEPT)
-    assert len(slowest._heap) + sum(map(len, slowest._earlier)) <= 61 * KEPT
+            offer(slow_log, 0.001 * number, 60.0 * minute)
+    assert slow_log.floor == pytest.approx(0.001 * 2 * KEPT)
+    assert len(slow_log._heap) + sum(map(len, slow_log._earlier)) <= 61 * KEPT
 
 
 @pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
@@ -156,7 +166,7 @@ def test_what_a_request_names(content_type):
             (3, 0, ""),
         ),
     ):
-        assert named(p.encode(request, content_type), content_type) == expected, request
+        assert request_size(p.encode(request, content_type), content_type) == expected, request
 
 
 @pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
@@ -166,14 +176,14 @@ def test_of_a_name_that_no_scope_can_have_only_the_beginning_is_kept(content_typ
         p.Inspect(scope=longest + "x" * 10**6),
         p.Clear(scopes=[longest + "x" * 10**6]),
     ):
-        assert named(p.encode(request, content_type), content_type).scope == longest
+        assert request_size(p.encode(request, content_type), content_type).scope == longest
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}']
 )
 def test_a_body_that_cannot_be_read_names_nothing(body):
-    assert named(body, p.JSON) == named(body, p.MSGPACK) == (0, 0, "")
+    assert request_size(body, p.JSON) == request_size(body, p.MSGPACK) == (0, 0, "")
 
 
 class Clock:
@@ -184,7 +194,7 @@ class Clock:
         return self.now
 
 
-async def told(caller, query="", **options):
+async def fetch_history(caller, query="", **options):
     reply = await caller.send("GET", "/v2/history", query=query, **options)
     assert reply.status == 200
     kind = options.get("content_type", p.JSON)
@@ -210,7 +220,7 @@ def test_the_server_tells_its_past():
             recorder.tick()
             clock.now += 0.5
             about = (await caller.send("GET", "/v2")).json
-            found = await told(caller)
+            found = await fetch_history(caller)
             assert (found.instance, found.started, found.now) == (
                 about["instance"],
                 1_000_000.0,
@@ -231,8 +241,8 @@ def test_the_server_tells_its_past():
             )
             assert 0 < seconds.median_seconds[0] <= seconds.p99_seconds[0]
             assert found.minutes.times == []
-            assert (await told(caller, "after=1000001")).seconds.times == []
-            assert (await told(caller, content_type=p.MSGPACK)).seconds == seconds
+            assert (await fetch_history(caller, "after=1000001")).seconds.times == []
+            assert (await fetch_history(caller, content_type=p.MSGPACK)).seconds == seconds
             slow = {call.route: call for call in found.slowest if call.status == 200}
             assert set(slow) == {"/v2/initialize", "/v2/reserve", "/v2/commit", "/v2/lookup", "/v2"}
             asked = slow["/v2/lookup"]
@@ -268,7 +278,7 @@ def test_the_clock_ticks_while_the_server_runs():
         import asyncio
 
         async with running() as caller:
-            while not (await told(caller)).seconds.times:
+            while not (await fetch_history(caller)).seconds.times:
                 await asyncio.sleep(0.05)
 
     run(scenario())
@@ -341,7 +351,7 @@ def test_the_page_is_sent_once():
 
 
 def test_messages_survive_both_forms():
-    empty = Rings().seconds.series(0.0)
+    empty = TimeSeries().seconds.series(0.0)
     history = History(
         instance="i",
         started=1.0,

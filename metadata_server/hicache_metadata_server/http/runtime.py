@@ -1,0 +1,115 @@
+"""Parts of one running server, and its lifespan: the work beside the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.http.handlers import Handlers
+from hicache_metadata_server.http.metrics import Metrics
+from hicache_metadata_server.http.request_log import RequestLog
+from hicache_metadata_server.http.timeseries import HistoryRecorder
+from hicache_metadata_server.storage.group_commit import GroupCommit
+from hicache_metadata_server.storage.store import StoreError
+from hicache_storage.observability import tracing
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable
+
+    from fastapi import FastAPI
+
+    from hicache_metadata_server.auth.security import Security
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.storage.store import MetadataStore
+
+TICK_SECONDS: Final = 0.1
+"""Interval of the timers; a lease or quarantine ends at most this much late."""
+BUSY_TICK_SECONDS: Final = 0.002
+"""Interval while more slots are due than one tick handles."""
+TICK_SLOTS: Final = 1024
+
+_log = structlog.get_logger()
+
+
+class ServerRuntime:
+    """A service with its store, metrics, handlers and logs."""
+
+    def __init__(
+        self,
+        service: MetadataService,
+        store: MetadataStore,
+        security: Security,
+        clock: Callable[[], float],
+        handlers: Handlers | None = None,
+        slow_seconds: float = 0.0,
+    ) -> None:
+        self.service = service
+        self.store = store
+        self.clock = clock
+        self.metrics = Metrics(service, self.problem)
+        self.recorder = HistoryRecorder(service, self.metrics.request_counts, clock)
+        self.security = self.metrics.security = security
+        self.metrics.store_sizes = store.sizes
+        self.handlers = handlers or Handlers(service, clock)
+        # Handlers of a shared store have no group commit, whose error the metrics would show.
+        if handlers is not None:
+            self.metrics.store_problem = handlers.store_problem
+        spans = tracing.spans()
+        # None where it has nothing to do: then a request pays for one comparison only.
+        self.request_log = (
+            RequestLog(self.metrics, slow_seconds, spans)
+            if slow_seconds or spans is not None
+            else None
+        )
+
+    @contextlib.asynccontextmanager
+    async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
+        """Lifespan of the application: starts the group commit and the timers, and ends them."""
+        # Here and not in `__init__`: both need the running event loop.
+        if self.store.durability is not p.StoreDurability.NONE:
+            self.handlers.group_commit = self.metrics.group_commit = GroupCommit(
+                self.service, self.store, self.clock
+            )
+        ticking = asyncio.create_task(self._tick())
+        try:
+            yield
+        finally:
+            # Timers first, because they make changes; then the commit of the last changes; then the
+            # store, which that commit needs.
+            ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            await self.handlers.close()
+            await asyncio.to_thread(self.store.close)
+            if (spans := tracing.spans()) is not None:
+                await asyncio.to_thread(spans.flush)
+            _log.info("stopped", scopes=len(self.service.scopes))
+
+    def problem(self) -> str:
+        """Reason why the server is not ready, or ""."""
+        return self.handlers.problem()
+
+    async def _tick(self) -> None:
+        while True:
+            try:
+                self.security.file_watcher.poll()
+                more = await self.handlers.tick(TICK_SLOTS)
+            except StoreError:
+                # Not logged ten times a second: the group commit has logged it, and `/readyz` and the
+                # metrics show it for as long as it lasts.
+                more = False
+            except Exception:  # noqa: BLE001 - without timers no lease would ever expire
+                _log.exception("tick_failed")
+                more = False
+            self._record()
+            await asyncio.sleep(BUSY_TICK_SECONDS if more else TICK_SECONDS)
+
+    def _record(self) -> None:
+        try:
+            self.recorder.tick()
+        except Exception:  # noqa: BLE001 - as above
+            _log.exception("record_failed")
