@@ -22,7 +22,7 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import misspelt
-from hicache_metadata_server.shared.address import is_shared, redacted
+from hicache_metadata_server.storage.address import is_shared, redacted
 from hicache_metadata_server.storage.factory import MEMORY, check_store, open_store
 from hicache_storage.observability import tracing
 

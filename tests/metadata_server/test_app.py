@@ -13,6 +13,7 @@ import pytest
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.codec import slots_of
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.dashboard.assets import read_assets
@@ -21,7 +22,6 @@ from hicache_metadata_server.protocol import MSGPACK, ROUTES, Token
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.http_calls import SlowStore, run, running
 
 ADDRESS = re.compile(rb"""\w+://[^\s"'<>)]+|(?<=["'(=])//\w[^\s"'<>)]*""")

@@ -23,7 +23,7 @@ from grafana_foundation_sdk.models import prometheus, timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared.address import parse_address
+from hicache_metadata_server.storage.address import parse_address
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 

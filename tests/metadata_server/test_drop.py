@@ -13,13 +13,12 @@ from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.tools.doctor import DoctorTarget, Status
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 from tests.metadata_server.http_calls import SlowStore, run, running, running_shared

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import runtime
 from hicache_metadata_server.protocol import StoreDurability
@@ -25,7 +26,6 @@ from hicache_metadata_server.shared import handlers as shared_handlers
 from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit, sqlite
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.full_disks import small_disk
 from tests.metadata_server.http_calls import Caller, run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server

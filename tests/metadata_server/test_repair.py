@@ -17,13 +17,13 @@ from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, Slo
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker, sampled
-from hicache_metadata_server.backup.parts import Pages
 from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.changes import Changes
 from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
 from hicache_metadata_server.core.restore import SlotRow
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE, QUARANTINED
+from hicache_metadata_server.core.snapshot_parts import Pages
 from hicache_metadata_server.storage.factory import open_store
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.redis_servers import redis_cluster, redis_server

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.main import app
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.shared.address import redacted
 from hicache_metadata_server.shared.assembly import check_store, open_connection
 from hicache_metadata_server.shared.catalog import MICROSECONDS
 from hicache_metadata_server.shared.connection import RedisConnection
@@ -22,7 +22,7 @@ from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.preflight import kept_by
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.storage.address import redacted
 from tests.metadata_server.http_calls import run, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 

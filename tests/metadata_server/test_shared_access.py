@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.backup import _without_credentials
-from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.tenants import Caller
-from hicache_metadata_server.shared.address import AddressKind, TlsFiles, parse_address, redacted
 from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.scripts import IdempotencyKey
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.storage.address import AddressKind, TlsFiles, parse_address, redacted
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_cluster, redis_server

@@ -18,7 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared import preflight
 from hicache_metadata_server.shared.assembly import check_store
@@ -27,7 +27,6 @@ from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.redis_clients import _Sentinels
 from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import StoreError
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain

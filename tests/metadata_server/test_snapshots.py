@@ -21,17 +21,16 @@ from hicache_metadata_server.backup.backup_file import BackupFile, write_backup
 from hicache_metadata_server.backup.filters import LEAP, restored, verifiable
 from hicache_metadata_server.backup.frames import BackupHeader
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
-from hicache_metadata_server.backup.parts import Pages, SnapshotError, Tally
 from hicache_metadata_server.backup.remote import RemoteSource
 from hicache_metadata_server.backup.target import fill, open_target
 from hicache_metadata_server.cli.main import app
-from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.errors import RequestError, SnapshotError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.slot_table import LEASED
+from hicache_metadata_server.core.snapshot_parts import Pages, Tally
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.store import StoreError
 from tests.metadata_server.histories import problems_of
 from tests.metadata_server.http_calls import run, running
 from tests.metadata_server.servers import DURABLE, served

@@ -10,10 +10,11 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
-from hicache_metadata_server.backup.parts import Pages, SnapshotError
 from hicache_metadata_server.backup.redis import SharedStoreClient
 from hicache_metadata_server.backup.target import fill, open_target
+from hicache_metadata_server.core.errors import SnapshotError
 from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.snapshot_parts import Pages
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.test_snapshots import Engine, address, hicache, live, write
 

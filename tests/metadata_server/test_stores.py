@@ -12,13 +12,13 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.slot_table import LIVE
 from hicache_metadata_server.storage import compaction, replay, sqlite, wal
 from hicache_metadata_server.storage.blocks import SlotBlock
 from hicache_metadata_server.storage.factory import open_store
-from hicache_metadata_server.storage.store import StoreError
 
 NOW = 1_700_000_000.0
 STRANGE = [

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage import sqlite
 from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
-from hicache_metadata_server.storage.store import StoreError
 
 BEFORE = Path(__file__).with_name("data") / "store-schema-4.tar.gz"
 NOW = 1_700_000_000.0

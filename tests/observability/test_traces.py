@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from hicache_conformance.protocol.server import Served
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.core.errors import StoreError
 from hicache_storage.layers import BreakerState, CircuitBreakerLayer, StorageOptions, wrap
 from hicache_storage.layers.tracing import TracingLayer
 from hicache_storage.observability import tracing

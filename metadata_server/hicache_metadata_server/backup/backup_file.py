@@ -17,14 +17,15 @@ from hicache_metadata_server.backup.frames import (
     FrameWriter,
     part_of,
 )
-from hicache_metadata_server.backup.parts import Counters, SnapshotError, Tally
+from hicache_metadata_server.core.errors import SnapshotError
+from hicache_metadata_server.core.snapshot_parts import Counters, Tally
 from hicache_metadata_server.storage.fsync import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
     from pathlib import Path
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 MAGIC: Final = b"HiCache metadata snapshot 1\n"
 MODE: Final = 0o600

@@ -11,20 +11,15 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hicache_metadata_server.backup.page_checks import defects_of
-from hicache_metadata_server.backup.parts import (
-    Counters,
-    EmptySlots,
-    Pages,
-    ScopeHeader,
-    SnapshotError,
-)
+from hicache_metadata_server.core.errors import SnapshotError
+from hicache_metadata_server.core.snapshot_parts import Counters, EmptySlots, Pages, ScopeHeader
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Collection, Container, Iterable, Iterator
 
     from hicache_metadata_server.backup.page_checks import PageChecker
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 LEAP: Final = 1 << 40
 """Gap behind the counters of a backup: more numbers than a server can have given since."""

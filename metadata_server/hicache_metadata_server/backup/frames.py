@@ -8,18 +8,13 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import msgspec
 import xxhash
 
-from hicache_metadata_server.backup.parts import (
-    Counters,
-    EmptySlots,
-    Pages,
-    ScopeHeader,
-    SnapshotError,
-)
+from hicache_metadata_server.core.errors import SnapshotError
+from hicache_metadata_server.core.snapshot_parts import Counters, EmptySlots, Pages, ScopeHeader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 _HEAD: Final = struct.Struct("<QQ")
 """Head of a record: bytes of the payload, and the checksum of its number and payload.

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from hicache_metadata_server.backup.parts import ScopeHeader
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.export import CHUNK_SLOTS, export_slots
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.core.snapshot_parts import ScopeHeader
 from hicache_metadata_server.storage.factory import MEMORY, SQLITE, open_store
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 
 @contextmanager

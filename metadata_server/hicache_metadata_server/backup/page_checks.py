@@ -11,15 +11,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from hicache_metadata_server.backup.parts import Pages, ScopeHeader, joined
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.snapshot_parts import Pages, ScopeHeader, joined
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
     from hicache_metadata_server.protocol import ScopeGeometry
 
 PROVIDER: Final = "hicache_backends.hf3fs.fsck"

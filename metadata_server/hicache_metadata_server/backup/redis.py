@@ -11,15 +11,10 @@ import time
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.parts import (
-    EmptySlots,
-    Pages,
-    ScopeHeader,
-    SnapshotError,
-    Tally,
-)
+from hicache_metadata_server.core.errors import SnapshotError
 from hicache_metadata_server.core.export import CHUNK_SLOTS
 from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.snapshot_parts import EmptySlots, Pages, ScopeHeader, Tally
 from hicache_metadata_server.core.tenants import Caller
 from hicache_metadata_server.shared.assembly import open_connection
 from hicache_metadata_server.shared.catalog import ScriptTask
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
     from types import TracebackType
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 T = TypeVar("T")
 A = TypeVar("A", bound=p.Answer)

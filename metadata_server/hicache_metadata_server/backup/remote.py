@@ -14,17 +14,12 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, BinaryIO, Protocol, Self, TypeVar, cast
 
-from hicache_metadata_server.backup.export_messages import chunk_digest, parts_of
 from hicache_metadata_server.backup.filters import emptied
 from hicache_metadata_server.backup.frames import FrameReader, FrameWriter
-from hicache_metadata_server.backup.parts import (
-    Counters,
-    EmptySlots,
-    Pages,
-    ScopeHeader,
-    SnapshotError,
-)
+from hicache_metadata_server.core.errors import SnapshotError
 from hicache_metadata_server.core.export import CHUNK_SLOTS
+from hicache_metadata_server.core.export_messages import chunk_digest, parts_of
+from hicache_metadata_server.core.snapshot_parts import Counters, EmptySlots, Pages, ScopeHeader
 from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry, Scopes
 
 if TYPE_CHECKING:
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
     from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
 
 A = TypeVar("A", bound="Answer")

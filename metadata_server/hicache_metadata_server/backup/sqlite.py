@@ -10,28 +10,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
-from hicache_metadata_server.backup.parts import (
+from hicache_metadata_server.core.changes import Changes, ScopeRecord
+from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
+from hicache_metadata_server.core.errors import SnapshotError, StoreError
+from hicache_metadata_server.core.invariants import audit
+from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
+from hicache_metadata_server.core.snapshot_parts import (
     Counters,
     EmptySlots,
     Pages,
     ScopeHeader,
-    SnapshotError,
     Tally,
 )
-from hicache_metadata_server.core.changes import Changes, ScopeRecord
-from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
-from hicache_metadata_server.core.invariants import audit
-from hicache_metadata_server.core.slot_table import FREE, LIVE, QUARANTINED
 from hicache_metadata_server.storage.factory import SQLITE
 from hicache_metadata_server.storage.fsync import sync_directory
 from hicache_metadata_server.storage.schema import APPLICATION
 from hicache_metadata_server.storage.sqlite import SqliteStore, StoreLock
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 INCOMING: Final = ".incoming"
 REPLACED: Final = ".replaced"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_metadata_server.backup.parts import SnapshotError, Tally
+from hicache_metadata_server.core.errors import SnapshotError
+from hicache_metadata_server.core.snapshot_parts import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_metadata_server.backup.parts import SnapshotPart
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 
 class SnapshotTarget(Protocol):
@@ -56,7 +57,7 @@ def open_target(url: str, *, replace: bool) -> SnapshotTarget:
         SnapshotError: the store holds scopes, and `replace` is false.
     """
     # Imported here: each kind of store needs its own library.
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
     from hicache_metadata_server.storage.factory import SQLITE
 
     if url.startswith(SQLITE) and len(url) > len(SQLITE):

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from hicache_metadata_server.backup.page_checks import PageChecker
-    from hicache_metadata_server.backup.parts import SnapshotPart, Tally
     from hicache_metadata_server.backup.redis import SharedStoreClient
     from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
     from hicache_metadata_server.cli.admin_client import AdminClient
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart, Tally
 
 HTTP: Final = ("http://", "https://")
 POLL_SECONDS: Final = 0.2
@@ -97,7 +97,7 @@ def copy(
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
 
     names, dropped = set(without or ()), Counter[str]()
     with (
@@ -149,7 +149,7 @@ def backup(
     """
     from hicache_metadata_server.backup.backup_file import write_backup
     from hicache_metadata_server.backup.frames import BackupHeader
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
 
     with exit_on_error(), ExitStack() as stack:
         if file.exists() and not replace:
@@ -233,7 +233,7 @@ def _checker(files: Path) -> PageChecker:
 @contextmanager
 def _stored(url: str, max_lease_seconds: float) -> Generator[Iterable[SnapshotPart]]:
     from hicache_metadata_server.backup.offline import opened_store, snapshot_of
-    from hicache_metadata_server.backup.parts import SnapshotError
+    from hicache_metadata_server.core.errors import SnapshotError
 
     with opened_store(url, max_lease_seconds) as service:
         problems = service.recovery_problems
@@ -282,7 +282,7 @@ def _draining(remote: AdminClient, wait: float) -> Generator[None]:
 
 
 def _check_unchanged(source: RemoteSource) -> None:
-    from hicache_metadata_server.backup.parts import SnapshotError
+    from hicache_metadata_server.core.errors import SnapshotError
 
     changed = source.changed()
     if changed:
@@ -310,7 +310,7 @@ def _print_dropped(dropped: Counter[str]) -> None:
 
 def _without_credentials(address: str) -> str:
     """Return an address without user and password, which a backup file must not contain."""
-    from hicache_metadata_server.shared.address import is_shared, redacted
+    from hicache_metadata_server.storage.address import is_shared, redacted
 
     if is_shared(address):
         return redacted(address).replace("***@", "", 1)

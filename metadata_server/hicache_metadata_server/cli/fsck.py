@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from hicache_metadata_server.backup.page_checks import PageChecker, PageCheckReport, PageDefect
-    from hicache_metadata_server.backup.parts import SnapshotPart
     from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
 Files = Annotated[
     Path | None,
@@ -65,7 +65,7 @@ def fsck_with_files(
     repair: bool,
 ) -> int:
     """Check a store that no server has open, or the server at `url`; return the exit status."""
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
 
     # A repair rewrites the whole store, which needs it to be locked; Redis has no lock for that.
     if is_shared(store):
@@ -161,9 +161,9 @@ def _rewrite(
 ) -> None:
     from hicache_metadata_server.backup.filters import without
     from hicache_metadata_server.backup.offline import snapshot_of
-    from hicache_metadata_server.backup.parts import SnapshotError
     from hicache_metadata_server.backup.sqlite import StoreStamp
     from hicache_metadata_server.backup.target import fill, open_target
+    from hicache_metadata_server.core.errors import SnapshotError
 
     going = {(defect.scope, defect.slot) for defect in defects}
     with closing(open_target(store, replace=True)) as target:
@@ -182,7 +182,7 @@ def _is_still_wrong(remote: AdminClient, defect: PageDefect, checker: PageChecke
     The question comes after the read: a page that is live now was live when its bytes were read.
     """
     from hicache_metadata_server.backup.page_checks import defects_of
-    from hicache_metadata_server.backup.parts import Pages
+    from hicache_metadata_server.core.snapshot_parts import Pages
     from hicache_metadata_server.protocol import Inspect, Inspected, SlotState
 
     [now] = remote.call(

@@ -156,7 +156,7 @@ def serve(
         from hicache_metadata_server.settings import ServerSettings
     except ImportError as error:
         fail(f"the server needs more packages: pip install 'hicache-storage[server]' ({error})")
-    from hicache_metadata_server.storage.store import StoreError
+    from hicache_metadata_server.core.errors import StoreError
 
     try:
         settings = ServerSettings(
@@ -417,7 +417,7 @@ def _wait_until_ready(remote: AdminClient, until: float) -> None:
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.core.sglang_import import import_scopes
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
 
     if is_shared(store):
         from hicache_metadata_server.shared.offline import import_into_store
@@ -431,7 +431,7 @@ def _import(store: str, scopes: Any, tenant: str) -> None:
 
 def _fsck_store(store: str, request: Any) -> Any:
     from hicache_metadata_server.protocol import FsckReport
-    from hicache_metadata_server.shared.address import is_shared
+    from hicache_metadata_server.storage.address import is_shared
 
     if is_shared(store):
         from hicache_metadata_server.shared.offline import fsck_store
@@ -450,9 +450,9 @@ def _fsck_store(store: str, request: Any) -> Any:
 @contextmanager
 def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     """Return the service that a store recovers to, and the function that writes its changes."""
+    from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.factory import MEMORY, open_store
-    from hicache_metadata_server.storage.store import StoreError
 
     if store == MEMORY:
         raise StoreError(

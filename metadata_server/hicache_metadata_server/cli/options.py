@@ -76,8 +76,7 @@ def open_client(
 def exit_on_error() -> Generator[None]:
     """End the command with a message, instead of a traceback, on an expected error."""
     from hicache_metadata_server.cli.admin_client import RemoteError
-    from hicache_metadata_server.core.errors import RequestError
-    from hicache_metadata_server.storage.store import StoreError
+    from hicache_metadata_server.core.errors import RequestError, StoreError
 
     try:
         yield

@@ -72,3 +72,11 @@ def key_reused() -> RequestError:
 def draining() -> RequestError:
     """A reserve that is refused while the server drains."""
     return RequestError(503, "draining", "this server gives no new leases while it drains")
+
+
+class StoreError(Exception):
+    """The store cannot be opened, read or written."""
+
+
+class SnapshotError(StoreError):
+    """A snapshot cannot be taken, read or loaded."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from hicache_metadata_server.backup.parts import EmptySlots, Pages
 from hicache_metadata_server.core.slot_table import FREE, LEASED, LIVE
+from hicache_metadata_server.core.snapshot_parts import EmptySlots, Pages
 
 if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope

@@ -15,7 +15,7 @@ import structlog
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.audit_log import AuditEntry, audit_fields, peer_of
-from hicache_metadata_server.core.errors import RequestError, too_large
+from hicache_metadata_server.core.errors import RequestError, StoreError, too_large
 from hicache_metadata_server.dashboard.assets import is_page
 from hicache_metadata_server.http.handlers import (
     DecodedRequest,
@@ -25,7 +25,6 @@ from hicache_metadata_server.http.handlers import (
     refusal,
 )
 from hicache_metadata_server.protocol.history import PATH as PATH_OF_HISTORY
-from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.observability.request_ids import HEADER, adopt
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http.handlers import Handlers
 from hicache_metadata_server.http.metrics import Metrics
 from hicache_metadata_server.http.request_log import RequestLog
 from hicache_metadata_server.http.timeseries import HistoryRecorder
 from hicache_metadata_server.storage.group_commit import GroupCommit
-from hicache_metadata_server.storage.store import StoreError
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:

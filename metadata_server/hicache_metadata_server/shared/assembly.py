@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.handlers import SharedHandlers
 from hicache_metadata_server.shared.preflight import check_redis
 from hicache_metadata_server.shared.service import SharedService
-from hicache_metadata_server.storage.store import MemoryStore, StoreError
+from hicache_metadata_server.storage.store import MemoryStore
 
 if TYPE_CHECKING:
     from hicache_metadata_server import protocol as p

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
 
-from hicache_metadata_server.shared.address import AddressKind, parse_address
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.storage.address import AddressKind, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_metadata_server.backup.parts import EmptySlots, Pages, joined
 from hicache_metadata_server.core.chunking import CHUNK_ENTRIES
 from hicache_metadata_server.core.slot_table import LIVE
+from hicache_metadata_server.core.snapshot_parts import EmptySlots, Pages, joined
 from hicache_metadata_server.shared.catalog import MICROSECONDS, ScriptTask
 from hicache_metadata_server.shared.scripts import columns_of, pages_of, value_of
 

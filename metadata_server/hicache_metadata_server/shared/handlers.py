@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.http.handlers import (
     DecodedRequest,
     Endpoint,
@@ -19,7 +20,6 @@ from hicache_metadata_server.http.handlers import (
 from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.shared.sglang import SharedSglangCompat
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from hicache_metadata_server import protocol as p

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import RedisConnection

@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError
 
-from hicache_metadata_server.shared.address import Address, AddressKind, Credentials, TlsFiles
+from hicache_metadata_server.storage.address import Address, AddressKind, Credentials, TlsFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any, Final
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.backup.export_messages import exported
-from hicache_metadata_server.backup.parts import Counters
 from hicache_metadata_server.core.chunking import batched, join_responses
-from hicache_metadata_server.core.errors import RequestError, draining, in_use, invalid
+from hicache_metadata_server.core.errors import RequestError, StoreError, draining, in_use, invalid
+from hicache_metadata_server.core.export_messages import exported
 from hicache_metadata_server.core.limits import (
     Measure,
     check_earlier_leases,
@@ -21,6 +20,7 @@ from hicache_metadata_server.core.limits import (
 from hicache_metadata_server.core.scope import Totals
 from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.core.slot_table import NAMES
+from hicache_metadata_server.core.snapshot_parts import Counters
 from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_use
 from hicache_metadata_server.shared.catalog import (
     MICROSECONDS,
@@ -35,7 +35,6 @@ from hicache_metadata_server.shared.exporting import read_slots
 from hicache_metadata_server.shared.names import SCOPES
 from hicache_metadata_server.shared.pins import PinRegistry
 from hicache_metadata_server.shared.scripts import NO_IDEMPOTENCY_KEY, columns_of, value_of
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

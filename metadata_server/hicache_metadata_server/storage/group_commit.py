@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from hicache_metadata_server.storage.store import StoreError
+from hicache_metadata_server.core.errors import StoreError
 from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_metadata_server.core.changes import AnswerRecord, PinRecord, Recovered, ScopeRecord
+from hicache_metadata_server.core.changes import AnswerRecord, Recovered, ScopeRecord
+from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.pins import PinRecord
 from hicache_metadata_server.protocol import ScopeGeometry, StoreDurability
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
@@ -33,7 +35,6 @@ from hicache_metadata_server.storage.schema import (
     TABLES,
     VERSION,
 )
-from hicache_metadata_server.storage.store import StoreError
 from hicache_metadata_server.storage.wal import WriteAheadLog
 
 if TYPE_CHECKING:

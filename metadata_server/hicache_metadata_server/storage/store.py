@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from hicache_metadata_server.storage.compaction import CompactionBatch
 
 
-class StoreError(Exception):
-    """The store cannot be opened, read or written."""
-
-
 class MetadataStore(Protocol):
     """A durable store of changes.
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import xxhash
 
+from hicache_metadata_server.core.errors import SnapshotError
 from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads it
-from hicache_metadata_server.storage.store import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 _PAGE: Final = struct.Struct("<QQQQ")
 _GENERATION: Final = struct.Struct("<?QQ")
 DIGESTS: Final = 1 << 128
-
-
-class SnapshotError(StoreError):
-    """A snapshot cannot be taken, read or loaded."""
 
 
 class ScopeHeader(msgspec.Struct, frozen=True, tag="scope"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_metadata_server.backup.parts import (
+from hicache_metadata_server.core.snapshot_parts import (
     DIGESTS,
     EmptySlots,
     Pages,
@@ -14,7 +14,7 @@ from hicache_metadata_server.backup.parts import (
 from hicache_metadata_server.protocol import Exported
 
 if TYPE_CHECKING:
-    from hicache_metadata_server.backup.parts import Counters
+    from hicache_metadata_server.core.snapshot_parts import Counters
 
 
 def chunk_digest(pages: Pages, empty: EmptySlots) -> str:
