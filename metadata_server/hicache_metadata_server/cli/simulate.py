@@ -104,7 +104,7 @@ def simulate(
     and what it leaves out.
     """
     from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
-    from hicache_metadata_server.simulation.events import written
+    from hicache_metadata_server.simulation.events import record_trace
     from hicache_metadata_server.simulation.load import Load
     from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 
@@ -116,7 +116,7 @@ def simulate(
         source = _source(trace, load)
         costs = _costs(measure=measure)
         outcome = Cluster(settings).run(
-            source() if write_trace is None else written(source(), write_trace)
+            source() if write_trace is None else record_trace(source(), write_trace)
         )
         needs = needs_of(
             outcome, costs, ranks=ranks, page_bytes=page_bytes, utilization=utilization

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hicache_metadata_server.core.codec import SlotChanges
-from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
+from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - read by msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,6 @@ class ScopeRecord:
     """Tenant of the token that made it; empty for none."""
     model: str = ""
     """Name given by `describe`; empty for none."""
-
-
-@dataclass(frozen=True, slots=True)
-class PinRecord:
-    """A pin and its slots."""
-
-    pin: int
-    until: float
-    slots: dict[int, list[int]]
-    """By the number of their scope."""
 
 
 # A Struct, because the field has another name in the log than here: `once` is also a column of the

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hicache_metadata_server.core.changes import PinRecord
+
+@dataclass(frozen=True, slots=True)
+class PinRecord:
+    """A pin and its slots."""
+
+    pin: int
+    until: float
+    slots: dict[int, list[int]]
+    """By the number of their scope."""
 
 
 class SlotPins:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.export_messages import exported
 from hicache_metadata_server.backup.parts import Counters
-from hicache_metadata_server.core.changes import Changes, PinRecord, ScopeRecord
+from hicache_metadata_server.core.changes import Changes, ScopeRecord
 from hicache_metadata_server.core.codec import changes_of, slots_of
 from hicache_metadata_server.core.errors import (
     draining,
@@ -31,7 +31,7 @@ from hicache_metadata_server.core.limits import (
     check_limits,
     lease_seconds,
 )
-from hicache_metadata_server.core.pins import PinTable
+from hicache_metadata_server.core.pins import PinRecord, PinTable
 from hicache_metadata_server.core.restore import restore
 from hicache_metadata_server.core.scope import Scope, Totals
 from hicache_metadata_server.core.slot_table import as_run

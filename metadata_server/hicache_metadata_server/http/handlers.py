@@ -248,7 +248,7 @@ class Desk:
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
-        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
+        """Of a store without group commit: the error of the last try, or ""."""
         return ""
 
     def _compatible_part(self) -> Any:

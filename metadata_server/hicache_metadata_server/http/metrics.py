@@ -54,7 +54,7 @@ class Metrics:
         self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
-        """Of a store without group commit: why it could not be asked when it was tried last, or ""."""
+        """Of a store without group commit: the error of the last try, or ""."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service, self._problem = service, problem
         self._scopes = set[str]()

@@ -27,8 +27,8 @@ _log = structlog.get_logger()
 
 
 class SharedDesk(Desk):
-    """Answers requests when Redis has. It has no group commit: what Redis has answered holds as Redis
-    promises."""
+    """Answers requests when Redis has. It has no group commit: what Redis has answered holds as
+    Redis promises."""
 
     def __init__(self, service: SharedService) -> None:
         self.shared = service
