@@ -23,8 +23,8 @@ MAX_LEASE = 8
 
 
 def problems_of(scope: Scope) -> list[str]:
-    """What an fsck would say of a scope that nobody uses meanwhile."""
-    return [problem for piece in audit(scope) for problem in piece]
+    """Problems that an fsck would report."""
+    return [problem for chunk in audit(scope) for problem in chunk]
 
 
 @dataclass
@@ -226,7 +226,7 @@ class History:
         self.scope.unpin(pin, slots, self.now)
 
     def write(self) -> None:
-        """Keep what a restart must know."""
+        """Write changes into blocks, as a store does."""
         changed, leased = self.scope.changed, self.scope.leased
         self.scope.changed, self.scope.leased = [], []
         if changed:

@@ -1,5 +1,4 @@
-"""A store without room: what is answered, logged and measured meanwhile, and that it serves by
-itself when there is room again."""
+"""A store on a full disk: responses, logs and metrics, and recovery when there is room again."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ SERVE = [
 
 @dataclass
 class FillableStore:
-    """One that can be full, as a server is started with it."""
+    """A store that a test can fill, and a server on it."""
 
     fill: Callable[[], None]
     empty: Callable[[], None]

@@ -1,5 +1,5 @@
-"""The order of use against a plain list, with chunks so small that they are dropped, tidied and
-joined all the time."""
+"""LRU order and lease log against plain models, with chunks so small that they are dropped, cleaned
+and merged all the time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _small_chunks(monkeypatch):
 
 
 class Model:
-    """Both side by side."""
+    """An LRU order, and a plain list of the same pages."""
 
     def __init__(self) -> None:
         self.table = SlotTable()

@@ -413,7 +413,7 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
     assert told.exit_code == 1
     for said in (
         "slot 91 belongs to the key of slot 90",
-        "slot 92 is in no state",
+        "slot 92 has the unknown state",
         "slot 93 is live",
         "slot 94 is live",
         "slot 95 is live",

@@ -1,4 +1,4 @@
-"""The state machine, rule by rule where a history does not show it."""
+"""The state machine of a scope: rules that random histories do not show."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def test_a_scope_of_the_largest_size_takes_no_memory():
 
 
 def oldest_tail(live, prefixes):
-    """What the documentation says, in one line: the least recently used that no other page
-    names."""
+    """The least recently used page that no other page names: the definition in the documents."""
     return next(
         key for key in live if not any(prefixes[other] == key for other in live if other != key)
     )
@@ -78,7 +77,7 @@ def test_slots_are_given_in_ascending_runs():
 
 
 def test_a_large_scope_keeps_some_slots_spare():
-    """Evicted slots rest: what is evicted only when it is asked for comes too late."""
+    """Slots that are evicted only when they are needed stay in quarantine too long."""
     scope, full, lease = scope_of(4096, quarantine=5.0), 0, 1
     for number in range(800):
         states, _, leases = scope.reserve(

@@ -19,7 +19,7 @@ from hicache_metadata_server.simulation.events import (
     TraceError,
     TraceEvent,
     read_trace,
-    written,
+    record_trace,
 )
 from hicache_metadata_server.simulation.load import Load, synthetic
 from hicache_metadata_server.simulation.result import SimulationResult
@@ -95,7 +95,7 @@ def test_every_page_is_accounted_for(load, chosen):
 @given(load=LOADS, chosen=CLUSTERS)
 def test_a_trace_says_what_its_source_says(load, chosen, tmp_path_factory):
     file = tmp_path_factory.mktemp("trace") / "t.jsonl"
-    outcome = Cluster(chosen).run(written(synthetic(load), file))
+    outcome = Cluster(chosen).run(record_trace(synthetic(load), file))
     assert Cluster(chosen).run(read_trace(file)) == outcome
     assert Cluster(chosen).run(synthetic(load)) == outcome
 

@@ -1,4 +1,4 @@
-"""What a store keeps, and what it refuses."""
+"""Stores: durability, recovery, refused files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuse(*_):
 
 
 def state(service, now):
-    """Everything that clients can see."""
+    """State that clients can see."""
     return [
         (
             name,
@@ -152,7 +152,7 @@ def test_a_cleared_scope_stays_cleared(tmp_path):
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
 def test_random_histories_come_back_exactly(tmp_path, monkeypatch, size, batch):
-    """Killed after every few groups, compacted, half compacted or not; in one block and in several."""
+    """Killed after every few groups, compacted or half compacted; in one block and in several."""
     monkeypatch.setattr(sqlite, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
     monkeypatch.setattr(replay, "BYTES", 3000)
@@ -432,7 +432,7 @@ def test_no_log_is_deleted_before_the_disk_has_what_it_says(tmp_path, monkeypatc
 
 
 def test_a_log_that_cannot_be_settled_is_not_appended_to(tmp_path, monkeypatch):
-    """While another program reads the database, what is compacted does not reach it; a log that went
+    """While another program reads the database, compacted blocks do not reach it; a log that went
     on would follow nothing."""
     store, service = opened(tmp_path)
     initialize(service, "0:kv")

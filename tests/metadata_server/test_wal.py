@@ -1,4 +1,4 @@
-"""The log beside a store: what it has kept, whatever was cut off it."""
+"""The write-ahead log: replay of whole, torn, damaged and missing files."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def simulate(
     its limits.
     """
     from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
-    from hicache_metadata_server.simulation.events import written
+    from hicache_metadata_server.simulation.events import record_trace
     from hicache_metadata_server.simulation.load import Load
     from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 
@@ -125,7 +125,7 @@ def simulate(
         # Before the simulation: a measurement that fails should not cost its minutes.
         costs = _costs(measure=measure)
         outcome = Cluster(settings).run(
-            source() if write_trace is None else written(source(), write_trace)
+            source() if write_trace is None else record_trace(source(), write_trace)
         )
         needs = needs_of(
             outcome, costs, ranks=ranks, page_bytes=page_bytes, utilization=utilization

@@ -21,6 +21,7 @@ def addresses(given: str | Sequence[str]) -> tuple[str, ...]:
     if not urls:
         raise ValueError("an empty list names no server")
     for url in urls:
+        # Before any other message, which would print the password.
         if "@" in url:
             raise ValueError(
                 f"{url.rpartition('@')[2]!r} is given with a user; servers take tokens"

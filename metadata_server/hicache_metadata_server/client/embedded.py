@@ -38,6 +38,7 @@ class _State:
         self._process = os.getpid()
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
+        # Two processes with a state machine each would give the same slot to different keys.
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -45,6 +46,7 @@ class _State:
             raise MetadataError(
                 f"another process uses {path!r} without a metadata server; give both a metadata_url"
             ) from error
+        # Without limits of size: limits protect a server from other processes.
         unbounded = structs.replace(
             DEFAULTS,
             body_bytes=1 << 60,
@@ -79,6 +81,7 @@ class _State:
     def execute(self, path: str, request: p.Request) -> Any:
         with self._lock:
             now = self._clock()
+            # A server does this in the background; here, only calls do work.
             self._service.settle(now, MAX_EXPIRIES)
             try:
                 return self._operations[path](request, now)

@@ -53,6 +53,7 @@ class DrainingError(MetadataError):
     code = "metadata-draining"
 
 
+# Refusals, not faults: the circuit breaker must not open for a tenant that exceeds its rate.
 class RateLimitedError(MetadataError, StorageRefusedError):
     """The tenant exceeds its request rate. An immediate retry would be refused, too."""
 
@@ -84,6 +85,7 @@ def error_of_response(status: int, code: str, message: str) -> MetadataError:
         return BusyError(text)
     if code == "draining":
         return DrainingError(text)
+    # Last of the tests for codes and statuses: 503 is also the status of `draining`.
     if status >= 500:
         return RetryableError(text)
     return MetadataError(text)

@@ -96,6 +96,7 @@ class ServerPool:
         on_failover: Callable[[], None],
     ) -> None:
         self._all = [ServerEndpoint(url) for url in urls]
+        # Drawn once: a client that changed servers at each request would find no warm connection.
         rng.shuffle(self._all)
         self._rng = rng
         self._is_ready = is_ready
@@ -174,6 +175,7 @@ class ServerPool:
         doubled = FIRST_BACKOFF_SECONDS * 2 ** min(server.failures, MAX_DOUBLINGS)
         bound = min(MAX_BACKOFF_SECONDS, doubled)
         server.failures += 1
+        # Drawn, so that clients that failed together do not probe together.
         server.backoff_until = time.monotonic() + self._rng.uniform(bound / 2, bound)
 
     async def _probe(self, server: ServerEndpoint) -> None:

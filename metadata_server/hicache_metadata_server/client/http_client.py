@@ -191,6 +191,7 @@ class HttpMetadataClient(MetadataClient):
         except UnknownScopeError:
             self._warn_of_separate_stores(server)
             raise
+        # Remembered for the warning above only.
         if pending.path == INITIALIZE:
             self._initialized_at = server.url
         return response
@@ -229,6 +230,7 @@ class HttpMetadataClient(MetadataClient):
                     await asyncio.sleep(min(left, self._rng.uniform(0, max_pause)))
                     max_pause = min(2 * max_pause, MAX_PAUSE_SECONDS)
                     left = until - time.monotonic()
+            # After the pause: an attempt without time would count as a silent server.
             if left <= 0:
                 raise TimeoutError
             server = plan.server

@@ -117,6 +117,7 @@ class HttpTransport:
                 limit=0, limit_per_host=MAX_CONNECTIONS, ssl=self._tls or True
             ),
             timeout=aiohttp.ClientTimeout(total=None),
+            # Cookies and compression would cost time at each request; servers use neither.
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
@@ -125,6 +126,7 @@ class HttpTransport:
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
     if response.content_length is not None:
+        # Bounded, because the address may be that of another program.
         if response.content_length > MAX_RESPONSE_BYTES:
             raise ValueError(f"a response of {response.content_length} bytes")
         return await response.read()

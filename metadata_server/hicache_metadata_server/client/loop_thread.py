@@ -88,6 +88,7 @@ class LoopThread:
             self._thread = None
         if loop is None or thread is None:
             return
+        # Outside of the lock: a thread that starts a request must get its error, not wait here.
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
 

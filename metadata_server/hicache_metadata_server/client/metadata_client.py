@@ -220,6 +220,7 @@ class MetadataClient(ABC):
     ) -> A:
         if not self._initialized.issuperset(scopes):
             self._initialize(scopes, call)
+        # Bounded: servers with separate stores would send a client back and forth for ever.
         for _ in range(MAX_REINITIALIZATIONS):
             try:
                 return self.send(path, request, response_type, call)
@@ -238,6 +239,8 @@ class MetadataClient(ABC):
                 for name in dict.fromkeys(scopes)
                 if name not in self._initialized
             ]
+        # Without the lock: two threads may initialize a scope at once, which does no harm, and no
+        # thread waits for the request of another.
         if wanted:
             geometries = [one.geometry for one in wanted]
             earlier = [

@@ -36,6 +36,7 @@ def split_request(request: Any, limits: p.Limits) -> list[SubRequest]:
         scopes.append(part)
         room -= length
     found.append((indices, structs.replace(request, scopes=scopes)))
+    # From the last to the first, as keys count as used: the head of a chain is used last.
     return found[::-1] if isinstance(request, p.FROM_THE_END) else found
 
 
@@ -56,6 +57,7 @@ def _max_entries(parts: Sequence[Any], columns: tuple[str, ...], limits: p.Limit
             if column and isinstance(column[0], str):
                 # UTF-8 takes four bytes a character at most.
                 longest = max(longest, 4 * max(map(len, column)))
+    # An estimate from above: names of scopes and fields take less than 1 KiB for each scope.
     room = limits.body_bytes - 1024 * min(len(parts), limits.scopes)
     return max(1, min(limits.keys, room // (len(columns) * (longest + 8))))
 

@@ -6,16 +6,15 @@ import ssl
 
 
 def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl.SSLContext:
-    """What a client asks of a server, TLS 1.2 and its name in the certificate among it, and shows
-    it.
+    """Create the TLS context of a client: TLS 1.2 at least, and a verified server name.
 
     Args:
-        ca: PEM file of the authorities that are trusted; "" for the system's.
+        ca: PEM file of the trusted authorities; "" for the system's.
         certificate: PEM file of the client's own certificate; "" for none.
-        key: PEM file of its key; "" if it is in the file of the certificate.
+        key: PEM file of its key; "" if the key is in the file of the certificate.
 
     Raises:
-        ValueError: a file cannot be read, or is none of what it must be.
+        ValueError: a file cannot be read, or has other contents; the message names it.
     """
     if key and not certificate:
         raise ValueError("a key needs its certificate")
@@ -25,6 +24,7 @@ def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if certificate:
             file = certificate
+            # Without a callback, OpenSSL asks for the password of an encrypted key on the terminal.
             context.load_cert_chain(certificate, key or None, _no_password)
     except ssl.SSLError as error:
         raise ValueError(f"{file} cannot be used for TLS: {error.reason or error}") from error
@@ -36,4 +36,4 @@ def client_context(*, ca: str = "", certificate: str = "", key: str = "") -> ssl
 
 
 def _no_password() -> str:
-    raise ValueError("the key is encrypted; there is nobody to ask for its password")
+    raise ValueError("the key is encrypted; give one without a password")

@@ -8,7 +8,7 @@ import msgspec
 
 from hicache_metadata_server.core.codec import SlotChanges
 from hicache_metadata_server.core.pins import PinRecord
-from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - msgspec reads these types when it decodes
+from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - read by msgspec
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def is_long(request: object) -> bool:
     columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
     if not columns:
         return False
-    parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - which of the types it is does not matter here
+    parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - of any of these types
     return sum(len(getattr(part, columns[0])) for part in parts) > CHUNK_ENTRIES
 
 

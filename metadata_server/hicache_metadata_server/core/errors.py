@@ -44,7 +44,10 @@ def mismatch(scope: str, name: str, known: object, wanted: object, field: str) -
 
 def in_use(scope: str, slots: int, seconds: float, field: str) -> RequestError:
     """A scope that cannot be dropped, because it is not empty."""
-    message = f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try again after the quarantine"
+    message = (
+        f"scope {scope!r} has {slots} slots that are live, leased or quarantined: clear it, and try "
+        f"again after the quarantine"
+    )
     return RequestError(409, "in_use", message, field, retry_seconds=math.ceil(seconds))
 
 

@@ -93,7 +93,8 @@ def _index(scope: Scope) -> Iterator[str]:
     states, keys = scope.table.states, scope.table.keys
     for key, slot in scope.table.by_key.items():
         if states[slot] not in (LEASED, LIVE) or keys[slot] != key:
-            yield f"key {key!r} maps to slot {slot}, which is {_named(states[slot])} for {keys[slot]!r}"
+            state = _named(states[slot])
+            yield f"key {key!r} maps to slot {slot}, which is {state} for {keys[slot]!r}"
 
 
 def _prefix_counts(scope: Scope) -> Iterator[str]:

@@ -94,7 +94,7 @@ class LruOrder:
         return [slot if slot >= 0 and states[slot] == LIVE else -1 for slot in slots]
 
     def used(self, keys: Sequence[str]) -> list[int]:
-        """Return the same as `slots`, and mark the pages as used, from the last key to the first."""
+        """Return the same as `slots`, and mark pages as used, from the last key to the first."""
         slots = self.slots(keys)
         self.use([slot for slot in slots if slot >= 0] if -1 in slots else slots)
         return slots

@@ -122,7 +122,7 @@ class _Restoring:
             for row in map(SlotRow, *batch):
                 self._place(row)
             return
-        # Whole slices for uniform batches: a start with millions of pages reads hardly anything else.
+        # Whole slices for uniform batches, which are nearly all of a store with millions of pages.
         first, end = batch.slots[0], most + 1
         table.states[first:end] = bytes(batch.states)
         for column, values in (

@@ -92,8 +92,8 @@ class Scope:
         self.expired = 0
         """Leases since the start that were neither committed nor given back in time."""
         self._cleared: list[tuple[float, bytes, dict[str, int]]] = []
-        """Unfinished clears: end of the quarantine, states before (if a slot was leased), and the old
-        index by key."""
+        """Unfinished clears: end of the quarantine, states before (if a slot was leased), and the
+        old index by key."""
 
     # Time.
 
@@ -144,7 +144,7 @@ class Scope:
     def close_until(self, until: float) -> None:
         """Give no slot of a new scope before `until`, the end of leases of an earlier server."""
         self.closed_until = until
-        # `cleared_until` is durable and `closed_until` is not; a restart derives one from the other.
+        # Only `cleared_until` is durable; a restart derives `closed_until` from it.
         self.cleared_until = until
 
     @property

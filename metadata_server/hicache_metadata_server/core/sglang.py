@@ -74,7 +74,7 @@ class SglangService:
         if any(prefixes):
             measure.lengths(prefixes, "keys")
         scope = self._service.find(f"{rank}:{request.namespace}")
-        # This protocol has no error for a draining server: new keys get no slot, as in a full scope.
+        # This protocol has no error for a draining server: new keys get no slot, as if it were full.
         if self._service.draining:
             slots = scope.lru.slots(keys)
             return {"indices": [(slot >= 0, slot) for slot in slots]}

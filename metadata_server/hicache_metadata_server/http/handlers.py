@@ -262,7 +262,7 @@ class Handlers:
         """Reason why the server is not ready, or ""."""
         if self.group_commit is not None and self.group_commit.error is not None:
             return f"changes are refused: {self.group_commit.error}"
-        return "this server draining: it gives no new leases" if self.service.draining else ""
+        return "this server drains: it gives no new leases" if self.service.draining else ""
 
     def store_problem(self) -> str:
         """Last error of a store without a group commit, or ""."""

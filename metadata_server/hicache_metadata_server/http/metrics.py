@@ -59,7 +59,7 @@ class Metrics:
         self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
         self.store_problem: Callable[[], str] | None = None
-        """Last error of a store without a group_commit, or "". None for a store with one."""
+        """Last error of a store without group commit, or "". None for a store with one."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service = service
         self._problem = problem

@@ -1,11 +1,10 @@
-"""The messages of the metadata protocol, as `docs/metadata-protocol.md` describes them.
+"""Messages of the metadata protocol; docs/metadata-protocol.md describes them.
 
 Lists inside a message are columns: entry i of each is about key (or lease) i of the request, so
 that 128 keys cost a few lists and not 128 objects. Bodies are JSON or, by content type, msgpack;
 both carry the same messages. Durations are in seconds.
 
-The messages of `GET /v2/history`, which a server need not have, are in `history` and not among
-these.
+The messages of the optional `GET /v2/history` are in `history`.
 """
 
 from hicache_metadata_server.protocol.chunking import COLUMNS, FROM_THE_END, merged

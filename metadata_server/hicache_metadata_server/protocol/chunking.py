@@ -1,5 +1,8 @@
-"""What a request that is cut into pieces needs: which columns are cut, and how the answers become
-one."""
+"""Columns of requests that can be cut into chunks, and merging of the responses.
+
+The server cuts long requests to serve others in between, and clients cut requests that exceed the
+server's limits.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,21 @@ COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
     Renew: ("leases",),
     Delete: ("keys", "generations"),
 }
-"""Columns of the scopes in requests that can be cut; the first says how many entries there are."""
+"""Columns of the scopes in requests that can be cut; the first has one value for each entry."""
 
 FROM_THE_END: Final = (Lookup, Touch)
-"""Their keys count as used from the last to the first, so that pieces of them are asked from the
-last to the first."""
+"""Requests whose keys count as used from the last to the first, and so do their chunks."""
 
 
-def merged(shares: Sequence[Struct]) -> Any:
-    """What is answered for a scope, made of the answers to pieces of a request: columns one after
-    the other, counts added up."""
+def merged(responses: Sequence[Struct]) -> Any:
+    """Merge the responses for one scope: columns are concatenated, counts are added."""
+    # By type, not by name: a new column or count needs no change here.
     fields = {
-        name: [getattr(share, name) for share in shares] for name in shares[0].__struct_fields__
+        name: [getattr(response, name) for response in responses]
+        for name in responses[0].__struct_fields__
     }
     return structs.replace(
-        shares[0],
+        responses[0],
         **{
             name: sum(values)
             if isinstance(values[0], int)

@@ -1,4 +1,4 @@
-"""What messages are made of: ranges of numbers, names, states, and the two kinds of bodies."""
+"""Elements of messages: ranges of numbers, names, states, and the base classes of bodies."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 NO_SLOT: Final = -1
-"""Stands in a column of slots where a key has none."""
+"""Value in a column of slots for a key without a slot."""
 
 KEY_BYTES: Final = 512
-"""UTF-8 bytes that every server takes in a key; `Limits.key_bytes` may be more."""
+"""UTF-8 bytes of a key that every server accepts; `Limits.key_bytes` may be more."""
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
+# No upper bound here: bounds of msgspec are signed 64-bit integers. `core.limits` checks it.
 Checksum = Annotated[int, Meta(ge=0)]
-"""64 bits without sign; xxh3 of the page's bytes."""
+"""Unsigned 64 bits; xxh3 of the page's bytes."""
+# Only the minimum: the limit of bytes is the server's own, and is not one of characters.
 Key = Annotated[str, Meta(min_length=1)]
-# A bare $ would let a newline through at the end.
+# A bare $ also matches before a newline at the end, and names are part of log lines.
 Namespace = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$(?!\n)")]
 ScopeName = Annotated[str, Meta(pattern=r"^[0-9]{1,9}:[A-Za-z0-9._-]{1,128}$(?!\n)")]
 """`rank:namespace`."""
 ModelName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,512}$(?!\n)")]
-"""One line for people: logs, terminals and labels of metrics show it."""
+"""One line without control characters: logs, terminals and labels of metrics show it."""
+# The bound keeps slot numbers and byte offsets far below 2**63.
 Slots = Annotated[int, Meta(ge=1, le=2**40)]
 
 
 class Token(StrEnum):
-    """What a bearer token permits; each includes those before it."""
+    """Rights of a bearer token; each includes those before it."""
 
     NONE = "none"
     READ = "read"
@@ -38,17 +41,17 @@ class Token(StrEnum):
 
 
 class StoreDurability(StrEnum):
-    """What an acknowledged change survives."""
+    """Events that an acknowledged change survives."""
 
     NONE = "none"
     PROCESS = "process"
-    """Kill -9 of the server."""
+    """`kill -9` of the server."""
     MACHINE = "machine"
-    """Loss of power."""
+    """Loss of power, too."""
 
 
 class SlotState(StrEnum):
-    """Every slot is in exactly one of these."""
+    """State of a slot."""
 
     FREE = "free"
     LEASED = "leased"
@@ -57,30 +60,33 @@ class SlotState(StrEnum):
 
 
 class Reserved(StrEnum):
-    """What `reserve` says about a key."""
+    """Result of `reserve` for a key."""
 
     LEASED = "leased"
     """The caller may write the slot until the lease ends."""
     EXISTS = "exists"
     """The key is live; there is nothing to write."""
     BUSY = "busy"
-    """Somebody else, or the same batch further up, holds the key's lease."""
+    """Another client, or an earlier entry of the same batch, holds the key's lease."""
     FULL = "full"
-    """No slot is free; more may be after a quarantine."""
+    """No slot is free; a quarantine may end soon."""
 
 
 class Settled(StrEnum):
-    """What `commit`, `abort` and `renew` say about a lease."""
+    """Result of `commit`, `abort` and `renew` for a lease."""
 
     DONE = "done"
     STALE = "stale"
-    """There is no such lease any more; nothing has changed."""
+    """The lease is not held any more; nothing has changed."""
 
 
 class Request(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that a client sends. An unknown field is refused, so that nobody relies on an option
-    that a server lacks."""
+    """Body of a request."""
+
+    # Unknown fields are refused, so that no client relies on an option that the server lacks.
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """A body that a server sends. Clients ignore fields that they do not know."""
+    """Body of a response."""
+
+    # Unknown fields are ignored: a newer server may send more.

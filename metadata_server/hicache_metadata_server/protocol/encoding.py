@@ -1,4 +1,4 @@
-"""Messages as bodies: JSON or, by content type, msgpack."""
+"""Encoding of messages as JSON or, by content type, msgpack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MSGPACK: Final = "application/msgpack"
 
 
 def encode(message: object, content_type: str = JSON) -> bytes:
-    """A message as a body.
+    """Encode a message.
 
     Raises:
         ValueError: the content type is neither JSON nor msgpack.
@@ -22,19 +22,20 @@ def encode(message: object, content_type: str = JSON) -> bytes:
         return msgspec.json.encode(message)
     if content_type == MSGPACK:
         return msgspec.msgpack.encode(message)
-    raise ValueError(f"no message travels as {content_type!r}; {JSON} and {MSGPACK} do")
+    raise ValueError(f"unknown content type {content_type!r}; use {JSON} or {MSGPACK}")
 
 
 def decode(body: bytes, kind: type[T], content_type: str = JSON) -> T:
-    """A body as a message.
+    """Decode a message.
 
     Raises:
         ValueError: the content type is neither JSON nor msgpack.
-        msgspec.DecodeError: the body is no JSON or msgpack.
-        msgspec.ValidationError: it is, and not this message.
+        msgspec.DecodeError: the body is not JSON, or not msgpack.
+        msgspec.ValidationError: the body is another message.
     """
     if content_type == JSON:
         return msgspec.json.decode(body, type=kind)
     if content_type == MSGPACK:
         return msgspec.msgpack.decode(body, type=kind)
-    raise ValueError(f"no message travels as {content_type!r}; {JSON} and {MSGPACK} do")
+    # Never guessed: some bodies are valid in both, with different contents.
+    raise ValueError(f"unknown content type {content_type!r}; use {JSON} or {MSGPACK}")

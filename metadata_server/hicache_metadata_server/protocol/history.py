@@ -1,5 +1,4 @@
-"""The messages of `GET /v2/history`, which a server may also offer: what it did over time, and its
-slowest calls."""
+"""Messages of `GET /v2/history`: time series of a server and its slowest calls. Optional."""
 
 from __future__ import annotations
 
@@ -10,34 +9,34 @@ from hicache_metadata_server.protocol.routes import Route
 
 PATH: Final = "/v2/history"
 AFTER: Final = "after"
-"""A parameter of the query, in seconds since 1970: leave out samples that are not later."""
+"""Query parameter, in seconds since 1970: return only later samples."""
 
 
+# Columns of numbers: an hour of samples as objects would be several times as long.
 class Series(Answer, frozen=True, kw_only=True):
-    """Samples, oldest first, as columns: entry i of each is about sample i. Counts are of the
-    sample's own time."""
+    """Samples as columns, oldest first. Counts are of the sample's own span."""
 
     step_seconds: float
-    """Between samples, about."""
+    """Approximate seconds between samples."""
     times: list[float]
-    """When each sample ends, in seconds since 1970."""
+    """End of each sample, in seconds since 1970."""
     spans: list[float]
-    """Seconds that each sample covers; more than the step where the server was held up."""
+    """Seconds of each sample; longer than the step if the server was delayed."""
     requests: list[Natural]
-    """That were answered."""
+    """Answered requests."""
     refused: list[Natural]
     """Of these, with a status of 400 to 499."""
     failed: list[Natural]
     """Of these, with a status of 500 or more."""
     median_seconds: list[float | None]
-    """From the last byte of a request to its answer, estimated within the buckets of `/metrics`;
-    null where nothing was answered."""
+    """Time from the last byte of a request to its response, estimated from the buckets of
+    `/metrics`; null without requests."""
     p99_seconds: list[float | None]
     hits: list[Natural]
-    """Keys that were asked for and were live, in all scopes."""
+    """Requested keys that were live, in all scopes."""
     misses: list[Natural]
     evicted: list[Natural]
-    """Pages."""
+    """Evicted pages."""
     live: list[Natural]
     """Slots of all scopes, at the end of the sample."""
     leased: list[Natural]
@@ -49,35 +48,35 @@ class SlowCall(Answer, frozen=True, kw_only=True):
     """One of the slowest calls."""
 
     time: float
-    """When it was answered, in seconds since 1970."""
+    """Time of the response, in seconds since 1970."""
     route: str
-    """As in `/metrics`."""
+    """Route as in `/metrics`."""
     status: int
     seconds: float
     entries: Natural
-    """Keys, leases, slots or pins that it named, in all scopes."""
+    """Keys, leases, slots or pins in the request, in all scopes."""
     scopes: Natural
-    """Scopes that it named."""
+    """Scopes in the request."""
     scope: str = ""
-    """The first of them; empty for calls of the compatible part."""
+    """The first scope; empty for calls of SGLang's protocol."""
     request_id: str = ""
-    """As the client gave it in `X-Request-Id`; empty where it gave none."""
+    """The client's `X-Request-Id`; empty if it sent none."""
 
 
 class History(Answer, frozen=True, kw_only=True):
-    """Answer of `GET /v2/history`."""
+    """Response of `GET /v2/history`."""
 
     instance: str
-    """As in `About`: nothing here goes back beyond the start of that one."""
+    """Instance as in `About`; the history begins with its start."""
     started: float
-    """In seconds since 1970."""
+    """Start of the instance, in seconds since 1970."""
     now: float
     seconds: Series
     minutes: Series
     slowest: list[SlowCall]
     """Slowest first."""
     slowest_seconds: float
-    """How far back they go."""
+    """Period of the slowest calls, in seconds."""
 
 
 ROUTE: Final = Route("GET", PATH, None, History, Token.READ)

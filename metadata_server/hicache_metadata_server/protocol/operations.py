@@ -1,4 +1,4 @@
-"""What operators and their programs ask: scopes and slots as they are, checks, drains, copies."""
+"""Messages for operators: status of scopes and slots, checks, drains, exports."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Fsck(Request, frozen=True, kw_only=True):
 
 
 class FsckReport(Answer, frozen=True, kw_only=True):
-    """What is wrong, a sentence for each."""
+    """Response of `fsck`: violated invariants, one sentence each."""
 
     slots: Natural
-    """That were looked at."""
+    """Number of checked slots."""
     problems: list[str]
 
 
 class Drain(Request, frozen=True, kw_only=True):
-    """`POST /v2/drain`: give no new leases, while all else goes on."""
+    """`POST /v2/drain`: give no new leases; all other requests are served."""
 
     enabled: bool
 
 
 class Draining(Answer, frozen=True, kw_only=True):
-    """Leases that are still out."""
+    """Response of `drain`: leases that are still held."""
 
     enabled: bool
     leases: Natural
 
 
 class ScopeStatus(Answer, frozen=True, kw_only=True):
-    """One scope as `GET /v2/scopes` lists it."""
+    """One scope in the response of `GET /v2/scopes`."""
 
     scope: str
     slots: Natural
@@ -55,22 +55,22 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     slot_bytes: Natural = 0
     geometry: str = ""
     identity: str = ""
+    # Fields with defaults were added later: a client accepts a server without them.
     hits: Natural = 0
-    """Keys that clients have asked for and that were live, since the server's start; 0 from a
-    server that does not count."""
+    """Requested keys that were live, since the server's start; 0 from a server without counts."""
     misses: Natural = 0
     evicted: Natural = 0
-    """Pages that went to make room."""
+    """Pages evicted since the server's start."""
     tenant: str = ""
-    """Whose token has made it; empty for none."""
+    """Tenant of the token that created it; empty for none."""
     expired_leases: Natural = 0
     """Leases that were neither committed nor given back in time."""
     model: str = ""
-    """As `describe` has named it; empty where nobody has."""
+    """Name given by `describe`; empty for none."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):
-    """Answer of `GET /v2/scopes`."""
+    """Response of `GET /v2/scopes`."""
 
     scopes: list[ScopeStatus]
 
@@ -82,13 +82,13 @@ class Drop(Request, frozen=True, kw_only=True):
 
 
 class Dropped(Answer, frozen=True, kw_only=True):
-    """Slots that each of the scopes had."""
+    """Response of `drop`: slots of each removed scope."""
 
     slots: list[Natural]
 
 
 class Inspect(Request, frozen=True, kw_only=True):
-    """`POST /v2/inspect`: what is known about some slots or keys."""
+    """`POST /v2/inspect`: get the state of slots, and of the slots of keys."""
 
     scope: ScopeName
     keys: list[Key] = field(default_factory=list[str])
@@ -96,7 +96,7 @@ class Inspect(Request, frozen=True, kw_only=True):
 
 
 class SlotStatus(Answer, frozen=True, kw_only=True):
-    """All that is known about a slot."""
+    """State of a slot."""
 
     slot: int
     state: SlotState
@@ -106,49 +106,50 @@ class SlotStatus(Answer, frozen=True, kw_only=True):
     length: Natural = 0
     checksum: Checksum = 0
     owner: str = ""
-    """Of the lease."""
+    """Owner of the lease."""
     seconds_left: float = 0.0
-    """Of the lease or the quarantine."""
+    """Seconds until the lease or the quarantine ends."""
     pins: Natural = 0
 
 
 class Inspected(Answer, frozen=True, kw_only=True):
-    """The slots asked for in their order, then the live or leased slot of each key, or null."""
+    """Requested slots in their order, then the live or leased slot of each key, or null."""
 
     slots: list[SlotStatus | None]
 
 
 class Export(Request, frozen=True, kw_only=True):
-    """`POST /v2/export`: what some slots of a scope hold, for copies and backups, which ask piece
-    by piece."""
+    """`POST /v2/export`: copy some slots of a scope, for backups and copies."""
 
     scope: ScopeName
+    # In parts: a scope may have millions of slots, and the server answers others in between.
     first: Natural = 0
     count: Positive = 2048
-    """Slots; at most as many as a request may have keys."""
+    """Number of slots; at most the limit of keys in a request."""
     rows: bool = True
-    """Without, only the digest is told, which says whether anything has changed."""
+    """False for the digest only, by which a client detects changes since an earlier export."""
 
 
 class Exported(Answer, frozen=True, kw_only=True):
-    """The used slots among those asked for: live pages, and others, which rest or are free."""
+    """Response of `export`: live pages, and used slots that are quarantined or free."""
 
     used: Natural
-    """Nobody has ever used the slots from here on."""
+    """Slots from this number on were never used."""
     epoch: Natural
-    """Times that the scope was cleared."""
+    """Number of clears of the scope."""
     next_lease: Positive
-    """No lease from here on was given."""
+    """Leases from this number on were never given."""
     next_pin: Positive
+    # A copy from a running server reads each part twice, and compares the digests.
     digest: str
-    """32 hexadecimal digits over slots, generations and pages of this piece."""
+    """32 hexadecimal digits over slots, generations and pages of this response."""
     tenant: str = ""
-    """Whose scope it is."""
+    """Tenant of the scope; empty for none."""
     slots: list[Natural] = field(default_factory=list[int])
-    """Of live pages; so are the next columns."""
+    """Slots of live pages; the next columns belong to them."""
     generations: list[Natural] = field(default_factory=list[int])
     leases: list[Natural] = field(default_factory=list[int])
-    """In the order of use: by which each page was written, or a number that grows with use."""
+    """Lease that wrote each page, or another number that grows with use: the order of use."""
     lengths: list[Natural] = field(default_factory=list[int])
     checksums: list[Checksum] = field(default_factory=list[int])
     keys: list[str] = field(default_factory=list[str])
@@ -156,5 +157,5 @@ class Exported(Answer, frozen=True, kw_only=True):
     other_slots: list[Natural] = field(default_factory=list[int])
     other_generations: list[Natural] = field(default_factory=list[int])
     other_seconds: list[float] = field(default_factory=list[float])
-    """How long nobody may be given them: until a quarantine or a pin ends, or as long as any lease
-    may last."""
+    """Seconds for which each slot must not be given away: until a quarantine or a pin ends, or, for
+    a leased slot, as long as any lease may last."""

@@ -1,4 +1,4 @@
-"""What engines ask: scopes made, pages looked up, written, used and given up.
+"""Messages for engines: scopes, lookups, leases, commits, deletes.
 
 Lists are columns: entry i of each is about key (or lease) i of the request.
 """
@@ -26,7 +26,7 @@ from hicache_metadata_server.protocol.elements import (
 
 
 class ScopeGeometry(Request, frozen=True, kw_only=True):
-    """A scope, and what all its clients must agree on."""
+    """A scope, and the properties that all of its clients must agree on."""
 
     scope: ScopeName
     slots: Slots
@@ -38,25 +38,25 @@ class ScopeGeometry(Request, frozen=True, kw_only=True):
 
 
 class Initialize(Request, frozen=True, kw_only=True):
-    """`POST /v2/initialize`: make scopes, or see that they are what this client takes them for. All
-    or none."""
+    """`POST /v2/initialize`: create scopes, or check that existing ones match. All or none."""
 
     scopes: list[ScopeGeometry]
+    # Only clients know: the server may have a new store while the slot file is old.
     earlier_lease_seconds: list[Annotated[float, Meta(ge=0)]] = field(default_factory=list[float])
-    """How long writers may still hold leases of each scope that a server has given which this one
-    knows nothing of; 0 for a file that nobody has written yet. A scope that is made with it gives
-    no slot before they and a quarantine are over, counted from the start of the server at the
-    earliest. The whole column may be left out; of a scope that is there, it says nothing."""
+    """Seconds for which writers may still hold leases of an earlier server; 0 for a slot file that
+    was never written. A new scope gives no slot until these leases and a quarantine are over,
+    counted from the start of the server at the earliest. The column may be left out. It is ignored
+    for an existing scope."""
 
 
 class Initialized(Answer, frozen=True, kw_only=True):
-    """Whether each scope is new."""
+    """Response of `initialize`: True for each new scope."""
 
     created: list[bool]
 
 
 class Describe(Request, frozen=True, kw_only=True):
-    """`POST /v2/describe`: name the model whose pages a scope holds. The last name stays."""
+    """`POST /v2/describe`: set the name of a scope's model. The last name stays."""
 
     scope: ScopeName
     model: ModelName
@@ -70,42 +70,44 @@ class LookupScope(Request, frozen=True, kw_only=True):
 
 
 class Lookup(Request, frozen=True, kw_only=True):
-    """`POST /v2/lookup`: where pages are."""
+    """`POST /v2/lookup`: find the slots of pages."""
 
     scopes: list[LookupScope]
     pin_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """How long the slots that are found must not be given to another key; 0 for no pin."""
+    """Seconds for which found slots must not be given to another key; 0 for no pin."""
+    # Tools look up pages without changing the LRU order.
     touch: bool = True
-    """Whether being found counts as use."""
+    """True to mark found pages as used."""
 
 
 class FoundPages(Answer, frozen=True, kw_only=True):
-    """Pages of one scope; a key that is not live has slot -1 and zeros."""
+    """Found pages of one scope; a key that is not live has slot -1 and zeros."""
 
     slots: list[int]
     generations: list[Natural]
     lengths: list[Natural]
-    """Bytes; 0 for a page that a client of the compatible part wrote, which says neither length nor
-    checksum."""
+    """Bytes of each page; 0 for SGLang's clients, which send neither length nor checksum."""
     checksums: list[Checksum]
 
 
 class LookedUp(Answer, frozen=True, kw_only=True):
-    """Answer of `lookup`."""
+    """Response of `lookup`."""
 
     scopes: list[FoundPages]
+    # One pin for all scopes of the request, so that one `unpin` releases a whole read.
     pin: Natural = 0
-    """Name of the pin on everything found here; 0 where nothing is pinned."""
+    """Number of the pin on all found slots; 0 for no pin."""
     pin_seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class ReserveScope(Request, frozen=True, kw_only=True):
-    """Keys of one scope that the client wants to write."""
+    """Keys of one scope that the client is going to write."""
 
     scope: ScopeName
     keys: list[Key]
+    # Not `Key`, because of the empty text at the head; `core.limits` checks the lengths.
     prefixes: list[str] = field(default_factory=list[str])
-    """The key before each in its chain, "" at the head of one; the whole column may be left out."""
+    """Key before each key in its chain, "" at the head; the column may be left out."""
 
 
 class Reserve(Request, frozen=True, kw_only=True):
@@ -113,26 +115,27 @@ class Reserve(Request, frozen=True, kw_only=True):
 
     scopes: list[ReserveScope]
     owner: str = ""
-    """Who asks, for people that look at `inspect`."""
+    """Name of the client, for operators; `inspect` shows it."""
     lease_seconds: Seconds | None = None
 
 
 class Leased(Answer, frozen=True, kw_only=True):
-    """One scope's share; -1 and zeros where the state does not come with a slot or a lease."""
+    """Response of `reserve` for one scope; -1 and zeros for keys without slot or lease."""
 
     states: list[Reserved]
     slots: list[int]
     generations: list[Natural]
     leases: list[Natural]
-    """Never given twice, also not after a restart."""
+    """Numbers of leases, which are never reused, not even after a restart."""
     evicted: Natural = 0
-    """Live pages that went to make room for these; 0 from a server that does not say."""
+    """Pages evicted for these leases; 0 from a server without counts."""
 
 
 class Leases(Answer, frozen=True, kw_only=True):
-    """Answer of `reserve`."""
+    """Response of `reserve`."""
 
     scopes: list[Leased]
+    # The granted length, which limits may have changed: the client renews by it.
     lease_seconds: Seconds
 
 
@@ -141,6 +144,7 @@ class CommitScope(Request, frozen=True, kw_only=True):
 
     scope: ScopeName
     leases: list[Positive]
+    # A stored length of 0 means that it is not known, so an empty page cannot be committed.
     lengths: list[Positive]
     checksums: list[Checksum]
 
@@ -165,33 +169,34 @@ class Abort(Request, frozen=True, kw_only=True):
 
 
 class Renew(Request, frozen=True, kw_only=True):
-    """`POST /v2/renew`: let leases last from now on."""
+    """`POST /v2/renew`: renew leases from now on."""
 
     scopes: list[LeaseScope]
     lease_seconds: Seconds | None = None
 
 
 class SettledScope(Answer, frozen=True, kw_only=True):
-    """One scope's share."""
+    """Response of `commit`, `abort` and `renew` for one scope."""
 
     states: list[Settled]
 
 
 class SettledLeases(Answer, frozen=True, kw_only=True):
-    """Answer of `commit`, `abort` and `renew`."""
+    """Response of `commit`, `abort` and `renew`."""
 
     scopes: list[SettledScope]
 
 
 class Unpin(Request, frozen=True, kw_only=True):
-    """`POST /v2/unpin`: let pins go before their time. Unknown ones are nobody's loss."""
+    """`POST /v2/unpin`: release pins before their end. Unknown ones are ignored."""
 
     pins: list[Positive]
 
 
 class Touch(Request, frozen=True, kw_only=True):
-    """`POST /v2/touch`: count as use, from the last key of each scope to the first, so that a
-    chain's head ends as the latest."""
+    """`POST /v2/touch`: mark pages as used, from the last key of each scope to the first."""
+
+    # The head of a chain becomes the most recently used page, so tails are evicted first.
 
     scopes: list[LookupScope]
 
@@ -201,24 +206,25 @@ class DeleteScope(Request, frozen=True, kw_only=True):
 
     scope: ScopeName
     keys: list[Key]
+    # A client deletes a page that it has found damaged; another page may have the key by then.
     generations: list[Natural] = field(default_factory=list[int])
-    """Delete key i only while its page is of this generation; the whole column may be left out."""
+    """Delete a page only if it has this generation; the column may be left out."""
 
 
 class Delete(Request, frozen=True, kw_only=True):
-    """`POST /v2/delete`: make pages go."""
+    """`POST /v2/delete`: delete pages."""
 
     scopes: list[DeleteScope]
 
 
 class Flags(Answer, frozen=True, kw_only=True):
-    """One scope's share."""
+    """Response of `touch` and `delete` for one scope."""
 
     done: list[bool]
 
 
 class Marked(Answer, frozen=True, kw_only=True):
-    """Answer of `touch` and `delete`: which keys were there."""
+    """Response of `touch` and `delete`: True for each key that was live."""
 
     scopes: list[Flags]
 
@@ -230,6 +236,6 @@ class Clear(Request, frozen=True, kw_only=True):
 
 
 class Cleared(Answer, frozen=True, kw_only=True):
-    """Pages that went, for each scope."""
+    """Response of `clear`: number of deleted pages of each scope."""
 
     pages: list[Natural]

@@ -1,4 +1,4 @@
-"""The routes of the native part, each with its messages and the token that it needs."""
+"""Routes of the v2 protocol, with their messages and the required token."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One route of the native part."""
+    """One route of the v2 protocol."""
 
     method: str
     path: str
     request: type[Request] | None
     answer: type[Answer] | None
-    """None for 204."""
+    """None for a response 204."""
     token: Token
     changes: bool = False
-    """Takes an idempotency key."""
+    """True if the route takes an idempotency key."""
 
 
+# Lookups, touches and unpins take no key: doing them twice does no harm. Neither do describe, drop
+# and drain, which end in the same state.
 ROUTES: Final = {
     route.path: route
     for route in (

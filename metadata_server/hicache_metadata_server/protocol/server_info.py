@@ -1,4 +1,4 @@
-"""Who answers, what it takes, and what it refuses."""
+"""Messages about the server: information, limits, and errors."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ PROTOCOL: Final = "2"
 
 
 class Problem(Answer, frozen=True, kw_only=True):
-    """The body of every answer with a status of 400 or more."""
+    """Body of every response with a status of 400 or more."""
 
     code: str
-    """Stable, for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`,
+    """Stable code for programs: `malformed`, `invalid`, `unknown_scope`, `mismatch`, `too_large`,
     `unauthorized`, `forbidden`, `quota`, ..."""
     message: str
-    """For people."""
+    """Text for people."""
     field: str = ""
-    """The field that is to blame, such as `scopes[0].keys[3]`; empty where it is not about one."""
+    """Field with the error, such as `scopes[0].keys[3]`; empty if it is not about a field."""
 
 
 class Limits(Answer, frozen=True, kw_only=True):
-    """What a server takes in one request."""
+    """Limits of one request, and times of the server."""
 
     body_bytes: Positive
     keys: Positive
-    """In all scopes of a request together."""
+    """Keys in all scopes of a request together."""
     scopes: Positive
     key_bytes: Positive
     lease_seconds: Seconds
-    """Of a reservation that asks for no time of its own, and of every reservation of the compatible
-    part."""
+    """Length of a lease without a wanted length, and of every lease by SGLang's protocol."""
+    # The names on the wire are older than the attributes.
     min_lease_seconds: Seconds = field(name="least_lease_seconds")
     max_lease_seconds: Seconds = field(name="most_lease_seconds")
-    """Longer wishes are cut to this, shorter ones raised to the least."""
+    """Longer wanted times are reduced to this, shorter ones raised to the minimum."""
     max_pin_seconds: Seconds = field(name="most_pin_seconds")
     quarantine_seconds: Annotated[float, Meta(ge=0)]
     idempotency_seconds: Seconds
-    """How long an idempotency key is remembered."""
+    """Seconds for which an idempotency key is remembered."""
 
 
 class About(Answer, frozen=True, kw_only=True):
-    """`GET /v2`: who answers, and what it promises."""
+    """Response of `GET /v2`: identity, durability and limits of the server."""
 
     protocol: str
     server: str
     """Name and version."""
+    # A client that sees another instance knows that the server was restarted.
     instance: str
-    """Another one after each start of the server."""
+    """Random text that changes with each start of the server."""
     durability: StoreDurability
     limits: Limits

@@ -34,7 +34,7 @@ _log = structlog.get_logger()
 
 
 class SharedHandlers(Handlers):
-    """Answers requests when Redis has. It has no group_commit: what Redis has answered holds as Redis
+    """Answers requests when Redis has. It has no group commit: what Redis has answered holds as Redis
     promises."""
 
     def __init__(self, service: SharedService) -> None:

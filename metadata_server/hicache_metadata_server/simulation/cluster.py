@@ -1,4 +1,4 @@
-"""Engines that share one metadata server, in simulated time."""
+"""Simulated engines that share one metadata server."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from hicache_metadata_server.simulation.events import TraceEvent
 
 BATCH: Final = 128
-"""Pages in one request: SGLang's `storage_batch_size`."""
-DUE: Final = 4096
-"""Slots whose time has come that are seen to at each event."""
+"""Pages of one request: SGLang's `storage_batch_size`."""
+MAX_DUE: Final = 4096
+"""Due slots that are processed at each event."""
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What engines and server are like."""
+    """Settings of engines and server."""
 
     slots: Annotated[int, Meta(ge=1)] = 100_000
-    """Of each scope: a rank has one."""
+    """Slots of each scope; each rank has one scope."""
     ranks: Annotated[int, Meta(ge=1)] = 8
-    """That hold different bytes. Those that do the same in scopes of their own are simulated once
-    and counted so many times."""
+    """Ranks that hold different bytes. Ranks that do the same are simulated once, and counted this
+    many times."""
     local_pages: Annotated[int, Meta(ge=0)] = 0
-    """That each rank of an engine keeps on its GPU and host, the least recently used go first."""
+    """Pages that each rank of an engine keeps in its own LRU cache on GPU and host."""
     chains: bool = True
-    """Whether engines tell the key before each."""
+    """True if engines send prefixes."""
     write_seconds: Annotated[float, Meta(ge=0)] = 0.05
-    """From reserve to commit."""
+    """Time from reserve to commit."""
     lease_seconds: Annotated[float, Meta(gt=0)] = 10.0
     quarantine_seconds: Annotated[float, Meta(ge=0)] = DEFAULTS.quarantine_seconds
     warm_up_seconds: Annotated[float, Meta(ge=0)] = 0.0
-    """Before anything is counted."""
+    """Time before counting begins."""
 
 
 class _Commit(msgspec.Struct, frozen=True, order=True):
-    """Something that is being written."""
+    """A batch that is being written, due at `when`."""
 
     when: float
     number: int
@@ -60,10 +60,11 @@ class _Commit(msgspec.Struct, frozen=True, order=True):
 
 
 class Cluster:
-    """Plays events, in the order of time, to a service that nobody else uses."""
+    """Plays events, in the order of time, to a service of its own."""
 
     def __init__(self, settings: ClusterSettings) -> None:
         self.settings = settings
+        # Limits are widened to the settings: the service would otherwise cut leases silently.
         limits = structs.replace(
             DEFAULTS,
             quarantine_seconds=settings.quarantine_seconds,
@@ -78,11 +79,13 @@ class Cluster:
         self._numbers = itertools.count()
         self._down_until = 0.0
         self._occupancy = _Mean()
-        self._second, self._in_second, self._weight = -1, 0, 1
+        self._second = -1
+        self._in_second = 0
+        self._weight = 1
         self._evicted_before = 0
 
     def run(self, events: Iterable[TraceEvent]) -> SimulationResult:
-        """Play all; returns what was counted after the time to warm up."""
+        """Play all events; returns the counts after the warm-up."""
         begin: float | None = None
         count_from = now = 0.0
         for event in events:
@@ -92,15 +95,20 @@ class Cluster:
             elif begin < count_from <= now:
                 begin = count_from
                 self._count_anew()
+            # What falls due before the event happens before it: commits, ends of leases.
             self._settle(now)
             self._do(event)
+            # No store takes the changes; they would pile up.
             self.service.forget_changes()
         self._finish(now, begin or 0.0)
         return self.outcome
 
     def _count_anew(self) -> None:
         self.outcome = SimulationResult(slots=self.settings.slots)
-        self._occupancy, self._second, self._in_second = _Mean(), -1, 0
+        self._occupancy = _Mean()
+        self._second = -1
+        self._in_second = 0
+        # The service counts evictions since its start.
         self._evicted_before = self._evicted()
 
     def _evicted(self) -> int:
@@ -108,22 +116,25 @@ class Cluster:
 
     def _finish(self, now: float, begin: float) -> None:
         scopes, outcome = self.service.list_scopes().scopes, self.outcome
-        outcome.seconds, outcome.scopes = now - begin, len(scopes)
+        outcome.seconds = now - begin
+        outcome.scopes = len(scopes)
         outcome.evicted = self._evicted() - self._evicted_before
         outcome.live = sum(scope.live for scope in scopes) // max(1, len(scopes))
         outcome.mean_occupancy = self._occupancy.value
+        # The last second has not been compared yet.
         outcome.peak_requests = max(outcome.peak_requests, self._in_second)
 
     def _settle(self, now: float) -> None:
-        """What has come to be due by an event."""
+        """Process everything that is due by `now`."""
         while self._writing and self._writing[0].when <= now:
             self._commit(heapq.heappop(self._writing))
-        self.service.settle(now, DUE)
+        self.service.settle(now, MAX_DUE)
         for scope in self.service.list_scopes().scopes:
             self._occupancy.add(scope.live / scope.slots)
 
     def _do(self, event: TraceEvent) -> None:
         name = self._scope(event.rank)
+        # One scope stands for all ranks of such an event, so its requests count for each of them.
         self._weight = self.settings.ranks if event.rank is None else 1
         match event.op:
             case Op.PROMPT:
@@ -140,15 +151,14 @@ class Cluster:
                 self._down_until = max(self._down_until, event.time + event.seconds)
 
     def _scope(self, rank: int | None) -> str:
-        """Of a rank, made when it is first asked for; rank 0's stands for all where they do the
-        same."""
+        """Name of a rank's scope, created at its first use; None stands for all ranks."""
         name = f"{rank or 0}:{'kv' if rank is None else 'rank'}"
         if name not in self.service.scopes:
             geometry = p.ScopeGeometry(scope=name, slots=self.settings.slots)
             self.service.initialize(p.Initialize(scopes=[geometry]), 0.0)
         return name
 
-    # What engines do.
+    # Operations of engines.
 
     def _prompt(self, event: TraceEvent, name: str) -> None:
         local, keys, outcome = (
@@ -163,6 +173,7 @@ class Cluster:
         outcome.usable += usable
         found = keys[known : known + usable]
         for some in _batches(found):
+            # A read looks its pages up again: the first lookup has asked for existence only.
             self._ask("lookup", len(some), event.time)
             if event.time >= self._down_until:
                 self._lookup(name, some, event.time)
@@ -172,13 +183,16 @@ class Cluster:
         self._keep(local, keys)
 
     def _look_up(self, name: str, keys: Sequence[str], now: float) -> int:
-        """Ask batch by batch, as SGLang does, until one is not found whole; returns the pages up to
-        the first miss."""
+        """Look up batch by batch, as SGLang does, until a batch has a miss.
+
+        Returns the number of pages before the first miss.
+        """
         usable, outcome, asked = 0, self.outcome, 0
         for some in _batches(keys):
             self._ask("lookup", len(some), now)
             asked += len(some)
             outcome.asked += len(some)
+            # An engine takes an unanswered batch for a miss, and asks no further.
             if now < self._down_until:
                 outcome.unanswered += len(some)
                 outcome.misses += len(some)
@@ -206,6 +220,7 @@ class Cluster:
             request = p.Reserve(scopes=[part], lease_seconds=self.settings.lease_seconds)
             answer = self.service.reserve(request, now).scopes[0]
             self._note_reserved(answer.states)
+            # The next batch continues the chain, even if this page got no slot.
             before = some[-1]
             rows = zip(some, answer.leases, strict=True)
             leased = [(key, lease) for key, lease in rows if lease]
@@ -234,6 +249,7 @@ class Cluster:
             self._commit(commit)
 
     def _commit(self, commit: _Commit) -> None:
+        # The commit counts for the ranks of the event that began it.
         self._weight = commit.weight
         if commit.when < self._down_until:
             self.outcome.lost += len(commit.keys)
@@ -262,6 +278,7 @@ class Cluster:
     def _fail(self, engine: int) -> None:
         for local in [cache for (owner, _), cache in self._local.items() if owner == engine]:
             local.clear()
+        # The leases of the engine stay, and end by themselves, as in a real cluster.
         self.outcome.lost += sum(
             len(commit.keys) for commit in self._writing if commit.engine == engine
         )
@@ -271,14 +288,14 @@ class Cluster:
     def _keep(self, local: OrderedDict[str, None], keys: Sequence[str]) -> None:
         if not self.settings.local_pages:
             return
-        # From the last to the first, so that tails go before heads.
+        # From the last to the first, so that tails are evicted before heads.
         for key in reversed(keys):
             local[key] = None
             local.move_to_end(key)
         while len(local) > self.settings.local_pages:
             local.popitem(last=False)
 
-    # What reaches the server.
+    # Requests.
 
     def _lookup(self, name: str, keys: Sequence[str], now: float) -> list[int]:
         request = p.Lookup(scopes=[p.LookupScope(scope=name, keys=list(keys))])
@@ -290,13 +307,15 @@ class Cluster:
         outcome.keys[kind] += keys * self._weight
         if second != self._second:
             outcome.peak_requests = max(outcome.peak_requests, self._in_second)
-            self._second, self._in_second = second, 0
+            self._second = second
+            self._in_second = 0
         self._in_second += self._weight
 
 
 class _Mean:
     def __init__(self) -> None:
-        self._sum, self._count = 0.0, 0
+        self._sum = 0.0
+        self._count = 0
 
     def add(self, value: float) -> None:
         self._sum += value

@@ -1,5 +1,4 @@
-"""What requests take of a server's processor, and pages of its memory: as it was measured once, or
-as this machine measures it now."""
+"""CPU time of requests and memory of pages: documented figures, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -24,46 +23,47 @@ if TYPE_CHECKING:
 
 BATCH: Final = 128
 CPU_SECONDS: Final = 0.5
-"""Of the server, for each kind of request."""
-AT_ONCE: Final = 100
-"""Requests between two looks at its clock, which take part of a millisecond themselves."""
+"""CPU time of the server in one measurement."""
+CALLS_PER_READING: Final = 100
+"""Requests between two readings of the server's CPU time, which cost CPU time themselves."""
 FILL_PAGES: Final = 100_000
 START_SECONDS: Final = 60.0
 SERVE: Final = "from hicache_storage.cli.main import main; main()"
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Processor time of a request in microseconds."""
+    """CPU time of a request in microseconds, linear in its keys."""
 
     request: float
     key: float
 
     def microseconds(self, requests: float, keys: float) -> float:
-        """Of so many requests with so many keys in all."""
+        """CPU time of some requests with some keys in all."""
         return requests * self.request + keys * self.key
 
     @classmethod
     def through(cls, one: float, batch: float) -> Line:
-        """The line through what a request of 1 key takes, and one of `BATCH`."""
+        """Line through the times of requests of 1 key and of `BATCH` keys."""
+        # Noise must give no negative time: such a line would make larger batches cheaper.
         key = max(0.0, (batch - one) / (BATCH - 1))
         return cls(max(0.0, one - key), key)
 
 
 class Costs(msgspec.Struct, frozen=True):
-    """Of a server with an SQLite store of durability `process`."""
+    """Costs of a server with an SQLite store of durability `process`."""
 
     lookup: Line
     pair: Line
     """A reserve and its commit."""
     page_bytes: float
-    """Of memory, for a live page with a key of 64 characters."""
+    """Memory of a live page with a key of 64 characters."""
     base_bytes: float
-    """Of memory, without any page."""
+    """Memory without any page."""
     measured: str
-    """Where."""
+    """Description of the machine."""
 
     def cpu(self, requests: dict[str, float], keys: dict[str, float]) -> float:
-        """Processor seconds for these requests. Deletes count as reserves and commits."""
+        """CPU seconds of requests. A delete counts as a reserve and a commit."""
         lookups = self.lookup.microseconds(requests.get("lookup", 0.0), keys.get("lookup", 0.0))
         kinds = ("reserve", "delete")
         pairs = self.pair.microseconds(
@@ -82,21 +82,21 @@ DOCUMENTED: Final = Costs(
 
 
 class CannotMeasureError(RuntimeError):
-    """The server for it does not come up."""
+    """The server to measure does not start."""
 
 
 def measure() -> Costs:
-    """Start a server with a store of its own, load it for some ten seconds, and ask it what it has
-    taken.
+    """Measure a server with a store of its own, for about ten seconds.
 
     Raises:
-        CannotMeasureError: it does not come up.
+        CannotMeasureError: the server does not start, or refuses a request.
     """
     with _server() as server:
         server.send(
             "/v2/initialize", p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=4_000_000)])
         )
         base = server.metric(v.PROCESS_RESIDENT_BYTES.name)
+        # Enough pages that the memory of the empty server does not matter.
         pages = 0
         while pages < FILL_PAGES:
             server.store(BATCH)
@@ -150,6 +150,7 @@ class _Server:
         self.send("/v2/commit", p.Commit(scopes=[part]))
 
     def look_up(self, count: int) -> None:
+        # A prime step spreads lookups over all pages, or they would be served from CPU caches.
         first = (self._number * 7919) % (FILL_PAGES - count)
         self._number += 1
         self.send(
@@ -162,14 +163,16 @@ class _Server:
         )
 
     def cost(self, ask: Callable[[], None]) -> float:
-        """Microseconds of the server's processor time a call: of so many calls that its clock,
-        which counts hundredths, is exact."""
+        """Microseconds of the server's CPU time a call.
+
+        Enough calls are made that the resolution of the CPU clock, 10 ms, does not matter.
+        """
         before = now = self.metric(v.PROCESS_CPU_SECONDS.name)
         calls = 0
         while now - before < CPU_SECONDS:
-            for _ in range(AT_ONCE):
+            for _ in range(CALLS_PER_READING):
                 ask()
-            calls += AT_ONCE
+            calls += CALLS_PER_READING
             now = self.metric(v.PROCESS_CPU_SECONDS.name)
         return 1e6 * (now - before) / calls
 
@@ -185,6 +188,8 @@ def _server() -> Generator[_Server]:
     ):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
+        # Closed before the server binds it. Another process could take the port meanwhile; the
+        # server then does not start, which is reported.
         taken.close()
         command = [
             "metadata",
@@ -216,4 +221,4 @@ def _wait(process: subprocess.Popen[bytes], port: int) -> None:
             time.sleep(0.05)
         else:
             return
-    raise CannotMeasureError("the server that is to be measured does not come up")
+    raise CannotMeasureError("the server to measure does not start")

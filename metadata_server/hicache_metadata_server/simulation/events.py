@@ -1,4 +1,4 @@
-"""What happens in a cluster, as the lines of a trace."""
+"""Events of a cluster, as lines of a trace."""
 
 from __future__ import annotations
 
@@ -14,38 +14,37 @@ if TYPE_CHECKING:
 
 
 class Op(StrEnum):
-    """What an engine does, or what happens to it."""
+    """Operation of an engine, or failure."""
 
     PROMPT = "prompt"
-    """Look the pages of a prompt up, read those that are there from the first on, store the
-    others."""
+    """Look up the pages of a prompt, read the found prefix, store the others."""
     LOOKUP = "lookup"
-    """Ask whether pages are there."""
+    """Look up pages."""
     STORE = "store"
     """Store pages."""
     DELETE = "delete"
     ENGINE_FAILS = "engine_fails"
-    """It forgets its local cache, and what it was about to commit; it is there again at once."""
+    """The engine loses its local cache and its uncommitted writes, and restarts at once."""
     SERVER_FAILS = "server_fails"
-    """Nobody answers for `seconds`; what was committed is there afterwards."""
+    """The server does not answer for `seconds`; committed pages survive."""
 
 
 class TraceEvent(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One line: a JSON object."""
+    """One event: a line with a JSON object."""
 
     time: Annotated[float, Meta(ge=0)]
-    """Seconds since any instant; never less than in the line before."""
+    """Seconds since any instant, not decreasing."""
     op: Op
     engine: Annotated[int, Meta(ge=0)] = 0
     rank: Annotated[int, Meta(ge=0)] | None = None
-    """None for all ranks of the engine, which then do the same, each in a scope of its own."""
+    """Rank; None for all ranks of the engine, which do the same in scopes of their own."""
     keys: list[Annotated[str, Meta(min_length=1)]] = []
-    """Pages in the order of their chain."""
+    """Keys in the order of their chain."""
     seconds: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class TraceError(ValueError):
-    """A line is no event."""
+    """A line of a trace is malformed."""
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -53,10 +52,10 @@ _DECODER = msgspec.json.Decoder(TraceEvent)
 
 
 def read_trace(path: Path) -> Iterator[TraceEvent]:
-    """The events of a file, read as they are needed.
+    """Read the events of a file lazily.
 
     Raises:
-        TraceError: a line is no event, or earlier than the one before.
+        TraceError: a line is malformed, or earlier than the one before.
         OSError: the file cannot be read.
     """
     last = 0.0
@@ -68,14 +67,15 @@ def read_trace(path: Path) -> Iterator[TraceEvent]:
                 event = _DECODER.decode(line)
             except (msgspec.DecodeError, UnicodeError) as error:
                 raise TraceError(f"{path}, line {number}: {error}") from error
+            # Time in the service must not go back: a lease that has ended would be held again.
             if event.time < last:
                 raise TraceError(f"{path}, line {number}: time {event.time} is before {last}")
             last = event.time
             yield event
 
 
-def written(events: Iterable[TraceEvent], path: Path) -> Iterator[TraceEvent]:
-    """The same events, each written to a file as it goes by.
+def record_trace(events: Iterable[TraceEvent], path: Path) -> Iterator[TraceEvent]:
+    """Yield events, and write each of them to a file.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A synthetic load: conversations that begin with one of several shared prefixes."""
+"""A synthetic load: conversations that begin with shared prefixes."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks for what. Lengths are in tokens; where a mean is named, the distribution is
-    exponential."""
+    """Parameters of a synthetic load. Lengths are in tokens; values with a mean are exponentially
+    distributed."""
 
     engines: Positive = 16
     requests_per_second: Rate = 20.0
-    """Prompts of all engines together."""
+    """Rate of prompts of all engines together."""
     seconds: Rate = 600.0
     page_tokens: Positive = 64
     prefixes: Positive = 200
-    """Different system prompts, documents or tools that conversations begin with."""
+    """Number of shared prefixes: system prompts, documents or tools."""
     prefix_tokens: Natural = 2000
     """Mean length of a shared prefix."""
     zipf: Amount = 1.0
-    """How unequal their popularity is: prefix number n is drawn with a weight of n ** -zipf."""
+    """Exponent of their popularity: prefix number n has the weight n ** -zipf."""
     turns: Annotated[float, Meta(ge=1)] = 4.0
-    """Mean number of prompts in a conversation; each repeats all before it."""
+    """Mean number of prompts in a conversation; each contains all before it."""
     turn_tokens: Natural = 1000
-    """Mean length of what a turn adds: the question and the answer before it."""
+    """Mean length of a turn: the question, and the answer before it."""
     think_seconds: Amount = 30.0
     """Mean time between two turns."""
     affinity: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of turns that come to the engine that has served the turn before; the others to any."""
+    """Share of turns that go to the engine of the turn before; the others go to any engine."""
     engine_failures_per_hour: Amount = 0.0
-    """Of all engines together."""
+    """Rate of failures of all engines together."""
     server_failures_per_hour: Amount = 0.0
     server_down_seconds: Amount = 3.0
     seed: Natural = 0
 
 
 def synthetic(load: Load) -> Iterator[TraceEvent]:
-    """The events of a load in the order of time; the same for the same load."""
+    """Generate the events of a load in the order of time, the same for the same load."""
     return heapq.merge(_prompts(load), _failures(load), key=lambda event: event.time)
 
 
 def _prompts(load: Load) -> Iterator[TraceEvent]:
+    # A generator of its own for each part: other failures leave the prompts as they are.
     chance = random.Random(f"{load.seed}/prompts")
     prefixes = _Prefixes(load)
     starts, waiting = (
@@ -68,6 +69,7 @@ def _prompts(load: Load) -> Iterator[TraceEvent]:
     numbers, now = itertools.count(), 0.0
     while True:
         now += chance.expovariate(starts)
+        # Turns due before the next conversation begins, so that events are in the order of time.
         while waiting and waiting[0][0] <= min(now, load.seconds):
             when, _, conversation = heapq.heappop(waiting)
             yield from conversation.turn(when, chance, waiting)
@@ -78,7 +80,7 @@ def _prompts(load: Load) -> Iterator[TraceEvent]:
 
 
 class _Prefixes:
-    """The keys of shared prefixes, longer and shorter ones, some asked for more often."""
+    """Keys of the shared prefixes, drawn by popularity."""
 
     def __init__(self, load: Load) -> None:
         chance = random.Random(f"{load.seed}/prefixes")
@@ -96,14 +98,17 @@ class _Prefixes:
 
 class _Conversation:
     def __init__(self, load: Load, number: int, prefix: list[str], chance: random.Random) -> None:
-        self._load, self._number, self._prefix = load, number, prefix
-        # Geometric, so that its mean is `turns`.
+        self._load = load
+        self._number = number
+        self._prefix = prefix
+        # A geometric distribution, whose mean is `turns`.
         self._left = (
             1
             if load.turns <= 1
             else 1 + int(math.log(1 - chance.random()) / math.log(1 - 1 / load.turns))
         )
-        self._tokens, self._engine = 0.0, chance.randrange(load.engines)
+        self._tokens = 0.0
+        self._engine = chance.randrange(load.engines)
 
     def begin(self, now: float, waiting: list[tuple[float, int, _Conversation]]) -> None:
         heapq.heappush(waiting, (now, self._number, self))
@@ -120,6 +125,7 @@ class _Conversation:
             yield TraceEvent(
                 time=now, op=Op.PROMPT, engine=self._engine, keys=[*self._prefix, *own]
             )
+        # The time to think begins with the prompt: the answer takes none in this model.
         self._left -= 1
         if self._left:
             heapq.heappush(waiting, (now + _mean(chance, load.think_seconds), self._number, self))
@@ -144,5 +150,5 @@ def _mean(chance: random.Random, mean: float) -> float:
 
 
 def _pages(tokens: float, load: Load) -> int:
-    """Whole ones: a page that is not full is not stored."""
+    """Number of full pages; a partial page is not stored."""
     return int(tokens // load.page_tokens)

@@ -1,4 +1,4 @@
-"""What a simulation has counted."""
+"""Counts of a simulation."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Counts of pages, unless they say otherwise; those of events about all ranks are of each of
-    them."""
+    """Counts of a simulation, in pages; events of all ranks count once."""
 
     seconds: float = 0.0
-    """Simulated, without the time to warm up."""
+    """Simulated time without the warm-up."""
     prompts: int = 0
     local: int = 0
-    """That engines found in their own caches."""
+    """Pages found in the engines' own caches."""
     asked: int = 0
     hits: int = 0
     misses: int = 0
     not_asked: int = 0
-    """Behind the first batch that was not found whole."""
+    """Pages after the first batch with a miss."""
     usable: int = 0
-    """Hits up to the first miss of their prompt: what was read."""
+    """Hits before the first miss of a prompt, which are read."""
     stored: int = 0
     existing: int = 0
-    """That were to be stored and were there, or were just being stored."""
+    """Pages to store that were live or leased already."""
     full: int = 0
-    """That found no room."""
+    """Pages without a free slot."""
     lost: int = 0
-    """Whose writer or server died between reserve and commit, or whose lease had ended."""
+    """Pages whose writer or server failed before the commit, or whose lease had ended."""
     unanswered: int = 0
-    """That nobody could be asked about, or told to store, while the server was down."""
+    """Pages of requests during a failure of the server."""
     evicted: int = 0
     slots: int = 0
-    """Of each scope."""
+    """Slots of each scope."""
     scopes: int = 0
     live: int = 0
-    """Of each scope, at the end; the mean of them."""
+    """Live pages at the end, mean over the scopes."""
     mean_occupancy: float = 0.0
-    """Share of slots that are live, over all events."""
+    """Mean share of live slots, over all events."""
     requests: Counter[str] = field(default_factory=Counter[str])
-    """To the server, by kind; of all ranks together."""
+    """Requests to the server by kind, of all ranks together."""
     keys: Counter[str] = field(default_factory=Counter[str])
-    """In these requests."""
+    """Keys of these requests."""
     peak_requests: int = 0
-    """In the busiest second, of all ranks together."""
+    """Requests in the busiest second, of all ranks together."""
     read_pages: int = 0
-    """Of all ranks together; so is the next."""
+    """Pages read, of all ranks together."""
     written_pages: int = 0
+    """Pages written, of all ranks together."""
 
     @property
     def hit_ratio(self) -> float:
-        """Of the pages that were not in an engine's own cache, the share that was read."""
+        """Share of the pages outside of engines' caches that was read."""
         wanted = self.asked + self.not_asked
         return self.usable / wanted if wanted else 0.0
 
     def a_second(self, count: float) -> float:
-        """A count as a rate."""
+        """Rate of a count."""
         return count / self.seconds if self.seconds else 0.0

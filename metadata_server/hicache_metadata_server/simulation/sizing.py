@@ -1,4 +1,4 @@
-"""What a cluster needs, from what a simulation has counted."""
+"""Sizing of a cluster from the counts of a simulation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from hicache_metadata_server.simulation.result import SimulationResult
 
 CLOSE: Final = 1.05
-"""Slots are looked for up to this factor."""
+"""Accuracy of the search for slots, as a factor."""
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """Of the whole cluster."""
+    """Resources of the whole cluster."""
 
     requests_per_second: dict[str, float]
     keys_per_second: dict[str, float]
@@ -31,19 +31,26 @@ class Needs(msgspec.Struct, frozen=True):
     read_bytes_per_second: float
     written_bytes_per_second: float
     cpu: float
-    """Seconds of processor time a second."""
+    """Seconds of CPU time a second."""
     servers: int
     memory_bytes: float
-    """Of all servers together, with every slot live."""
+    """Memory of all servers together, with every slot live."""
     data_bytes: int
-    """Of the files."""
+    """Bytes of the slot files."""
 
 
 def needs_of(
     outcome: SimulationResult, costs: Costs, *, ranks: int, page_bytes: int, utilization: float
 ) -> Needs:
-    """Each server has one core, of which no more than `utilization` is to be used on the average;
-    one is the least."""
+    """Compute the resources of a cluster.
+
+    Args:
+        outcome: counts of its simulation.
+        costs: costs of one server.
+        ranks: ranks that hold different bytes.
+        page_bytes: bytes of a page.
+        utilization: mean share of one core that each server may use.
+    """
     requests = {kind: outcome.a_second(count) for kind, count in sorted(outcome.requests.items())}
     keys = {kind: outcome.a_second(count) for kind, count in sorted(outcome.keys.items())}
     cpu, slots = costs.cpu(requests, keys), outcome.slots * max(ranks, outcome.scopes)
@@ -62,25 +69,26 @@ def needs_of(
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Slots for a hit ratio."""
+    """Result of the search for a hit ratio."""
 
     hit_ratio: float
     slots: int | None
-    """Of each scope; None where no number of slots is enough."""
+    """Slots of each scope; None if no number of slots is enough."""
     best: float
-    """What endless slots give."""
+    """Hit ratio of the largest simulated scope."""
 
 
 def slots_for(
     wanted: float, settings: ClusterSettings, events: Callable[[], Iterable[TraceEvent]]
 ) -> Wanted:
-    """The least number of slots that gives a hit ratio, 5% too many at most; each try is a
-    simulation of its own."""
+    """Find the smallest number of slots with a hit ratio, within 5 %, by simulations."""
     slots, too_few = settings.slots, 0
+    # An upper bound first, by doubling; then a bisection.
     while True:
         outcome = Cluster(structs.replace(settings, slots=slots)).run(events())
         if outcome.hit_ratio >= wanted:
             break
+        # Without evictions, more slots would change nothing.
         if not outcome.evicted and not outcome.full:
             return Wanted(wanted, None, outcome.hit_ratio)
         slots, too_few = 2 * slots, slots

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.scope import Scope
 
 BLOCK: Final = 64
-"""Slots of a block, which takes about 7 KB. A batch of 128 neighbours changes two or three blocks, a
-single slot changes one."""
+"""Slots of a block, which takes about 7 KB. A batch of 128 neighbours changes two or three blocks."""
 _ZEROS: Final = bytes(8 * BLOCK)
 
 

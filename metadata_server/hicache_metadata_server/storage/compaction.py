@@ -57,7 +57,7 @@ class DirtyBlocks:
 
     def mark(self, places: Iterable[int], group: int, log_bytes: int, changes: Changes) -> None:
         """Add the blocks that a group has changed, after it was appended to the log."""
-        # A begun window takes no more groups: blocks that were taken from it may lack their changes.
+        # A begun window takes no more groups: blocks taken from it would lack their changes.
         if (
             not self._windows
             or self._windows[-1].begun

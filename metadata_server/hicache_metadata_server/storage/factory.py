@@ -49,4 +49,7 @@ def check_store(url: str) -> None:
 
 
 def _no_address(url: str) -> str:
-    return f"{url!r} is not the address of a store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB are"
+    return (
+        f"{url!r} is not the address of a store; {MEMORY}, {SQLITE}FILE and redis://HOST:PORT/DB "
+        f"are"
+    )

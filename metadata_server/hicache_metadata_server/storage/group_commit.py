@@ -151,8 +151,8 @@ class GroupCommit:
             self._service.put_back(changes)
             _resolve(group, self.error)
             return
-        # Between `take_changes` and the write: the blocks have exactly the changes of all groups up to
-        # this one.
+        # Between `take_changes` and the write: the blocks have exactly the changes of all groups up
+        # to this one.
         self._collect(idle=False)
         if self._store.is_quick:
             self._done(group, changes, *self._write(changes))
@@ -310,7 +310,7 @@ def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:
         step()
     except StoreError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a defect must fail the waiting requests, not leave them waiting
+    except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
         _log.exception(event)
         return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
     return None

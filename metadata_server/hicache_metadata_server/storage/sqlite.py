@@ -228,8 +228,8 @@ class SqliteStore:
     def close(self) -> None:
         """Close the files. If everything is compacted, only the database remains."""
         try:
-            # On an error the log stays, and the next start replays it. A log that was never replayed
-            # must stay, too.
+            # On an error the log stays, and the next start replays it. So does a log that was never
+            # replayed.
             with contextlib.suppress(StoreError, OSError, sqlite3.Error):
                 if self._is_replayed and not self._log_bytes:
                     self._settle_log()

@@ -57,7 +57,7 @@ class MetadataStore(Protocol):
         ...
 
     def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
-        """Collect the next blocks to compact: less than a millisecond of work, here and in `compact`.
+        """Collect the next blocks to compact; takes less than a millisecond, as `compact` does.
 
         Call it only if `wants_compaction`, and only after `take_changes`: the blocks are encoded as
         they are in memory, and must not have changes that will be in no written group.
@@ -76,7 +76,7 @@ class MetadataStore(Protocol):
         ...
 
     def put_back(self, batch: CompactionBatch) -> None:
-        """Return collected blocks that must not be compacted, because their group is not written."""
+        """Return collected blocks that must not be compacted: their group is not written."""
         ...
 
     def wants_checkpoint(self, *, idle: bool) -> bool:
