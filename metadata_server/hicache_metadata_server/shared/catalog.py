@@ -135,7 +135,7 @@ class ScopeCatalog:
         self,
         parts: Sequence[p.ScopeGeometry],
         idempotency_key: IdempotencyKey,
-        most: int,
+        max_scopes: int,
         caller: Caller = ANYBODY,
         quota: Quota = NO_QUOTA,
         earlier: Mapping[str, float] = NO_LEASES,
@@ -158,7 +158,7 @@ class ScopeCatalog:
         arguments = (
             [part.scope for part in parts],
             [_record(part, tenant) for part in parts],
-            most,
+            max_scopes,
             tenant,
             caller.sees_all,
             limits,
@@ -178,7 +178,7 @@ class ScopeCatalog:
                 raise beyond_quota(
                     tenant, quota, Holding(*map(int, known)), [parts[i] for i in places]
                 )
-            raise _mismatch(parts, scope, at, known, most)
+            raise _mismatch(parts, scope, at, known, max_scopes)
         created: list[bool] = value_of(reply)
         # A scope that is not new may be one whose server died between its two scripts, so what this
         # server has not seen is made as well; `make` changes nothing of a scope that exists.
@@ -371,10 +371,10 @@ def _record(part: p.ScopeGeometry, tenant: str) -> list[str]:
 
 
 def _mismatch(
-    parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, most: int
+    parts: Sequence[p.ScopeGeometry], scope: int, at: int, known: str, max_scopes: int
 ) -> RequestError:
     if scope < 0:
-        return too_large(f"this server keeps {most} scopes", "scopes")
+        return too_large(f"this server keeps {max_scopes} scopes", "scopes")
     if at == len(FIELDS):
         return RequestError(
             403,
