@@ -1,12 +1,12 @@
-// The server's routes. Nothing here knows what is shown.
+// Client of the server's routes, without any display.
 
 const TOKEN = "hicache-metadata-token";
 const PATIENCE_MS = 10_000;
 // JavaScript's numbers hold 53 bits of a checksum's 64, so that its digits are kept as text. A quote inside a key is escaped.
 const CHECKSUM = /"checksum":(\d+)/g;
 
-/** The server refused, with its own words. */
-export class Refused extends Error {
+/** A request that the server refused, with its message. */
+export class RequestError extends Error {
   constructor(status, problem) {
     super(problem.message ?? "");
     this.status = status;
@@ -15,22 +15,22 @@ export class Refused extends Error {
   }
 }
 
-/** No answer, or none of this server's. */
-export class Unreachable extends Error {}
+/** No response, or one that is not this server's. */
+export class ConnectionError extends Error {}
 
 export class Api {
   constructor() {
     this.token = remembered();
   }
 
-  /** For this tab alone, until it is closed. */
+  /** Kept for this tab only, until it is closed. */
   setToken(token) {
     this.token = token;
     try {
       if (token) sessionStorage.setItem(TOKEN, token);
       else sessionStorage.removeItem(TOKEN);
     } catch {
-      // A browser that stores nothing: it is asked for again after a reload.
+      // In a browser without storage, the user enters it again after a reload.
     }
   }
 
@@ -45,7 +45,7 @@ export class Api {
     );
   }
 
-  /** `{ ready, code, message }`; asked for without a token. */
+  /** `{ ready, code, message }`; needs no token. */
   async readiness() {
     const { response, text } = await this.#fetch("/readyz", {});
     if (response.ok) return { ready: true, code: "", message: "" };
@@ -57,7 +57,7 @@ export class Api {
     const headers = { ...options.headers };
     if (this.token) headers.Authorization = `Bearer ${this.token}`;
     const { response, text } = await this.#fetch(path, { ...options, headers });
-    if (!response.ok) throw new Refused(response.status, parsed(text));
+    if (!response.ok) throw new RequestError(response.status, parsed(text));
     return parsed(text.replace(CHECKSUM, '"checksum":"$1"'));
   }
 
@@ -66,7 +66,7 @@ export class Api {
       const response = await fetch(path, { ...options, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
       return { response, text: await response.text() };
     } catch (error) {
-      throw new Unreachable(error.name === "TimeoutError" ? `no answer to ${path} within ${PATIENCE_MS / 1000} s` : "no connection");
+      throw new ConnectionError(error.name === "TimeoutError" ? `no answer to ${path} within ${PATIENCE_MS / 1000} s` : "no connection");
     }
   }
 }
@@ -75,7 +75,7 @@ function parsed(text) {
   try {
     return JSON.parse(text);
   } catch {
-    throw new Unreachable("an answer that is not JSON: something else may stand between this page and the server");
+    throw new ConnectionError("an answer that is not JSON: something else may stand between this page and the server");
   }
 }
 

@@ -1,4 +1,4 @@
-// A chart of some lines over time, as SVG. The legend tells the latest values, or those at the cursor.
+// Line chart over time, as SVG. The legend shows the latest values, or those at the cursor.
 
 import { make, makeSvg, setText } from "./dom.js";
 import { NONE, hourAndMinute, timeOfDay } from "./format.js";
@@ -9,7 +9,7 @@ const LEFT = 46;
 const RIGHT = 10;
 const TOP = 10;
 const BOTTOM = 22;
-/** Samples further apart than so many steps are not joined by a line. */
+/** Number of steps between two samples above which the line has a gap. */
 const GAP = 2.5;
 
 /**
@@ -91,7 +91,7 @@ export class Chart {
     ]).flat());
   }
 
-  /** Where a label is whole, also near the right end. */
+  /** Position at which a label fits, also near the right end. */
   #under(x) {
     return x > this.width - 28 ? { x: this.width - 2, "text-anchor": "end" } : { x, "text-anchor": "middle" };
   }
@@ -111,7 +111,7 @@ export class Chart {
 
   #paths() {
     return this.lines.map((line, i) => {
-      // A single sample has no line to another.
+      // A single sample has no line, so it gets a short dash.
       const path = this.#runs(i).map((run) => `M${run.map((k) => this.#at(k, this.data.columns[i][k])).join("L")}${run.length > 1 ? "" : "m-1.5 0h3"}`);
       return makeSvg("path", { class: `line ${line.style}`, d: path.join("") });
     });
@@ -121,7 +121,7 @@ export class Chart {
     return `${this.x(this.data.times[k]).toFixed(1)} ${this.y(value).toFixed(1)}`;
   }
 
-  /** Samples of a line that follow each other without a gap, as lists of indices; what is older than the axis is left out. */
+  /** Indices of samples without a gap between them, as lists; samples older than the axis are left out. */
   #runs(i) {
     const { times, stepSeconds, from, columns } = this.data;
     const runs = [];

@@ -1,9 +1,9 @@
-// The server over time.
+// Charts of the server over time.
 
 import { Chart } from "./chart.js";
 import { make } from "./dom.js";
 import { NONE, count, figure } from "./format.js";
-import { perSecond } from "./past.js";
+import { perSecond } from "./history.js";
 
 const RANGES = [
   { name: "10 minutes", series: "seconds", seconds: 600 },
@@ -55,7 +55,7 @@ const CHARTS = [
   },
 ];
 
-/** The charts with their range; `onRange` is called with the number of the range that was chosen. */
+/** Charts with a choice of ranges; `onRange` is called with the index of the chosen range. */
 export class Charts {
   constructor(range, onRange) {
     this.range = RANGES[range] ?? RANGES[0];
@@ -84,7 +84,7 @@ export class Charts {
     this.note.hidden = !this.note.textContent;
     if (!series) return;
     const to = Math.max(past.now, series.times.at(-1) ?? 0);
-    // A server that is younger than the range fills the chart all the same.
+    // The chart of a server younger than the range starts with the server, so that it is not empty.
     const from = Math.max(to - this.range.seconds, Math.min(past.started, to - 2 * 60));
     const shown = { times: series.times, stepSeconds: series.step_seconds, from, to };
     this.charts.forEach((chart, i) => chart.show({ ...shown, columns: CHARTS[i].columns(series) }));

@@ -1,4 +1,4 @@
-// Elements without markup in strings: whatever a server tells becomes text and nothing else.
+// DOM helpers. They take no markup: names from the server become text, and cannot inject scripts.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -26,7 +26,7 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Terms and what they are; entries of null are left out. */
+/** Definition list; entries of null are left out. */
 export function facts(entries) {
   const shown = entries.filter((entry) => entry !== null);
   return make("dl", { class: "facts" }, shown.map(([term, ...what]) => make("div", {}, make("dt", {}, term), make("dd", {}, ...what))));

@@ -1,4 +1,4 @@
-// Figures as people read them.
+// Formatting of numbers, times and sizes.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const clock = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
@@ -11,7 +11,7 @@ export function count(number) {
   return whole.format(number);
 }
 
-/** Three digits that matter, as rates and times need them. */
+/** Three significant digits, for rates and times. */
 export function figure(number) {
   if (number === null || number === undefined || Number.isNaN(number)) return NONE;
   const size = Math.abs(number);
@@ -22,7 +22,7 @@ export function figure(number) {
 export function share(part, all) {
   if (!all) return NONE;
   const percent = (100 * part) / all;
-  // What is nearly all is not all, and what is nearly none is not none.
+  // Rounding must not turn nearly all into 100 %, or nearly none into 0 %.
   if (percent > 99.9 && part < all) return "> 99.9%";
   if (percent < 0.1 && part > 0) return "< 0.1%";
   return part === all || part === 0 ? `${percent}%` : `${percent.toFixed(1)}%`;
@@ -68,7 +68,7 @@ export function fullTime(seconds) {
   return date.format(1000 * seconds);
 }
 
-/** A checksum, which a number of JavaScript cannot hold, in hexadecimal digits. */
+/** Hexadecimal digits of a checksum, which a JavaScript number cannot hold. */
 export function hexadecimal(digits) {
   return `0x${BigInt(digits).toString(16).padStart(16, "0")}`;
 }

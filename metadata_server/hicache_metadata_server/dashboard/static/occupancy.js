@@ -1,4 +1,4 @@
-// A scope's slots by state, as a bar and in words.
+// Slots of a scope by state, as a bar with a legend.
 
 import { make, setText } from "./dom.js";
 import { count, share } from "./format.js";
@@ -18,10 +18,10 @@ export class Bar {
     this.element = make("div", { class: "bar", role: "img" }, this.parts);
   }
 
-  /** `slots` has the number of each state, and of all. */
+  /** `slots` has the number of slots in each state, and their total. */
   show(slots) {
     STATES.slice(0, 3).forEach((state, i) => {
-      // A single slot among a million can be seen too.
+      // A minimum width, so that one slot among a million is visible.
       this.parts[i].style.width = slots[state] ? `max(2px, ${(100 * slots[state]) / slots.slots}%)` : "0";
     });
     const said = STATES.map((state) => `${count(slots[state])} ${state} (${share(slots[state], slots.slots)})`).join(", ");
@@ -30,7 +30,7 @@ export class Bar {
   }
 }
 
-/** What the colours of a bar mean, with the numbers. */
+/** Legend of a bar, with the numbers. */
 export class BarLegend {
   constructor() {
     this.values = STATES.map(() => make("b"));
@@ -48,7 +48,7 @@ export class BarLegend {
   }
 }
 
-/** All scopes as if they were one. */
+/** Sum of all scopes. */
 export function sum(scopes) {
   const all = { slots: 0, live: 0, leased: 0, quarantined: 0, free: 0, hits: 0, misses: 0, evicted: 0 };
   for (const scope of scopes) for (const name of Object.keys(all)) all[name] += scope[name];

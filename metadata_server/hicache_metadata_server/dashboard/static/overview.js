@@ -1,21 +1,21 @@
-// The first view: whether the server is well, what it does, and its scopes.
+// Overview: readiness, rates, charts and scopes of the server.
 
 import { Charts } from "./charts.js";
 import { facts, make, setText } from "./dom.js";
 import { NONE, count, figure, fullTime, milliseconds, share, span } from "./format.js";
 import { Bar, BarLegend, sum } from "./occupancy.js";
-import { lately } from "./past.js";
-import { keepOptions, scopeLink } from "./place.js";
+import { lately } from "./history.js";
+import { keepOptions, scopeLink } from "./address.js";
 import { ScopeTable, occupied } from "./scopes.js";
 import { SlowestCalls } from "./slowest.js";
 
-/** The tiles' rates are of so many seconds. */
+/** Seconds over which the tiles' rates are taken. */
 const LATELY = 30;
 
 export class Overview {
   title = "Overview";
 
-  constructor(watch, place) {
+  constructor(poller, place) {
     this.options = Object.fromEntries(place.options);
     this.charts = new Charts(this.options.range === "day" ? 1 : 0, (range) => this.#keep({ range: range ? "day" : "" }));
     const { sort, order, filter, page } = this.options;
@@ -27,7 +27,7 @@ export class Overview {
     this.up = make("span");
     this.bar = new Bar();
     this.legend = new BarLegend();
-    // All together may be nearly empty while one is full, which evicts.
+    // The fullest scope, not the sum: one full scope evicts while all together are nearly empty.
     this.fullest = make("a");
     this.fullestShare = make("span");
     this.slots = make("section", { class: "card", "aria-label": "All slots" }, this.bar.element, this.legend.element,
@@ -39,11 +39,11 @@ export class Overview {
       make("section", { class: "tiles", "aria-label": `The last ${LATELY} seconds` }, this.tiles.map((tile) => tile.element)),
       this.slots,
       this.charts.element, this.table.element, this.slowest.element);
-    this.show(watch);
+    this.show(poller);
   }
 
-  show(watch) {
-    const { readiness, about, past, scopes } = watch;
+  show(poller) {
+    const { readiness, about, past, scopes } = poller;
     if (readiness) this.#showHealth(readiness);
     if (about) this.#showAbout(about, past);
     if (past.seconds) this.#showTiles(past.seconds);

@@ -1,6 +1,6 @@
-// Where the lines of a chart's grid are.
+// Positions of a chart's grid lines.
 
-/** Round values from 0 to at least `most`, some `wanted` of them. */
+/** About `wanted` round values from 0 to at least `most`. */
 export function ticks(most, wanted = 4) {
   const rough = (most || 1) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -9,7 +9,7 @@ export function ticks(most, wanted = 4) {
   return Array.from({ length: count + 1 }, (_, i) => i * step);
 }
 
-/** Powers of ten from below the least value, which is more than 0, to above the highest. */
+/** Powers of ten that enclose the values; the least value must be above 0. */
 export function decades(least, most) {
   const [first, last] = [Math.floor(Math.log10(least)), Math.max(Math.ceil(Math.log10(most)), Math.floor(Math.log10(least)) + 1)];
   return Array.from({ length: last - first + 1 }, (_, i) => 10 ** (first + i));
@@ -17,7 +17,7 @@ export function decades(least, most) {
 
 const STEPS = [10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 21600];
 
-/** Whole times of the local clock between two, in seconds since 1970. */
+/** Round times of the local clock within a range, in seconds since 1970. */
 export function timeTicks(from, to, most) {
   const step = STEPS.find((size) => (to - from) / size <= most) ?? 43200;
   const shift = 60 * new Date(1000 * to).getTimezoneOffset();
@@ -26,7 +26,7 @@ export function timeTicks(from, to, most) {
   return found;
 }
 
-/** The sample that is nearest to a time. */
+/** Index of the sample nearest to a time. */
 export function nearest(times, time) {
   let low = 0;
   let high = times.length - 1;

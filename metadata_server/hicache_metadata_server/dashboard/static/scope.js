@@ -1,17 +1,17 @@
-// One scope: what its clients agreed on, how full it is, what it is asked for, and its slots.
+// View of one scope: geometry, occupancy, request rates and slots.
 
 import { Chart } from "./chart.js";
 import { facts, make, setText } from "./dom.js";
 import { bytes, count, share } from "./format.js";
 import { Bar, BarLegend } from "./occupancy.js";
-import { keepOptions, keyLink, link } from "./place.js";
+import { keepOptions, keyLink, link } from "./address.js";
 import { SlotList } from "./slots.js";
 
 const WINDOW_SECONDS = 600;
 const LEAST_SECONDS = 60;
 
 export class ScopeView {
-  constructor(watch, place) {
+  constructor(poller, place) {
     this.name = place.parts[1];
     this.options = Object.fromEntries(place.options);
     this.title = this.name;
@@ -35,20 +35,20 @@ export class ScopeView {
       this.slots);
     this.absent = make("p", { class: "quiet" }, "The server has no such scope.");
     this.element = make("div", { class: "scope" }, crumbs(this.name), make("h1", { tabindex: "-1" }, this.name), this.absent, this.body);
-    this.show(watch);
+    this.show(poller);
   }
 
-  show(watch) {
-    const scope = watch.scopes?.find(({ scope: name }) => name === this.name);
+  show(poller) {
+    const scope = poller.scopes?.find(({ scope: name }) => name === this.name);
     this.body.hidden = !scope;
-    this.absent.hidden = Boolean(scope) || !watch.scopes;
+    this.absent.hidden = Boolean(scope) || !poller.scopes;
     if (!scope) return;
     this.bar.show(scope);
     this.legend.show(scope);
     this.#showFacts(scope);
-    this.#showCounts(watch, scope);
+    this.#showCounts(poller, scope);
     if (!this.list) {
-      this.list = new SlotList(watch.api, scope, watch.about.limits, this.options, (options) => keepOptions(["scope", this.name], options));
+      this.list = new SlotList(poller.api, scope, poller.about.limits, this.options, (options) => keepOptions(["scope", this.name], options));
       this.slots.append(this.list.element);
     } else {
       this.list.refresh();
@@ -83,10 +83,10 @@ export class ScopeView {
     ]));
   }
 
-  #showCounts(watch, { hits, misses, evicted }) {
-    const time = watch.past.offered ? watch.past.now : Date.now() / 1000;
+  #showCounts(poller, { hits, misses, evicted }) {
+    const time = poller.past.offered ? poller.past.now : Date.now() / 1000;
     const last = this.samples.at(-1);
-    // A server that has started anew counts from 0.
+    // After a restart the counters begin at 0 again.
     if (last && (hits < last.hits || misses < last.misses || evicted < last.evicted)) this.samples = [];
     if (!last || time > last.time) this.samples.push({ time, hits, misses, evicted });
     this.samples = this.samples.filter((sample) => sample.time > time - WINDOW_SECONDS);
@@ -95,14 +95,14 @@ export class ScopeView {
     this.ratio.title = this.gone.title = "since the server's start";
     const steps = this.samples.slice(1).map((sample, i) => ({ sample, before: this.samples[i] }));
     const from = Math.min(this.samples[0].time, time - LEAST_SECONDS);
-    const shown = { times: steps.map(({ sample }) => sample.time), stepSeconds: watch.everyMs / 1000, from, to: time };
+    const shown = { times: steps.map(({ sample }) => sample.time), stepSeconds: poller.everyMs / 1000, from, to: time };
     const column = (name) => steps.map(({ sample, before }) => (sample[name] - before[name]) / (sample.time - before.time));
     this.asked.show({ ...shown, columns: [column("hits"), column("misses")] });
     this.evicted.show({ ...shown, columns: [column("evicted")] });
   }
 }
 
-/** The way back. */
+/** Breadcrumbs. */
 export function crumbs(scope, ...further) {
   return make("nav", { class: "crumbs", "aria-label": "Where you are" }, make("a", { href: "#/" }, "Overview"),
     [scope, ...further].map((name, i) => [

@@ -1,13 +1,13 @@
-// The list of scopes: filtered, sorted, a page at a time.
+// Table of scopes, with filter, sorting and paging.
 
 import { Rows, make, setText } from "./dom.js";
 import { count, share } from "./format.js";
 import { Bar } from "./occupancy.js";
-import { scopeLink } from "./place.js";
+import { scopeLink } from "./address.js";
 
 const ON_A_PAGE = 25;
 
-/** The share of a scope's slots that are not free. */
+/** Share of a scope's slots that are not free. */
 export const occupied = (scope) => (scope.slots - scope.free) / scope.slots;
 const hitRatio = (scope) => (scope.hits + scope.misses ? scope.hits / (scope.hits + scope.misses) : -1);
 const COLUMNS = [
@@ -24,7 +24,7 @@ const COLUMNS = [
 ];
 const NATURALLY = new Intl.Collator("en", { numeric: true });
 
-/** The table; `onOptions` is called with `{ sort, order, filter, page }` when somebody changes one. */
+/** The table; `onOptions` is called with `{ sort, order, filter, page }` when the user changes one. */
 export class ScopeTable {
   constructor(options, onOptions) {
     this.options = { sort: "scope", order: "up", filter: "", page: "1", ...options };
@@ -93,7 +93,7 @@ export class ScopeTable {
   }
 }
 
-/** Steps through pages; hidden where there is one. */
+/** Buttons for the pages of a table; hidden if there is only one page. */
 class Pager {
   constructor(onPage) {
     this.before = make("button", { type: "button", onclick: () => onPage(this.page - 1) }, "Previous");

@@ -1,14 +1,14 @@
-// All that is known about one slot, or about the slot of one key.
+// View of one slot, found by its number or by a key.
 
-import { Refused, Unreachable } from "./api.js";
+import { RequestError, ConnectionError } from "./api.js";
 import { facts, make, setText } from "./dom.js";
 import { bytes, count, figure, hexadecimal } from "./format.js";
 import { MEANING } from "./occupancy.js";
-import { keyLink, slotLink } from "./place.js";
+import { keyLink, slotLink } from "./address.js";
 import { crumbs } from "./scope.js";
 
 export class SlotView {
-  constructor(watch, place) {
+  constructor(poller, place) {
     const [, scope, kind, named] = place.parts;
     this.scope = scope;
     this.asked = kind === "key" ? { keys: [named] } : { slots: [Number(named)] };
@@ -20,18 +20,18 @@ export class SlotView {
     this.card = make("section", { class: "card", hidden: true }, this.facts);
     this.element = make("div", { class: "slot" }, crumbs(scope, `${kind} ${named}`),
       make("h1", { tabindex: "-1" }, `${kind === "key" ? "Key" : "Slot"} `, make("span", { class: "name" }, named)), this.note, this.card);
-    this.show(watch);
+    this.show(poller);
   }
 
-  async show(watch) {
-    // The poll tells what keeps the server from answering.
-    if (!watch.scopes || this.busy) return;
+  async show(poller) {
+    // The poller reports connection errors.
+    if (!poller.scopes || this.busy) return;
     this.busy = true;
     try {
-      const [slot] = await watch.api.inspect(this.scope, this.asked);
-      this.#tell(slot, watch.scopes.find(({ scope }) => scope === this.scope));
+      const [slot] = await poller.api.inspect(this.scope, this.asked);
+      this.#tell(slot, poller.scopes.find(({ scope }) => scope === this.scope));
     } catch (error) {
-      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      if (!(error instanceof RequestError || error instanceof ConnectionError)) throw error;
       this.#fail(error);
     } finally {
       this.busy = false;
@@ -41,7 +41,7 @@ export class SlotView {
   #fail(error) {
     setText(this.note, error.status === 404 ? "The server has no such scope." : `The server does not tell: ${error.message}.`);
     this.note.hidden = false;
-    if (error instanceof Refused) this.card.hidden = true;
+    if (error instanceof RequestError) this.card.hidden = true;
   }
 
   #tell(slot, scope) {

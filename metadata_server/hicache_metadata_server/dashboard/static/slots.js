@@ -1,18 +1,18 @@
-// A scope's slots, some at a time, as `POST /v2/inspect` tells them.
+// List of a scope's slots, in ranges from `POST /v2/inspect`.
 
-import { Refused, Unreachable } from "./api.js";
+import { RequestError, ConnectionError } from "./api.js";
 import { Rows, make, setText } from "./dom.js";
 import { bytes, count, figure, hexadecimal } from "./format.js";
 import { STATES } from "./occupancy.js";
-import { keyLink, slotLink } from "./place.js";
+import { keyLink, slotLink } from "./address.js";
 
 const ON_A_PAGE = 50;
-/** The server answers so many slots within a few milliseconds, which others wait. */
+/** Slots of one request: the server needs a few milliseconds for them, in which other requests wait. */
 const IN_A_REQUEST = 1024;
-/** Slots that are looked through for a state before somebody has to say that it shall go on. */
+/** Slots searched for a state before the user has to confirm that the search goes on. */
 const AT_ONCE = 65_536;
 
-/** The list; `onOptions` is called with `{ state, from }` when somebody moves in it. */
+/** The list; `onOptions` is called with `{ state, from }` when the user moves in it. */
 export class SlotList {
   constructor(api, scope, limits, { state = "", from = "0" }, onOptions) {
     Object.assign(this, { api, scope: scope.scope, slots: scope.slots, onOptions });
@@ -35,7 +35,7 @@ export class SlotList {
     this.load();
   }
 
-  /** Ask again for what is shown, unless that took a search. */
+  /** Fetch the shown slots again, unless they were found by a search. */
   refresh() {
     if (!this.state && !this.busy) this.load();
   }
@@ -86,7 +86,7 @@ export class SlotList {
         this.#show(found, looked);
       }
     } catch (error) {
-      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      if (!(error instanceof RequestError || error instanceof ConnectionError)) throw error;
       if (run === this.run) this.#tell(`The slots could not be read: ${error.message}.`);
     } finally {
       if (run === this.run) this.busy = false;

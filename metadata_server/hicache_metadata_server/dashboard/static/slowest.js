@@ -1,8 +1,8 @@
-// The slowest calls of the last hour.
+// Table of the slowest calls of the last hour.
 
 import { Rows, make, setText } from "./dom.js";
 import { NONE, count, fullTime, milliseconds, timeOfDay } from "./format.js";
-import { scopeLink } from "./place.js";
+import { scopeLink } from "./address.js";
 
 const AT_FIRST = 8;
 

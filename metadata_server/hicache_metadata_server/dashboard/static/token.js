@@ -1,8 +1,8 @@
-// Asks for a token where the server wants one.
+// Form for the token, if the server needs one.
 
 import { make, setText } from "./dom.js";
 
-/** `onToken` is called with what was entered. */
+/** `onToken` is called with the entered token. */
 export class TokenForm {
   title = "Token";
 
@@ -22,7 +22,7 @@ export class TokenForm {
       make("p", { class: "quiet", id: "token-note" }, "One that permits reading is enough. It stays in this tab until the tab is closed, and goes to this server only."));
   }
 
-  /** `refused` is why the last one did not do, or null. */
+  /** `refused` is the error of the last token, or null. */
   show(refused) {
     setText(this.said, refused === null ? "" : refused.status === 403 ?
       `This token is known and does not permit reading: ${refused.message}.` : `The server refuses this token: ${refused.message}.`);

@@ -1,17 +1,17 @@
-// What `GET /v2/history` told, put together over the rounds: each asks only for samples that are not here yet.
+// Cache of `GET /v2/history`: each poll fetches only the samples that are not here yet.
 
-import { Refused } from "./api.js";
+import { RequestError } from "./api.js";
 
 const KEPT = { seconds: 600, minutes: 1440 };
 
-export class Past {
+export class HistoryCache {
   constructor() {
     this.seconds = null;
     this.minutes = null;
     this.slowest = [];
     this.started = 0;
     this.now = 0;
-    /** Whether the server offers it; null before it was asked. */
+    /** True if the server has the route; null before the first request. */
     this.offered = null;
   }
 
@@ -22,7 +22,7 @@ export class Past {
     try {
       told = await api.get(`/v2/history?after=${after}`);
     } catch (error) {
-      if (!(error instanceof Refused && error.status === 404)) throw error;
+      if (!(error instanceof RequestError && error.status === 404)) throw error;
       this.offered = false;
       return;
     }
@@ -41,12 +41,12 @@ function joined(before, told, most) {
   return series;
 }
 
-/** Something counted in each sample, as a rate. */
+/** A counter of the samples as rates. */
 export function perSecond(series, name) {
   return series[name].map((number, i) => number / series.spans[i]);
 }
 
-/** A sum over the latest samples, no more than so many seconds back. */
+/** Sum of a counter over the samples of the last `seconds`. */
 export function lately(series, name, seconds) {
   const from = (series.times.at(-1) ?? 0) - seconds;
   return series[name].reduce((sum, number, i) => (series.times[i] > from ? sum + number : sum), 0);

@@ -1,7 +1,7 @@
-// Where in the page one is: the fragment of the address, which can be shared.
+// Address of a view: the fragment of the URL, so that links to a view can be shared.
 
 /** `#/scope/0:kv/key/abc?state=live` as `{ parts: ["scope", "0:kv", "key", "abc"], options }`. */
-export function readPlace(fragment) {
+export function readAddress(fragment) {
   const [path, query = ""] = fragment.replace(/^#\/?/, "").split(/\?(.*)/s);
   return { parts: path.split("/").filter(Boolean).map(readable), options: new URLSearchParams(query) };
 }
@@ -18,7 +18,7 @@ export function keyLink(scope, key) {
   return link(["scope", scope, "key", key]);
 }
 
-/** A fragment; options that are empty or not given are left out. */
+/** Make a fragment; empty options are left out. */
 export function link(parts, options = {}) {
   const given = new URLSearchParams(Object.entries(options).filter(([, value]) => (value ?? "") !== ""));
   const path = parts.map((part) => encodeURIComponent(part).replaceAll("%3A", ":")).join("/");

@@ -1,28 +1,28 @@
-// Asks the server again and again, and keeps what it said last.
+// Polls the server, and keeps its latest responses.
 
-import { Refused, Unreachable } from "./api.js";
-import { Past } from "./past.js";
+import { RequestError, ConnectionError } from "./api.js";
+import { HistoryCache } from "./history.js";
 
 const MANY_SCOPES = 500;
 const EVERY_MS = 2_000;
-/** A list of thousands takes the server some milliseconds, and who has no right token will hardly get one by asking. */
+/** Slower polling for large lists, which cost the server some milliseconds, and while the token is refused. */
 const RARELY_MS = 10_000;
 
-/** Dispatches `change` after each round. */
-export class Watch extends EventTarget {
+/** Dispatches `change` after each poll. */
+export class Poller extends EventTarget {
   constructor(api) {
     super();
     this.api = api;
     this.about = null;
     this.readiness = null;
     this.scopes = null;
-    this.past = new Past();
-    /** What the last round failed at, or null. */
-    this.trouble = null;
-    /** When a round succeeded last, and when the trouble began, by this machine's clock in ms. */
+    this.past = new HistoryCache();
+    /** Error of the last poll, or null. */
+    this.lastError = null;
+    /** Times of the last successful poll and of the first failed one after it, by this machine's clock in ms. */
     this.updated = 0;
-    this.troubled = 0;
-    /** When the server was seen to have another instance than before. */
+    this.failedSince = 0;
+    /** Time at which the server was found to have another instance than before. */
     this.restarted = 0;
     this.paused = false;
     this.timer = 0;
@@ -31,13 +31,13 @@ export class Watch extends EventTarget {
   }
 
   get everyMs() {
-    const isCostly = (this.scopes?.length ?? 0) > MANY_SCOPES && !(this.trouble instanceof Unreachable);
+    const isCostly = (this.scopes?.length ?? 0) > MANY_SCOPES && !(this.lastError instanceof ConnectionError);
     return isCostly || this.wantsToken ? RARELY_MS : EVERY_MS;
   }
 
-  /** Whether it was refused for its token, or for want of one. */
+  /** True if the server refused the token, or needs one. */
   get wantsToken() {
-    return this.trouble?.status === 401 || this.trouble?.status === 403;
+    return this.lastError?.status === 401 || this.lastError?.status === 403;
   }
 
   pause(paused) {
@@ -45,7 +45,7 @@ export class Watch extends EventTarget {
     this.#arm(paused ? null : 0);
   }
 
-  /** Ask at once; one round at a time. */
+  /** Poll now; one poll at a time. */
   poll() {
     this.round ??= this.#ask().finally(() => {
       this.round = null;
@@ -55,7 +55,7 @@ export class Watch extends EventTarget {
     return this.round;
   }
 
-  /** Ask at once, and not only what a round that has begun will say. */
+  /** Poll now, with a new poll even if one is in progress. */
   async pollAnew() {
     await this.round;
     return this.poll();
@@ -72,19 +72,19 @@ export class Watch extends EventTarget {
       this.#meet(await this.api.get("/v2"));
       await this.past.ask(this.api);
       this.scopes = (await this.api.get("/v2/scopes")).scopes;
-      this.trouble = null;
+      this.lastError = null;
       this.updated = Date.now();
     } catch (error) {
-      if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
-      if (!this.trouble) this.troubled = Date.now();
-      this.trouble = error;
+      if (!(error instanceof RequestError || error instanceof ConnectionError)) throw error;
+      if (!this.lastError) this.failedSince = Date.now();
+      this.lastError = error;
     }
   }
 
   #meet(about) {
     if (this.about && this.about.instance !== about.instance) {
       this.restarted = Date.now();
-      this.past = new Past();
+      this.past = new HistoryCache();
     }
     this.about = about;
   }
