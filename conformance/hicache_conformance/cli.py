@@ -14,10 +14,10 @@ from rich.text import Text
 
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels, rules
-from hicache_conformance.model.settings import Settings
-from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.protocol.command import list_protocol_rules, metadata
-from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
+from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
+from hicache_conformance.runner.child_process import run as run_suite
 from hicache_conformance.runner.repro import repro
 from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
@@ -104,25 +104,24 @@ def run(
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
-    settings = Settings.fresh(seed, profile, levels, run_id)
+    request = RunFile(
+        driver=driver,
+        config=options,
+        settings=Settings.fresh(seed, profile, levels, run_id),
+        cases=case or [],
+        services=start_server or None,
+        interface=interface,
+    )
     console.print(
-        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile "
-        f"{profile}",
+        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {request.settings.seed}, "
+        f"profile {profile}",
         highlight=False,
     )
-    raise typer.Exit(
-        _run(
-            console,
-            driver,
-            options,
-            settings,
-            case or [],
-            case_seconds,
-            report,
-            start_server or None,
-            interface,
-        )
-    )
+    from hicache_conformance.suite.driver_conformance import catalogue
+
+    with ProgressBar(console) as bar:
+        ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
+    raise typer.Exit(conclude(console, ran, request.settings, catalogue(), report))
 
 
 app.command()(repro)
@@ -228,58 +227,6 @@ def write_matrix(
         raise typer.Exit(BROKEN) from error
     if output is None:
         sys.stdout.write(text)
-
-
-def _run(
-    console: Console,
-    driver: str,
-    options: dict[str, str],
-    settings: Settings,
-    cases: list[str],
-    case_seconds: float,
-    report: Path | None,
-    services: list[str] | None,
-    interface: str,
-) -> int:
-    from hicache_conformance.runner.child_process import run as run_suite
-    from hicache_conformance.suite.driver_conformance import catalogue
-
-    with ProgressBar(console) as bar:
-        ran = run_suite(
-            driver,
-            options,
-            settings,
-            cases=cases,
-            case_seconds=case_seconds,
-            services=services,
-            interface=interface,
-            progress=bar.update,
-        )
-    stream = ran.stream
-    if stream.broken or stream.header is None:
-        console.print(
-            Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red")
-        )
-        return BROKEN
-    judgement = judge(stream, settings.levels, catalogue())
-    if report is not None:
-        from hicache_conformance.report import write_report
-
-        write_report(report, stream.header, judgement)
-        (report / "pytest.log").write_text(ran.log, encoding="utf-8")
-    show(console, judgement, stream, report and report / "results.json")
-    if not stream.finished:
-        console.print(
-            Text(
-                f"the run hung for {case_seconds:.0f} s and was ended"
-                if ran.hung
-                else ran.log[-1500:],
-                "red",
-            )
-        )
-    if report is not None:
-        console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
-    return exit_status(judgement, stream)
 
 
 def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.harness.ports import accepts, free_ports
+from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 
 if TYPE_CHECKING:
@@ -25,8 +26,11 @@ TMP: Final = "{tmp}"
 PORT: Final = "{port}"
 
 
-class CannotStartError(Exception):
+class CannotStartError(Violation):
     """The server does not come up."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("MD-HTTP-1", f"the server does not come up: {message}")
 
 
 @dataclass
@@ -85,6 +89,8 @@ class Served(RemoteServer):
 
     url: str = field(init=False)
     command: str
+    directory: Path | None = None
+    """For its files; the system's temporary directory if not given."""
     _process: subprocess.Popen[bytes] | None = None
     _home: tempfile.TemporaryDirectory[str] | None = None
     _log: BufferedWriter | None = None
@@ -114,7 +120,7 @@ class Served(RemoteServer):
             CannotStartError: it ended, or did not listen in time.
         """
         if self._home is None:
-            self._home = tempfile.TemporaryDirectory(prefix="hicache-metadata-")
+            self._home = tempfile.TemporaryDirectory(prefix="hicache-metadata-", dir=self.directory)
         home = Path(self._home.name)
         (home / "state").mkdir(exist_ok=True)
         self._log = (home / "log").open("ab")
@@ -128,7 +134,8 @@ class Served(RemoteServer):
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,
+                # Not a session of its own: `runner.child_process` kills by session what a run left.
+                process_group=0,
             )
         except OSError as error:
             raise CannotStartError(f"cannot run {words[0]!r}: {error}") from error

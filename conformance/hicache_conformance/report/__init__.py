@@ -21,7 +21,7 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None
+    directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case]
 ) -> None:
     """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is
     made if need be.
@@ -30,7 +30,7 @@ def write_report(
         directory: where to.
         header: the run.
         judgement: its verdict.
-        cases: the suite's, by function name; those of the contract if not given.
+        cases: the suite's, by function name.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record = results(header, judgement)

@@ -11,7 +11,6 @@ from jinja2 import Environment, StrictUndefined
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.report.results import reproduction, shrinking
-from hicache_conformance.suite.driver_conformance import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +33,7 @@ LEVEL_SUMMARIES: Final = {
 }
 
 
-def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None = None) -> str:
+def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str:
     """The text of the file."""
     return _template().render(
         header=header,
@@ -42,9 +41,7 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case] | None 
         levels=[_level(level, header, judgement) for level in Level],
         outcomes=list(Outcome),
         groups=_groups(header, judgement),
-        summaries={
-            case.name: case.summary for case in (catalogue() if cases is None else cases).values()
-        },
+        summaries={case.name: case.summary for case in cases.values()},
     )
 
 

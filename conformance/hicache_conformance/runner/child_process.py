@@ -20,9 +20,7 @@ from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStre
 from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hicache_conformance.model.settings import Settings
+    from collections.abc import Callable
 
 POLL_SECONDS: Final = 0.05
 STARTING_SECONDS: Final = 240.0
@@ -43,51 +41,38 @@ class Ran:
     """What the child printed."""
     hung: bool
     """Whether it was ended because a case took too long."""
+    case_seconds: float
+    """How long a case might take."""
 
 
 def run(
-    driver: str,
-    config: dict[str, str],
-    settings: Settings,
+    request: RunFile,
     *,
-    cases: Sequence[str] = (),
     case_seconds: float = 300.0,
-    services: Sequence[str] | None = None,
-    interface: str = "",
     progress: Callable[[OutcomeStream], None] = lambda stream: None,
 ) -> Ran:
-    """Run the suite against a driver.
+    """Run the suite against a driver or a metadata server.
 
     A foreign driver that hangs, or takes the process down, fails that case, and the run goes on
     behind it in a new process.
 
     Args:
-        driver: as `hicache drivers` lists it.
-        config: its options; `{tmp}` stands for an empty directory.
-        settings: what and how.
-        cases: names that a case must contain one of; empty for all.
+        request: the driver or the server, the settings and the selected cases.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
-        services: commands of the servers that the driver needs; None for those that it names
-            itself.
-        interface: interface of a foreign driver; empty for the contract's own.
         progress: called whenever something has been written down.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:
         home = Path(directory)
-        file = RunFile(
-            driver=driver,
-            config=config,
-            settings=settings,
-            stream=str(home / "outcomes.jsonl"),
-            cases=list(cases),
-            services=None if services is None else list(services),
-            interface=interface,
-        )
+        file = replace(request, stream=str(home / "outcomes.jsonl"))
         stream = OutcomeStream()
         hung = _run_once(file, home, stream, case_seconds, progress)
         for process in range(1, MAX_PROCESSES):
             done = [outcome.case for outcome in stream.outcomes]
-            if not interface or stream.finished or (stream.running is None and done == file.done):
+            if (
+                not request.interface
+                or stream.finished
+                or (stream.running is None and done == file.done)
+            ):
                 break
             if stream.running is not None:
                 stream.outcomes.append(_fallen(stream.running, hung, case_seconds))
@@ -95,7 +80,7 @@ def run(
                 stream.running = None
             file = replace(file, done=done, stream=str(home / f"outcomes-{process}.jsonl"))
             hung = _run_once(file, home, stream, case_seconds, progress)
-        return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung)
+        return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung, case_seconds)
 
 
 def _run_once(
@@ -112,7 +97,7 @@ def _run_once(
     with (home / "log").open("ab") as log:
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
-            _command(home),
+            _command(home, "test_driver.py" if file.server is None else "test_server.py"),
             env=_environment(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -157,7 +142,7 @@ def _suite() -> Path:
     return Path(str(files("hicache_conformance").joinpath("suite")))
 
 
-def _command(home: Path) -> list[str]:
+def _command(home: Path, cases: str) -> list[str]:
     suite = _suite()
     return [
         sys.executable,
@@ -172,7 +157,7 @@ def _command(home: Path) -> list[str]:
         "--basetemp",
         str(home / "tmp"),
         "-q",
-        str(suite / "test_driver.py"),
+        str(suite / cases),
     ]
 
 

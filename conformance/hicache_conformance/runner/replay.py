@@ -10,7 +10,7 @@ import msgspec
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.outcomes import Outcome, Replay, failing_cases
 from hicache_conformance.model.rules import parse_levels
-from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.report.results import store_is_fresh
 from hicache_conformance.runner.child_process import run
 
@@ -205,13 +205,15 @@ def repeat(
 ) -> tuple[Ran, list[Repetition]]:
     """Run recorded cases again, in a process of their own."""
     ran = run(
-        record.driver.name,
-        config,
-        settings,
-        cases=[case.name for case in cases],
+        RunFile(
+            driver=record.driver.name,
+            config=config,
+            settings=settings,
+            cases=[case.name for case in cases],
+            services=record.how.services,
+            interface=record.how.interface,
+        ),
         case_seconds=case_seconds,
-        services=record.how.services,
-        interface=record.how.interface,
         progress=progress,
     )
     outcomes = {outcome.case: outcome for outcome in ran.stream.outcomes}
