@@ -50,6 +50,8 @@ class BitRotCases:
         sut, keys = serving_storage(context, injector, pages=PAGES)
         _check_verified(sut)
         sut = _damaged(context, injector, sut, keys, decay)
+        # Two reads: the first may find the damage, and the second shows whether it was remembered.
+        # Exists comes before both, since it need not read the bytes (EX-9) but may not raise.
         before = sut.stats().pages_damaged
         sut.exists(keys)
         check_hits(sut, keys, sut.get(keys), f"{injector.name}: {decay}")
@@ -59,6 +61,8 @@ class BitRotCases:
         sees = injector.name in ("disk", "objects")
         if (
             sees
+            # Only a flipped byte is told from a page that is gone; a cut file may read as an
+            # ordinary miss.
             and decay is FileCorruption.FLIPPED
             and None in found
             and sut.stats().pages_damaged == before
@@ -116,6 +120,8 @@ def _damaged(
         set_deadline(sut, None)
         return sut
     reopens = declares(context.capabilities, "durability>=reopen")
+    # Closed before the files change, because a driver may keep them mapped or in memory and would
+    # go on answering from there.
     if reopens:
         sut.call("close", sut.storage.close)
     if not corrupt_files(

@@ -63,7 +63,10 @@ class DirectoryCases:
         for start in range(0, len(keys), BATCH):
             early.store(keys[start : start + BATCH])
         for path in _look_alikes(home):
+            # Empty, and with names of the store's own kind. A driver that trusts names takes them
+            # for later changes, bundles of others, or pages.
             path.touch()
+        # The one that opens later comes first, because it has nothing but the directory to go by.
         for reader in (*_shared(context, config, early.identity), early):
             reader.expect(keys)
             reader.expect_existing(keys, rule="SET-1")
@@ -121,6 +124,8 @@ def _look_alikes(home: Path) -> Iterator[Path]:
     for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MAX_NAMES]:
         for number in _NUMBER.finditer(path.name):
             width = number.end() - number.start()
+            # The largest number of the same width, of 64 bits, the smallest, and one that no 64-bit
+            # counter holds.
             for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):
                 yield path.with_name(
                     path.name[: number.start()] + other + path.name[number.end() :]

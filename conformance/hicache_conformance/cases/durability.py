@@ -75,17 +75,24 @@ class DurabilityCases:
         )
         engine = group.worker("engine0")
         for kill in range(context.profile.kills):
+            # Fresh keys after every kill: the store of 2 MiB fills up over them, and from then on
+            # sets have to evict.
             keys = group.new_keys(200)
             work = group.work(
                 keys, {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}, calls=60, clients=2, max_keys=16
             )
+            # Killed after a drawn number of events and a drawn part of the next one: over several
+            # kills every step of a write is hit.
             group.run(
                 {engine: work}, {engine: KillSchedule(random.randint(20, 60), random.random())}
             )
             engine = group.worker(f"engine{kill + 1}")
             engine.get(keys[:48])
+            # New pages find room only if what the killed process had reserved or half written is
+            # not counted for ever.
             fresh = group.new_keys(4)
             group.expect(engine, fresh, group.store(engine, fresh, "FT-5"), "FT-5")
+        # Misses are legal in a full store; wrong bytes are not.
         group.judge("FT-5", keeps=False, rules=FT_5)
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
@@ -102,6 +109,8 @@ class DurabilityCases:
             group.run({engine: work}, {engine: KillSchedule(random.randint(2, 6), random.random())})
             engine = group.worker(f"engine{kill + 1}")
             group.store(engine, keys[:2], "FT-5")
+            # Cleared where that is possible, so that what is left on the disk is litter and not
+            # pages.
             if context.capabilities.clears:
                 engine.clear()
             elif kill:
@@ -110,6 +119,8 @@ class DurabilityCases:
             sizes += [footprint.bytes] if footprint else []
         group.judge("FT-5", rules=FT_5)
         grown = sizes[-1] - sizes[0] if sizes else 0
+        # Three pages of slack, because the store's own files grow too. A call writes two pages at
+        # most, so that eight kills leave up to sixteen in a store that collects none.
         if grown > payload + 3 * PAGE_BYTES:
             raise Violation(
                 "FT-5",
@@ -128,6 +139,7 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
     for kill in range(context.profile.kills):
         keys = group.new_keys(16)
         work = group.work(keys, mix, calls=30, clients=2, max_keys=5)
+        # Drawn anew for each restart, so that the kill falls early and late in the workload.
         group.run({engine: work}, {engine: KillSchedule(random.randint(2, 24), random.random())})
         engine = group.worker(f"engine{kill + 1}")
         for reader in (engine, *witnesses):
@@ -136,10 +148,13 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
         group.store(engine, keys, "FT-5")
         for reader in (engine, *witnesses):
             _expect_delivered(reader, keys)
+            # Pages of earlier lives too: a restart may repair what it finds by dropping what it
+            # does not know.
             reader.get(random.sample(older, min(len(older), 16)))
         older += keys
     for worker in (engine, *witnesses):
         worker.close()
+    # Opened when nobody else has the store open, so that it has only what is on the disk.
     last = group.worker("last")
     for start in range(0, len(older), 32):
         last.get(older[start : start + 32])

@@ -91,6 +91,8 @@ class EvictionCases:
             for keys in mine:
                 sut.set(keys)
 
+        # At the same time: each writer finds room for its own batch, so that a driver which checks
+        # before it writes, and not after, exceeds the capacity by all of them.
         together("EV-1", [partial(write, *pair) for pair in zip(writers, batches, strict=True)])
         there = readable(
             writers[0], [key for mine in batches for keys in mine for key in keys], rule="EV-1"
@@ -135,6 +137,8 @@ class EvictionCases:
         config, identity = context.capped(capacity_of(24)), context.identity()
         reader = open_capped(context, config, identity)
         writer = open_capped(context, config, identity) if shares_in_process(context) else reader
+        # The storage that is asked writes every other chain itself, since a driver may answer from
+        # what it remembers of its own sets.
         for turn in range(8 * context.profile.store_fills):
             chain = context.keys(BATCH)
             (writer if turn % 2 else reader).set(chain)
@@ -173,6 +177,8 @@ class EvictionCases:
                     told = chain[: sut.exists(chain).kv_hit_pages]
                     readable(sut, told, rule="EV-2")
             finally:
+                # One element for each reader: the writers stop when the list is empty, also when a
+                # reader raised.
                 reading.pop()
 
         writers = [partial(write, sut, number) for number, sut in enumerate(suts[:2])]
@@ -203,6 +209,7 @@ class EvictionCases:
                     f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages "
                     f"left can be used",
                 )
+            # Sixteen stores of one case would otherwise keep their threads and files until its end.
             sut.call("close", sut.storage.close)
 
     @covers("EV-4", levels=FAULTS, needs=["evicts"])

@@ -45,6 +45,8 @@ class EvictionProcessCases:
             _refill(group, survivor, pages),
             DiskUsage.of(config, context.tmp),
         )
+        # The survivor keeps the store open and does not write meanwhile, so that nobody but it can
+        # collect what the killed ones leave.
         for kill in range(KILLS):
             writer = group.worker(f"writer{kill}")
             work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)
@@ -96,6 +98,8 @@ class EvictionProcessCases:
         pages = 24
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
         here, there = group.worker("here"), group.worker("there", clock=clock)
+        # The process with the later clock writes first: by wall-clock time its pages are the newer
+        # ones, and a driver that trusts it evicts the other's.
         first, second = (there, here) if clock > 0 else (here, there)
         old, new = group.new_keys(pages // 2), group.new_keys(pages)
         _fill(group, first, old)

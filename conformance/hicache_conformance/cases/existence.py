@@ -87,6 +87,8 @@ class ExistenceCases:
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
+        # The minimum of the pools' own endpoints is 5 with the index, where no state was kept; the
+        # answer of EX-1 is 2.
         pages = [
             kv | index,
             kv | index | state,
@@ -164,6 +166,8 @@ class ExistenceCases:
         sut, keys, missing = context.storage(), context.keys(8), context.keys(1)
         sut.store(keys)
         for chain, wanted in (
+            # Reversed, it has the same set of keys: a driver that looks up a chain by its last key
+            # only answers wrong.
             (keys[::-1], 8),
             (keys[3:], 5),
             (missing + keys, 0),
@@ -196,6 +200,7 @@ class _Library:
             present = [
                 key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1
             ]
+            # In batches, because the host pool is smaller than the library of pages.
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._sut.store(keys, pool)

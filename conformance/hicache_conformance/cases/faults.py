@@ -72,6 +72,8 @@ class FaultCases:
         each page; afterwards all is well."""
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
         sut, keys = serving_storage(context, injector)
+        # Opening and the first stores may have counted something; only what the fault adds is
+        # judged.
         before = count_faults(sut)
         set_deadline(sut, deadline_on(injector))
         with records_above_debug() as records:
@@ -90,6 +92,8 @@ class FaultCases:
                 f"calls were answered with misses because of {plan}, and get_stats() counts no "
                 f"fault",
             )
+        # A fault that destroys pages is one episode for each damaged page, and each may have its
+        # line (GET-7).
         _check_lines(records, calls if plan.destroys else LINES, plan)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
@@ -125,6 +129,8 @@ class FaultCases:
         """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and
         when the store comes it serves."""
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        # Served once without faults, by another storage: otherwise a driver that never works here
+        # would pass, since misses are legal.
         serving_storage(context, injector, pages=1)
         sut, keys = context.unopened(options=UNGUARDED), context.keys(3)
         set_deadline(sut, deadline_on(injector))
@@ -146,6 +152,8 @@ class FaultCases:
             injector,
             options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1),
         )
+        # Twice: a breaker that has been half open and closed again must trip and recover as it did
+        # the first time.
         for _ in range(2):
             set_deadline(sut, deadline_on(injector))
             injector.inject(plan)
@@ -174,6 +182,8 @@ class FaultCases:
             "process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),)
         )
         sut.store(keys)
+        # Used once before descriptors run out, so that what a driver opens on first use is open
+        # already.
         _use(context, here, sut, keys, plan)
         set_deadline(sut, deadline_on(here))
         with _no_more_descriptors():
@@ -218,6 +228,7 @@ class FaultCases:
         """One page of a batch cannot be moved: the others are stored and delivered, each answer at
         its own place."""
         sut, keys = serving_storage(context, injector)
+        # Drawn, because answers that shift behind a failed page show only where pages follow it.
         number = context.chance("which page").randrange(len(keys))
         plan = FaultPlan(injector.name, _one_of(injector, "write", number, len(keys)))
         new = context.keys(len(keys))
@@ -250,6 +261,8 @@ class FaultCases:
         """One request fails while eight calls in other threads are served: one fault, after which
         the storage serves on."""
         sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
+        # Slow writes let all nine calls overlap. A breaker that counts one failure beside eight
+        # successes as an outage opens here.
         slow = Fault(kind=FaultKind.DELAY, operations=_WRITES, seconds=0.05)
         plan = FaultPlan(
             injector.name,
@@ -362,6 +375,8 @@ def _files(injector: FaultInjector) -> int:
 def _no_more_descriptors() -> Generator[None]:
     """Let this process open nothing meanwhile; what is open stays so."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The lowest number that is free: with the limit there, every further open() fails, and
+    # descriptors that are open stay usable.
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))

@@ -150,12 +150,16 @@ class HistoryChecker:
         match event.call:
             case Call.SET:
                 for page in pages:
+                    # A copy of what was acknowledged by now: only that forbids this set to write
+                    # (SET-3), and later sets must not count.
                     page.sets[event.begun.value] = _Set(event, page.acknowledged.copy())
                     page.unsettled += 1
             case Call.DELETE:
                 for page in pages:
                     page.deletes.begin()
             case _:
+                # Remembered from the beginning of the call, because what ends during it may or may
+                # not be seen by it.
                 self._before[id(event)] = [
                     _Before(
                         page.acknowledged.copy(),
@@ -186,6 +190,8 @@ class HistoryChecker:
                 for index, (page, before) in enumerate(judged):
                     if index < ended.hit:
                         self._judge_claim(event, index, page, before)
+                    # The first page that was not found is the only one that an exists denies; it
+                    # says nothing of those behind.
                     elif index == ended.hit:
                         self._judge_miss(event, index, page, before, AnomalyKind.DENIED)
 
@@ -207,6 +213,8 @@ class HistoryChecker:
             later = self._begun_later(event, index, value)
             self._find(AnomalyKind.UNBEGUN, event, index, *([later] if later else []))
             return
+        # The latest removal of the page itself and of its whole pool: one that came after the
+        # value's set is enough.
         removal = max(before.removals, key=lambda latest: latest.at)
         if (
             written.acknowledged_at is not None
@@ -234,6 +242,8 @@ class HistoryChecker:
 
     def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
         removal = max(before.removals, key=lambda latest: latest.at)
+        # A set that has begun, or whose process was killed, may have published: then a claim proves
+        # nothing.
         if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
             self._find(
@@ -275,6 +285,7 @@ class HistoryChecker:
 def _acknowledge(page: _Page, event: Event) -> None:
     written, ended_at = page.sets[event.begun.value], event.ended_at
     assert ended_at is not None
+    # A key may stand twice in one set, and was counted as unsettled once.
     if written.acknowledged_at is None:
         page.unsettled -= 1
     written.acknowledged_at = page.last_acknowledgement = ended_at
@@ -292,5 +303,7 @@ def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
         if event.ended_at is not None:
             client.append((event.ended_at, True, event))
     merged = [end for client in clients.values() for end in client]
+    # Stable and by two fields only: events cannot be compared, and False sorts before True, so that
+    # beginnings come first.
     merged.sort(key=lambda end: end[:2])
     return [(is_end, event) for _, is_end, event in merged]

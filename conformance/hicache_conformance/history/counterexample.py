@@ -56,6 +56,8 @@ class Counterexample:
     ) -> Violation:
         """The worst anomaly as the violation of a rule, with its counterexample as a note; of equal
         ones the first."""
+        # Only the worst one is told in full. A single lost update makes dozens of later answers
+        # impossible, which say nothing new.
         first = self._complete(min(anomalies, key=lambda anomaly: _WORST_FIRST.index(anomaly.kind)))
         violation = Violation(rules.get(first.kind, rule), self.headline(first))
         violation.add_note("\n".join(self.counterexample(first)))
@@ -102,6 +104,7 @@ class Counterexample:
         """Add the sets whose bytes make up a page that is none."""
         if anomaly.kind is not AnomalyKind.FOREIGN:
             return anomaly
+        # The generations in the pieces name the sets that were mixed, by one writer each.
         values = {piece.generation for piece in self._passages(anomaly)} - {None}
         writers = [
             event

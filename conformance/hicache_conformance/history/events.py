@@ -101,6 +101,7 @@ class Recorder:
 
     def events(self) -> list[Event]:
         """All calls, those that have not returned last."""
+        # A call without an end stays: it may have taken effect at any later time.
         return [*self._whole, *map(Event, self._open.values())]
 
     def running(self) -> Begun | None:

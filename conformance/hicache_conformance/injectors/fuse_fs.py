@@ -66,6 +66,7 @@ class Control:
                 plan = FaultPlan.from_json(content)
                 if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
                     self.lost |= frozenset(self.open)
+                # A new object, so that operations that hang by an older plan stay under its `heal`.
                 self.active = ActiveFaults(plan.faults)
             case "heal":
                 self.active.heal()
@@ -83,6 +84,7 @@ class Control:
         """Count a request, apply delays and errors; return the faults, for those that the operation
         itself has to apply."""
         self.requests = next(self._requests) + 1
+        # Read once: `inject` may replace it in the other thread while this operation is delayed.
         active = self.active
         faults = active.at(operation)
         active.apply(faults)
@@ -159,7 +161,10 @@ class Passthrough:
     def open(self, path: str, flags: int) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         return self._opened(
-            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path
+            # Without O_DIRECT: libfuse's buffers are not aligned as the backing file system would
+            # require.
+            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT),
+            path,
         )
 
     def create(self, path: str, mode: int, flags: int) -> int:
@@ -194,12 +199,15 @@ class Passthrough:
                 data = flipped(data, flip.place)
             if find_fault(faults, FaultKind.TORN_WRITE):
                 os.pwrite(fh, data[: len(data) // 2], offset)
+                # All of them are acknowledged although half was written, as by a disk that lost
+                # power.
                 return len(data)
             if find_fault(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
                 data = data[: len(data) // 2]
             return os.pwrite(fh, data, offset)
 
     def flush(self, path: str, fh: int) -> int:
+        # A close() of the driver arrives as flush; network file systems report failed writes there.
         self._control.begin("sync", fh)
         return 0
 

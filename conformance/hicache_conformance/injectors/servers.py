@@ -91,11 +91,14 @@ class Servers:
                         f"the server {words[0]!r} cannot be started: {error}"
                     ) from error
             self._processes[number] = process
+            # Before the next server is started, which may need this one.
             for name in port_names(command):
                 self._wait_for(number, words, name)
 
     def kill(self) -> None:
         """Kill all servers, without a chance to save anything."""
+        # All are signalled before any is waited for: one that loses its peer first would have time
+        # to save something.
         for process in self._processes.values():
             _signal(process, signal.SIGKILL)
         for process in self._processes.values():
@@ -111,6 +114,8 @@ class Servers:
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
         for process in self._processes.values():
+            # SIGSTOP takes effect thread by thread; an answer that is sent after `suspend` has
+            # returned would make the fault a race.
             stand_still(process.pid)
 
     def resume(self) -> None:
@@ -134,6 +139,7 @@ class Servers:
 
     def close(self) -> None:
         """Ask all servers to end, and end those that do not."""
+        # A stopped process does not receive SIGTERM.
         self.resume()
         for process in self._processes.values():
             _signal(process, signal.SIGTERM)
@@ -182,6 +188,7 @@ class ServerInjector(FaultInjector):
         self._struck = len(plan.faults)
         self._stale = find_fault(plan.faults, FaultKind.STALE) is not None
         if self._stale:
+            # Taken now and put back at `heal`: the servers forget what was acknowledged in between.
             self._services.snapshot(self._home / "snapshot")
         if find_fault(plan.faults, FaultKind.KILL):
             self._services.kill()

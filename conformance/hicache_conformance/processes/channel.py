@@ -47,6 +47,8 @@ class Channel(Generic[MessageT]):
         """
         # Options of a driver may be paths, or whatever else its config model converts.
         line = msgspec.json.encode(message, enc_hook=str) + b"\n"
+        # One line at a time: without the lock two threads of a workload could send their lines into
+        # each other.
         with self._lock:
             self._connection.sendall(line)
 

@@ -50,6 +50,7 @@ class WorkerProcess:
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
         self.name = name
         self.identity = identity
+        # Kept by the suite and not by the worker, so that the history outlives a kill.
         self.recorder = Recorder()
         self._fork_server = _fork_server()
         self.pid, connection = self._fork_server.spawn(fresh=fresh)
@@ -172,6 +173,8 @@ class WorkerProcess:
         self.busy = False
         status = self._fork_server.kill(self.pid)
         try:
+            # What the worker had sent before it was killed is still in the socket, and belongs to
+            # the history: a set that was acknowledged there binds the driver.
             with contextlib.suppress(EOFError):
                 while status is not None:
                     self.note(self.channel.receive())
@@ -267,6 +270,8 @@ class WorkerProcess:
 
 def _fork_server() -> ForkServer:
     fork_server = _started(os.getpid())
+    # It may have died, or this process may be a fork of the suite, which must not use its parent's
+    # socket.
     if not fork_server.alive():
         fork_server.close()
         _started.cache_clear()

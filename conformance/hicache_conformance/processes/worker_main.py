@@ -42,6 +42,7 @@ class _Worker:
     """A storage, and the clients that use it."""
 
     def __init__(self, channel: Channel[Request], request: OpenStorage) -> None:
+        # Before the driver is imported, because it may do `from time import time`.
         if request.clock:
             _set_clock(request.clock)
         self._channel = channel
@@ -135,6 +136,7 @@ def serve(descriptor: int) -> None:
                 channel.send(DriverUnusable(reason=str(error)))
             except Violation as violation:
                 channel.send(Violated(rule=violation.rule, message=_without_rule(violation)))
+            # The suite is gone. Only an error of the driver is worth a message.
             except ConnectionError:
                 raise
             except BaseException:  # noqa: BLE001 - sent to the suite

@@ -66,6 +66,8 @@ class HttpClient:
         self._base = parts.path.rstrip("/")
         self.token = token
         self.answer_seconds = answer_seconds
+        # `http.client` connections serve one request at a time. One for each thread lets the
+        # threads of a case overlap, as several engines do.
         self._local = threading.local()
         self._open: list[http.client.HTTPConnection] = []
 
@@ -96,9 +98,11 @@ class HttpClient:
         asked = f"{method} {path} {_shown(body or b'')}".rstrip()
         full = {"Content-Type": content_type, **(headers or {})}
         if self.token:
+            # Set only if the case gives none, because the cases of tokens send wrong ones.
             full.setdefault("Authorization", f"Bearer {self.token}")
         connection = self._connection()
         try:
+            # Not retried: a case that repeats a request does so to see what the second one does.
             connection.request(method, self._base + path, body, full)
             response = connection.getresponse()
             content = response.read()
@@ -159,6 +163,8 @@ def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
     Raises:
         Violation: it was accepted, broke the server, or was refused without saying why.
     """
+    # A status of 5xx is told apart from an acceptance: clients take it for a passing fault and try
+    # again (MD-REQ-1).
     if not 400 <= reply.status < 500:
         what = "accepted" if reply.status < 400 else "taken for a fault of the server"
         raise Violation(rule, f"{because} is {what}: {reply}")
@@ -168,6 +174,7 @@ def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
             f"{because} is refused without a body of {JSON}: {reply} "
             f"({reply.content_type or 'no content type'})",
         )
+    # Anywhere in the body, because the compatible part prescribes no field for it.
     if names and names not in reply.body.decode("utf-8", "replace"):
         raise Violation(rule, f"{because} is refused without naming {names!r}: {reply}")
 

@@ -100,6 +100,8 @@ class Served(RemoteServer):
             raise ValueError(
                 f"--start-server needs {PORT} in its command, where the server is told its port"
             )
+        # Chosen once and kept over restarts, since clients find the server again at the same
+        # address.
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -122,7 +124,10 @@ class Served(RemoteServer):
         if self._home is None:
             self._home = tempfile.TemporaryDirectory(prefix="hicache-metadata-", dir=self.directory)
         home = Path(self._home.name)
+        # Kept over restarts, too: what the server finds there after a kill is what the durable
+        # cases are about.
         (home / "state").mkdir(exist_ok=True)
+        # Appended to, so that the reason why a restart failed stands below what happened before.
         self._log = (home / "log").open("ab")
         words = [
             word.replace(PORT, str(self.port)).replace(TMP, str(home / "state"))
@@ -141,6 +146,8 @@ class Served(RemoteServer):
             raise CannotStartError(f"cannot run {words[0]!r}: {error}") from error
         deadline = time.monotonic() + START_SECONDS
         while not accepts(self.port):
+            # Looked at first: a server that ended says why in its log, and waiting for the port
+            # would hide it for minutes.
             if self._process.poll() is not None:
                 raise CannotStartError(
                     f"the server ended with {self._process.returncode} at its start: "
@@ -156,7 +163,10 @@ class Served(RemoteServer):
         """Kill -9, whatever it is doing."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
+                # The group and not only the process: the command may be a shell, or a server with
+                # workers.
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # Reaped before `start`, which needs the port and the files of the old process.
             self._process.wait()
             self._process = None
         if self._log is not None:

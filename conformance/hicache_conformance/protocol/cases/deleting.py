@@ -28,6 +28,7 @@ class DeletingCases:
         scope, keys = context.scope(pages), context.keys(pages)
         slots = scope.store(keys)
         gone = context.chance.sample(keys, pages // 2)
+        # Twice in one call, since freeing a slot twice would give it to two keys.
         scope.delete([*gone, *context.keys(2), *gone])
         wanted = [None if key in gone else index for key, index in zip(keys, slots, strict=True)]
         if (found := scope.indices(keys)) != wanted:
@@ -108,6 +109,8 @@ class DeletingCases:
             scope.try_confirm([], indices)
             seconds.append(time.perf_counter() - begin)
         # The third slowest: a machine that is busy elsewhere slows one or two.
+        # Reserved batch by batch and released in the same order, so that the free list grows from
+        # batch to batch.
         few, many = min(seconds[:2]), sorted(seconds)[-3]
         if many > 6 * few + 0.15:
             raise Violation(

@@ -49,6 +49,7 @@ class DocumentCases:
                 f"a lease lasts {limits.lease_seconds} s by default, which is not within the "
                 f"limits {limits}",
             )
+        # What ID-5 promises to engines.
         if limits.key_bytes < 512:
             raise Violation("MD-API-2", f"keys of {limits.key_bytes} bytes only; 512 is the least")
 
@@ -139,6 +140,8 @@ class DocumentCases:
         scope, keys = context.v2_scope(8), context.keys(3)
         request = Reserve(
             scopes=[
+                # The known scope stands first, so that a server which begins before it has checked
+                # all has leased something.
                 ReserveScope(scope=name, keys=keys)
                 for name in (scope.name, context.unused_scope().name)
             ]
@@ -182,6 +185,8 @@ class DocumentCases:
         with context.while_held():
             key = context.keys(1)[0]
             compatible.reserve([key])
+            # Busy, and not `exists`: the page is not written yet, and a reader must not be sent
+            # there.
             if (state := scope.reserve([key]).states[0]) != "busy":
                 raise Violation(
                     "MD-API-4",
@@ -206,6 +211,8 @@ class DocumentCases:
             wrong = msgspec.structs.replace(right, **{field: value})
             reply = context.native.send(
                 "/v2/initialize",
+                # The new scope comes first: a server that works through the list has made it when
+                # it meets the wrong one.
                 Initialize(scopes=[msgspec.structs.replace(right, scope=fresh), wrong]),
             )
             expect(

@@ -29,6 +29,8 @@ class RestartingCases:
     def test_confirmed_keys_are_there_after_a_kill(self, context: ServerContext) -> None:
         """Keys that were confirmed a moment before kill -9 are there after the restart, in their
         slots."""
+        # Asked first, so that a case on a server that cannot be killed is told apart before it
+        # writes anything.
         context.must_be_ours()
         scope, keys = context.scope(32), context.keys(12)
         slots = scope.store(keys)
@@ -47,6 +49,8 @@ class RestartingCases:
         pages = context.number(8, 16)
         scope, old, new = context.scope(pages), context.keys(pages), context.keys(pages)
         scope.store(old)
+        # The snapshot now holds the old keys. A server that restores it as it is puts them onto
+        # slots that belong to others by then (the fault that MD-DUR-1 is about).
         time.sleep(SETTLE_SECONDS)
         scope.delete(old)
         slots = context.reserve_soon(scope, new, "MD-DUR-1", f"{pages} keys were deleted")
@@ -76,6 +80,8 @@ class RestartingCases:
         writers = [_Writer(scope.through(context.client()), context.keys(16)) for _ in range(3)]
         for writer in writers:
             writer.start()
+        # Drawn, so that the kill falls into a write, a sync or a snapshot, and not always into the
+        # same one.
         time.sleep(context.chance.uniform(0.05, 0.5))
         context.restart()
         for writer in writers:
@@ -85,6 +91,8 @@ class RestartingCases:
         keys = [key for writer in writers for key in writer.keys]
         found = [index for index in scope.indices(keys) if index is not None]
         fresh = context.keys(pages)
+        # Reserving everything that the server takes for free: a slot of its free list that is live
+        # as well is handed out here.
         given = list(context.reserve_all(scope, fresh, "MD-DUR-2").values())
         left = [index for index in scope.indices(keys) if index is not None]
         if len(set(found)) != len(found) or set(given) & set(left):
@@ -120,6 +128,7 @@ class RestartingCases:
         can be committed."""
         context.must_be_ours()
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
+        # A minute, so that the lease outlasts a slow restart.
         first = scope.reserve(keys, lease_seconds=60.0, once=once)
         context.restart()
         again = scope.reserve(keys, lease_seconds=60.0, once=once)
@@ -163,6 +172,8 @@ class RestartingCases:
         scope, keys = context.v2_scope(8), context.keys(2)
         old = scope.reserve(keys, lease_seconds=60.0)
         context.restart()
+        # The rule binds servers that keep nothing, too: they have to avoid old numbers without
+        # knowing them.
         is_lost = scope.initialize()
         new = scope.reserve(context.keys(4), lease_seconds=60.0)
         again = set(old.leases) & set(new.leases)
@@ -186,6 +197,7 @@ class RestartingCases:
         seconds = 2.0
         limit = seconds + context.rest_seconds
         context.can_wait(limit, "earlier leases and a quarantine")
+        # From before the kill, the earliest instant at which the server's own clock can begin.
         begin = time.monotonic()
         context.restart()
         fresh, closed = context.v2_scope(4), context.v2_scope(4, earlier_lease_seconds=seconds)
@@ -257,6 +269,7 @@ class _Writer(threading.Thread):
     def check_survivors(self, scope: SglangScope) -> None:
         """Compare what was acknowledged with what is there."""
         for key, index in zip(self.keys, scope.indices(self.keys, rule="MD-DUR-1"), strict=True):
+            # The request without an answer may have taken effect or not; both are right.
             if key != self.unsure and index != self.acknowledged.get(key):
                 told = self.acknowledged.get(key)
                 raise Violation(

@@ -39,6 +39,7 @@ class TokenCases:
                 expect(client.send(path, request), "MD-AUTH-1", 401, because=f"{path} {what}")
             reply = http.post(f"/{rank}/exists", {"keys": keys, "namespace": namespace})
             expect(reply, "MD-AUTH-1", 401, because=f"the compatible part {what}")
+            # Orchestrators have no token (MD-OPS-5).
             for path in ("/healthz", "/readyz"):
                 expect(http.get(path), "MD-AUTH-1", 200, because=f"{path} {what}")
 
@@ -70,5 +71,7 @@ class TokenCases:
             "/v2": None,
             "/v2/lookup": Lookup(scopes=[LookupScope(scope=scope, keys=keys)]),
             "/v2/reserve": Reserve(scopes=[ReserveScope(scope=scope, keys=keys)]),
+            # Off, so that a server which lets it through wrongly does not stop serving the cases
+            # that follow.
             "/v2/drain": Drain(enabled=False),
         }
