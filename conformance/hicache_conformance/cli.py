@@ -99,6 +99,8 @@ def run(
         options = parse_pairs(config or [])
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        # Checked here, where a mistake costs a line. In the child it would be a driver that cannot
+        # be opened.
         _check_interface(interface, driver, options)
         _check_commands(start_server or [])
     except ValueError as error:
@@ -117,6 +119,7 @@ def run(
         f"profile {profile}",
         highlight=False,
     )
+    # Here and not at the top: it imports all cases, and `--help` should not wait for them.
     from hicache_conformance.suite.driver_conformance import catalogue
 
     with ProgressBar(console) as bar:
@@ -131,6 +134,7 @@ app.command()(metadata)
 @app.callback()
 def conformance(context: typer.Context) -> None:
     """Check whether a driver keeps the HiCacheStorage v2 contract."""
+    # For all commands: each starts processes, servers or mounts that must not outlive it.
     context.with_resource(exit_on_signals())
 
 
@@ -173,6 +177,7 @@ def explain(
     from hicache_conformance.suite.driver_conformance import catalogue
 
     console = Console(highlight=False)
+    # Both manifests are searched, because their ids do not overlap (MD- begins the protocol's).
     is_protocol = rule.upper() in protocol_rules()
     known = (protocol_rules() if is_protocol else rules()).get(rule.upper())
     if known is None:
@@ -226,6 +231,7 @@ def write_matrix(
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
     if output is None:
+        # Not by rich, which would wrap the lines of the table.
         sys.stdout.write(text)
 
 

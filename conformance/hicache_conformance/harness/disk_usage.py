@@ -38,6 +38,8 @@ def _sizes(directory: Path) -> list[int]:
     for parent, _, names in os.walk(directory):
         for name in names:
             try:
+                # The length and not the blocks: a driver limits what it writes, and file systems
+                # round.
                 found.append(os.lstat(os.path.join(parent, name)).st_size)
             except FileNotFoundError:
                 # Removed while we look.

@@ -28,6 +28,7 @@ def counted(storage: HiCacheStorage) -> Generator[Counter[str]]:
     any."""
     driver, calls = innermost(storage), Counter[str]()
     if not isinstance(driver, ObjectStorage):
+        # Nothing is counted and nothing is held against it: BU-1 speaks of an `ObjectStorage`.
         yield calls
         return
     for name in STEPS:

@@ -42,6 +42,8 @@ def unchanged_globals() -> Generator[list[str]]:
     root.setLevel(LEVEL)
     root.handlers.clear()
     try:
+        # Everything is set to values that nobody else uses, so that a driver which sets the usual
+        # ones, such as `SIG_DFL` or level INFO, is noticed.
         yield changed
         changed += [
             f"the handler of {number.name}"

@@ -39,6 +39,8 @@ def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
             )
     finally:
         tracemalloc.stop()
+    # The least, because a buffer that grows once, or a library's cache, is needed in the first
+    # calls only.
     return max(0, min(needs))
 
 

@@ -73,6 +73,8 @@ class GuardedPool:
         self.page_bytes = self.geometry.page_bytes
         self._start = GUARD_BYTES + skew
         self._memory = [
+            # Guards around each component, so that a copy which is a few bytes too long is found
+            # (GET-2).
             memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD))
             for length in components
         ]

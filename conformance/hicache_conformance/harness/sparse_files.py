@@ -54,6 +54,7 @@ def copy_file(source: str, target: str) -> str:
             writing.seek(begin)
             while begin < end and (piece := reading.read(min(PIECE_BYTES, end - begin))):
                 begin += writing.write(piece)
+        # A hole at the end has no data to copy.
         writing.truncate(os.fstat(reading.fileno()).st_size)
     shutil.copystat(source, target)
     return target

@@ -94,6 +94,8 @@ class StorageUnderTest:
         for group, pages in zip(groups, placed, strict=True):
             memory = self.memories[group.pool]
             for page in pages:
+                # The next owner's bytes: a driver that keeps a reference and writes later stores
+                # these (SET-7).
                 memory.write(page, spent(memory.page_bytes))
         return _checked(answer, groups)
 
@@ -107,12 +109,16 @@ class StorageUnderTest:
         Raises:
             Violation: GET-3 for the form of the answer, GET-2 for a touched neighbour.
         """
+        # A number for each call, and in steps of the number of clients, so that the canaries of two
+        # threads differ.
         self._calls += self._clients
         placed = self._place(groups)
         pools = {group.pool for group in groups}
         for pool in pools:
             memory = self.memories[pool]
             blank = canary(self._calls, memory.page_bytes)
+            # All pages of the client, those that are not read included: a neighbour that is touched
+            # shows by a missing canary.
             for page in self._own_pages(memory):
                 memory.write(page, blank)
         transfers = self.transfers(groups, placed)
@@ -177,6 +183,7 @@ class StorageUnderTest:
 
     def has(self, key: str, pool: str = PoolName.KV) -> bool:
         """Return whether one page exists, by the pool's own verdict."""
+        # A side pool's verdict is asked for with its transfer; KV has one in any answer (EX-6).
         window = () if pool == PoolName.KV else (all_pages(pool),)
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
 

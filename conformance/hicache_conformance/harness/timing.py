@@ -27,6 +27,7 @@ def seconds(*questions: Callable[[], object]) -> list[list[float]]:
     """Times of one call of each question, in interleaved rounds whose order alternates."""
     rounds = list[list[float]]()
     for number in range(ROUNDS):
+        # Alternating, so that warmth of caches and a machine that gets slower favour no question.
         order = range(len(questions)) if number % 2 else reversed(range(len(questions)))
         taken = {index: _wall(questions[index]) for index in order}
         rounds.append([taken[index] for index in range(len(questions))])

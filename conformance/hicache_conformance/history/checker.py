@@ -285,7 +285,6 @@ class HistoryChecker:
 def _acknowledge(page: _Page, event: Event) -> None:
     written, ended_at = page.sets[event.begun.value], event.ended_at
     assert ended_at is not None
-    # A key may stand twice in one set, and was counted as unsettled once.
     if written.acknowledged_at is None:
         page.unsettled -= 1
     written.acknowledged_at = page.last_acknowledgement = ended_at

@@ -32,6 +32,7 @@ _DRAWN = pytest.StashKey[tuple[int, str]]()
 def drawn_seed(config: pytest.Config) -> tuple[int, str]:
     """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an
     option gives the seed."""
+    # A worker draws nothing by itself: each would have another seed, and the report names one.
     from_controller: dict[str, tuple[int, str]] | None = getattr(config, "workerinput", None)
     if from_controller is not None:
         return from_controller[DRAWN_INPUT]

@@ -91,6 +91,7 @@ def parse_names(kind: type[NameT], text: str) -> tuple[NameT, ...]:
     if unknown:
         noun = kind.__name__.lower()
         raise ValueError(f"unknown {noun} {unknown[0]!r}; {noun}s are {', '.join(kind)}, or all")
+    # In the order of the enum and not of the text, so that reports of one selection are alike.
     return tuple(member for member in kind if member in names)
 
 

@@ -35,6 +35,8 @@ class Settings:
         cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None
     ) -> Self:
         """Settings of a new run; a seed is drawn where none is given."""
+        # The seed decides what cases do, the run's name only what pages are called: repeated by its
+        # seed, a run must not find the pages of the first one.
         drawn = secrets.randbelow(2**32) if seed is None else seed
         return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)
 
@@ -82,6 +84,7 @@ class RunFile:
 
     def write(self, path: Path) -> None:
         """Write it for `read`."""
+        # Created before it is written, because options may hold secrets.
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
 

@@ -41,6 +41,7 @@ def blank_header(
         capabilities: of the instance under test, as plain values; None while it is not known.
         options: of the driver, redacted.
     """
+    # From plain values, because under pytest-xdist they arrive as JSON.
     declared = msgspec.convert(capabilities or {}, Capabilities)
     return Header(
         driver=driver,

@@ -48,6 +48,8 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str
 @cache
 def _template() -> Template:
     environment = Environment(
+        # Reasons quote keys and bytes that a driver has answered, and undefined names must not
+        # become empty cells.
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")

@@ -40,10 +40,12 @@ STYLES: Final = {
 
 def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
     """Return the exit status of a command that judged a run."""
+    # A run that did not come to its end has no verdict, whatever it had found until then.
     if not stream.finished:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:
         return CONFORMANT
+    # A driver that broke a rule does not conform, also where the suite broke elsewhere.
     suite_broke = judgement.count(Outcome.ERROR) and not judgement.count(Outcome.FAIL)
     return BROKEN if suite_broke else NOT_CONFORMANT
 

@@ -66,6 +66,8 @@ def run(
         file = replace(request, stream=str(home / "outcomes.jsonl"))
         stream = OutcomeStream()
         hung = _run_once(file, home, stream, case_seconds, progress)
+        # Only foreign drivers get another process: a driver of the contract that hangs or crashes
+        # ends the run, and leaves its verdict incomplete.
         for process in range(1, MAX_PROCESSES):
             done = [outcome.case for outcome in stream.outcomes]
             if (
@@ -92,6 +94,7 @@ def _run_once(
 ) -> bool:
     """Run what is not done yet in a process of its own; whether it was ended because a case took
     too long."""
+    # Made anew and not overwritten, because `write` sets its mode when it creates it.
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
     with (home / "log").open("ab") as log:
@@ -107,6 +110,8 @@ def _run_once(
         try:
             return _follow(child, Path(file.stream), stream, case_seconds, progress)
         finally:
+            # Also after a clean end: a driver may have left processes behind, and the run's
+            # directory is removed next.
             _end_session(child.pid)
             child.wait()
 
@@ -153,6 +158,7 @@ def _command(home: Path, cases: str) -> list[str]:
         str(suite / "pytest.ini"),
         "--rootdir",
         str(suite),
+        # A `conftest.py` of the user's directory must have no say in a verdict.
         "--noconftest",
         "--basetemp",
         str(home / "tmp"),
@@ -183,6 +189,7 @@ def _follow(
     whether it was that."""
     heard, position, rest = time.monotonic(), 0, ""
     while True:
+        # Before the file is read, so that what was written just before the end is read, too.
         ended = child.poll() is not None
         text = ""
         if path.exists():
@@ -192,12 +199,14 @@ def _follow(
                 position = file.tell()
         if text:
             heard = time.monotonic()
+            # The last line may be half written; it waits for the rest.
             *lines, rest = (rest + text).split("\n")
             for line in lines:
                 stream.feed(line)
             progress(stream)
         if ended:
             return False
+        # Between cases the longer limit counts: the process imports torch and starts servers then.
         if time.monotonic() - heard > (
             case_seconds if stream.running else max(case_seconds, STARTING_SECONDS)
         ):

@@ -53,11 +53,15 @@ def check_driver(
                     f"no server listens on {{port:{missing_ports[0]}}}; start one with "
                     f"--start-server"
                 )
+            # In this process and not from the command line's: a driver that ends the process ends
+            # the child only.
             storage = create_storage(run.driver, _identity(), filled, options=options)
             try:
                 storage.open()
             finally:
                 storage.close()
+        # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
+        # equal.
         shown = redacted(filled_config(run.driver, run.config, TMP))
         header = blank_header(
             run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown

@@ -151,6 +151,7 @@ class Record(msgspec.Struct, frozen=True):
             run=run_id or self.how.run,
             profile=self.profile,
             levels=parse_levels(",".join(self.levels)),
+            # Whatever the profile says: a failure that is repeated is repeated to be understood.
             shrinks=True,
         )
 
@@ -218,6 +219,8 @@ def repeat(
     )
     outcomes = {outcome.case: outcome for outcome in ran.stream.outcomes}
     running = ran.stream.running
+    # A crash leaves no outcome. It is the failure that was looked for as often as not, so it counts
+    # as one.
     if running is not None and not ran.stream.finished:
         what = (
             f"did not come back within {case_seconds:.0f} s"

@@ -50,6 +50,8 @@ class Session:
         self._streams = dict[str, OutcomeStream]()
         """By class."""
         self._verdicts: dict[str, Judgement] = {}
+        # Workers of pytest-xdist run cases and know only their own; the controller gets the reports
+        # of all.
         self._is_worker = hasattr(config, "workerinput")
         if self._run is not None:
             self._writer = StreamWriter(Path(self._run.stream))
@@ -75,6 +77,8 @@ class Session:
                 "levels": levels,
                 "owner": f"{owner.__module__}.{owner.__qualname__}",
             }
+            # A property and not an attribute, because reports are serialized on their way from
+            # pytest-xdist's workers to the controller.
             item.user_properties.append((CASE_PROPERTY, json.dumps(record)))
             item.extra_keyword_matches.update(rules)
             self._starts[item.nodeid] = (item.name, rules, levels)
@@ -86,6 +90,8 @@ class Session:
                 check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
             else:
                 check_server(self._config, self._run, self._writer)
+            # With those that an earlier process has run, so that the progress bar goes on where it
+            # was.
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
@@ -120,6 +126,7 @@ class Session:
         if self._is_worker:
             return
         if self._writer:
+            # Without a footer the run counts as unfinished, and goes on in another process.
             if not session.shouldstop:
                 self._writer.footer()
             return

@@ -20,6 +20,8 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 def exit_on_signals() -> Generator[None]:
     """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as
     `KeyboardInterrupt`. For the main thread only."""
+    # Child processes and mounts are ended by `finally` blocks, which the default action of these
+    # signals skips.
     before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:
         yield

@@ -80,6 +80,7 @@ def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping
         enable_storage_metrics=False,
         is_page_first_layout=layout == "page_first",
         model_name=identity.model,
+        # Ranks that hold equal bytes are one rank to the engine.
         dp_rank=0 if identity.dp_replicated else identity.dp_rank,
         extra_config=dict(extra_config),
     )
@@ -100,6 +101,7 @@ def load_class(target: str) -> type:
         DriverUnavailableError: it cannot be imported, or is no class.
     """
     module, _, name = target.partition(":")
+    # At the end of the path, so that a file there does not hide an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:

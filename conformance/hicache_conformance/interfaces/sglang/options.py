@@ -37,6 +37,8 @@ def _json_or_text(value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
+        # The engine's own command line takes `extra_config` as JSON, so that `true` and `3` arrive
+        # as such.
         return json.loads(value)
     except ValueError:
         return value

@@ -107,6 +107,7 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
         module, colon, name = driver.partition(":")
         if not (module and colon and name.isidentifier()):
             raise ValueError(f"{driver!r} is neither MODULE:CLASS nor one of {', '.join(known())}")
+        # The option by which the engine, too, is told that a dynamic class takes addresses.
         zero_copy = config.get("interface_v1", "") not in ("", "0", "false")
         setup = Setup(name=driver, target=driver, zero_copy=zero_copy)
     if setup.not_judged:

@@ -103,6 +103,7 @@ def _rank_of(options: Mapping[str, Any]) -> int:
 
 
 def _leave_at_once() -> None:
+    # Flushed by hand, because `os._exit` runs no handlers.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -132,7 +133,11 @@ class EngineStorage(HiCacheStorage):
         self._driver: Any = None
         self._closed = False
         self._companions = list[EngineStorage]()
+        # Guards the construction of the driver. Reentrant, because a pool that is registered
+        # meanwhile attaches by itself.
         self._attaching = threading.RLock()
+        # One lock for each of the three threads that the engine calls its driver from: calls of one
+        # kind never overlap there, calls of different kinds do.
         self._looking = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -202,6 +207,8 @@ class EngineStorage(HiCacheStorage):
             self._closed = True
         for companion in self._companions:
             companion.close()
+        # Kept alive, because its destructor would take seconds here; the memory that it has
+        # registered has to live as long.
         if driver is not None and self._setup.lingers:
             _lingering.keep(driver, [mirror.pool for mirror in self._mirrors.values()])
         if driver is None or not hasattr(driver, "close"):
@@ -217,6 +224,8 @@ class EngineStorage(HiCacheStorage):
             super().clear()
         driver = self._attached()
         with ExitStack() as quiet:
+            # Always in this order. The data path takes one lock at a time, so that there is no
+            # deadlock.
             for lock in (self._looking, self._reading, self._writing):
                 quiet.enter_context(lock)
             driver.clear()
@@ -331,6 +340,7 @@ class EngineStorage(HiCacheStorage):
             for name, value in self._options.items()
             if name not in self._setup.config_keys
         }
+        # The driver divides by these, and each rank shall get what was written.
         for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
@@ -425,6 +435,7 @@ class EngineStorage(HiCacheStorage):
             )
             if found is None:
                 return 0
+            # Batch by batch until one is not there in full, as the engine's prefetch does.
             hit += found
             if found < len(batch):
                 break
