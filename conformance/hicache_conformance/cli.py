@@ -95,6 +95,7 @@ def run(
     """
     console = Console(stderr=True)
     try:
+        # All that can be checked without the driver is checked before the child process starts.
         levels = parse_levels(level)
         options = parse_pairs(config or [])
         if profile not in PROFILES:
@@ -145,8 +146,7 @@ def list_rules(
         bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")
     ] = False,
 ) -> None:
-    """List every rule of the contract, its levels, the capability it needs, and how many cases test
-    it."""
+    """List every rule, its levels, the capability it needs, and how many cases test it."""
     from hicache_conformance.suite.driver_conformance import catalogue
 
     if of_metadata:
@@ -219,8 +219,10 @@ def write_matrix(
         Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")
     ] = None,
 ) -> None:
-    """Put drivers beside each other: each rule's outcome, each failure with the command that shows
-    it again, in Markdown."""
+    """Put drivers beside each other, in Markdown.
+
+    Each rule's outcome, and each failure with the command that shows it again.
+    """
     from hicache_conformance.report.matrix import matrix, read_run
 
     try:

@@ -1,5 +1,7 @@
-"""The guide for authors shows what `hicache new` makes; `make docs` runs its commands and compares
-what they say."""
+"""The guide for authors shows what `hicache new` makes.
+
+`make docs` runs its commands and compares what they say.
+"""
 
 from __future__ import annotations
 

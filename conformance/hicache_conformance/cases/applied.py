@@ -55,8 +55,10 @@ class AppliedCases:
     def test_requests_that_took_effect_and_failed(
         self, context: CaseContext, injector: FaultInjector, error: str
     ) -> None:
-        """Each request of a set in turn: what sets acknowledge then and later is found by all, also
-        by those that open later."""
+        """What sets acknowledge under a struck request is found by all, then and later.
+
+        Each request of a set is struck in turn; storages that open later find it, too.
+        """
         writer, keys = serving_storage(context, injector, pages=2)
         shared = declares(context.capabilities, "sharing>=process")
         # A second storage, because the writer itself may answer from what it remembers of its own

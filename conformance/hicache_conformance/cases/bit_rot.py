@@ -45,8 +45,10 @@ class BitRotCases:
     def test_stored_bytes_rot(
         self, context: CaseContext, injector: FaultInjector, decay: FileCorruption
     ) -> None:
-        """Stored pages rot: none is delivered wrong, none raises, none found damaged goes on
-        existing, and a set repairs them all."""
+        """Stored pages rot: none is delivered wrong, none raises, and a set repairs them all.
+
+        None that was found damaged goes on existing.
+        """
         sut, keys = serving_storage(context, injector, pages=PAGES)
         _check_verified(sut)
         sut = _damaged(context, injector, sut, keys, decay)
@@ -145,9 +147,7 @@ def _contents(context: CaseContext, sut: StorageUnderTest, keys: list[str]) -> l
 
 
 def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) -> Fault:
-    """Corrupt pages that are being written in the way that a file corruption
-    corrupts stored ones.
-    """
+    """Corrupt pages on their way as a file corruption corrupts stored ones."""
     flips, objects = decay is FileCorruption.FLIPPED, injector.name == "objects"
     kind = FaultKind.BIT_FLIP if flips else FaultKind.TORN_WRITE if objects else FaultKind.CUT
     return Fault(

@@ -41,8 +41,10 @@ class BudgetCases:
 
     @covers("EX-10", levels=BUDGET)
     def test_one_question_for_all_pools(self, context: CaseContext) -> None:
-        """128 keys over three pools are answered right; an `ObjectStorage` driver is asked once for
-        all of them."""
+        """128 keys over three pools are answered right.
+
+        An `ObjectStorage` driver is asked once for all of them.
+        """
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
         with counted(sut.storage) as calls:
@@ -80,8 +82,10 @@ class BudgetCases:
 
     @covers("EX-10", levels=BUDGET)
     def test_many_keys(self, context: CaseContext) -> None:
-        """250,000 keys in one call are answered right, in a time that grows with their number and
-        not with its square."""
+        """250,000 keys in one call are answered right.
+
+        The time grows with their number and not with its square.
+        """
         sut, keys = _three_pools(context), context.keys(MANY_KEYS)
         _store_chain(sut, keys[:40])
         _store_chain(sut, keys[-1:])
@@ -97,8 +101,7 @@ class BudgetCases:
 
     @covers("BU-1", levels=BUDGET)
     def test_one_batch_for_a_call(self, context: CaseContext) -> None:
-        """A set and a get of 128 pages in each of three pools ask the driver once for
-        everything."""
+        """128 pages in each of three pools: a set asks the driver once, and so does a get."""
         sut = _three_pools(context, pages=BATCH)
         if not has_steps(sut.storage):
             raise Inconclusive(
@@ -152,8 +155,7 @@ def _time_to_ask(sut: StorageUnderTest, keys: Sequence[str]) -> float:
 
 
 def _forecast(count: int, half: float, whole: float) -> float:
-    """Seconds for all keys, if the time goes on growing as it did from half of `count` keys to
-    `count`."""
+    """Seconds for all keys, if the time grows on as it did from half of `count` to `count`."""
     # Less than linear growth is fixed cost that fades, and says nothing about larger calls.
     exponent = max(1.0, math.log2(whole / half)) if half else 1.0
     return float(whole * (MANY_KEYS / count) ** exponent)

@@ -32,8 +32,10 @@ class ConcurrencyCases:
 
     @covers("CC-1")
     def test_many_threads(self, context: CaseContext) -> None:
-        """Eight threads set, read and look up the same few keys, and ask for counters; their
-        history can be."""
+        """Eight threads set, read and look up the same few keys, and ask for counters.
+
+        Their history can be.
+        """
         sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
         history = _SharedHistory(context, sut.identity)
         # Counters are asked for at the same time, because an engine exports them from a thread of

@@ -103,9 +103,7 @@ class CorruptObjectCases:
     def test_a_page_found_damaged_stops_existing(
         self, context: CaseContext, damage: ObjectCorruption
     ) -> None:
-        """A page that a read has found damaged is a miss for exists too, and for
-        every later read.
-        """
+        """A page that a read has found damaged is a miss for exists and every later read."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         sut.get([key])

@@ -64,8 +64,10 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
     def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, exists, get and set end within the deadline and a second;
-        afterwards the same storage serves."""
+        """While the store hangs, exists, get and set end within the deadline and a second.
+
+        Afterwards the same storage serves.
+        """
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut)
         # An interface without deadlines has a patience of its own, that of the engine which calls
@@ -94,8 +96,10 @@ class DeadlineCases:
 
     @covers("FT-3", "LC-1", levels=FAULTS)
     def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """open() and health() of a store that hangs end within the deadline and a second: with a
-        HiCacheError, and with ok=False."""
+        """open() and health() of a store that hangs end within the deadline and a second.
+
+        The one with a HiCacheError, the other with ok=False.
+        """
         plan = hang_plan(injector, serving_storage(context, injector, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         sut = context.unopened(options=options)
@@ -128,8 +132,11 @@ class DeadlineCases:
     def test_unusual_deadlines_of_a_hung_store(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """While the store hangs: a call whose deadline has passed ends at once, an endless one at
-        the storage's own, NaN is misuse."""
+        """Deadlines that have passed, are endless or NaN, while the store hangs.
+
+        A call whose deadline has passed ends at once, an endless one at the storage's own, NaN is
+        misuse.
+        """
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
         sut, keys = serving_storage(context, injector, pages=2, options=options)
         plan = hang_plan(injector, sut)
@@ -158,8 +165,10 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
-        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for
-        any deadline but NaN."""
+        """Without the SDK's deadline layer, the driver itself ends at once and raises nothing.
+
+        For any deadline but NaN.
+        """
         sut, keys = (
             context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)),
             context.keys(2),
@@ -193,8 +202,9 @@ class DeadlineCases:
 
     @covers("GET-9", levels=FAULTS)
     def test_nothing_arrives_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """After a get has returned, its destination belongs to the caller: no byte of it changes
-        when the hung read goes on.
+        """After a get has returned, no byte of its destination changes.
+
+        It belongs to the caller then, also when the hung read goes on.
         """
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "read", "reply")
@@ -234,8 +244,7 @@ class DeadlineCases:
 
     @covers("SET-8", levels=FAULTS)
     def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A set that gave up leaves no page behind that holds what the host pages were reused
-        for."""
+        """A set that gave up leaves no page of what the host pages were reused for."""
         sut, _ = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
         keys, memory = context.keys(6), sut.memories[PoolName.KV]
@@ -279,8 +288,10 @@ class DeadlineCases:
 
     @covers("LC-2", "FT-3", levels=FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """close() while calls hang ends in time, twice; calls after it say so; when the store comes
-        back, nothing is left."""
+        """close() while calls hang ends in time, twice; calls after it say so.
+
+        When the store comes back, nothing is left.
+        """
         # A first life that is not counted: it fills pools of connections and threads that a library
         # keeps for good.
         _life_under_hang(context, injector)
@@ -336,8 +347,7 @@ class _Unusual:
         return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
 
     def check_ended(self, within: float, plan: FaultPlan) -> None:
-        """Make sure that they end within so many seconds and the slack, without an error that is
-        none of the caller's.
+        """Make sure that they end in time and the slack, without an error that is not the caller's.
 
         Raises:
             Violation: FT-3, FT-1 or FT-2.

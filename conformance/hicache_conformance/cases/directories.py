@@ -38,8 +38,10 @@ class DirectoryCases:
 
     @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
     def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
-        """The directory is emptied under an open storage, again and again: what sets acknowledge
-        after a while is there again."""
+        """The directory is emptied under an open storage, again and again.
+
+        What sets acknowledge after a while is there again.
+        """
         config, home = context.apart()
         sut, keys = _joined(context, config), context.keys(3)
         sut.store(keys)
@@ -52,8 +54,10 @@ class DirectoryCases:
 
     @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
-        """Empty files whose names are the store's own with other numbers: all pages stay, for who
-        was there and who comes later."""
+        """Empty files whose names are the store's own with other numbers: all pages stay.
+
+        For storages that were open before and for those that open later.
+        """
         option = registry().get(context.driver).capacity_option
         config, home = context.apart()
         if option:

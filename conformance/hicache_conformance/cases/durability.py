@@ -1,5 +1,6 @@
-"""Crash durability: after a SIGKILL at a random instant, acknowledged pages are
-there and the store works.
+"""Crash durability: SIGKILL at random instants.
+
+Acknowledged pages are there afterwards, and the store works.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_the_engine_is_killed_while_it_sets(self, context: CaseContext) -> None:
-        """Each restart finds every acknowledged page and no half one, sets what is missing, and is
-        killed in turn."""
+        """Each restart finds every acknowledged page and no half one.
+
+        It sets what is missing, and is killed in turn.
+        """
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.EXISTS: 1})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "deletes"))
     def test_the_engine_is_killed_while_it_deletes(self, context: CaseContext) -> None:
-        """The same while pages are set and deleted again: what was deleted does not come back, nor
-        do others' bytes."""
+        """The same while pages are set and deleted again.
+
+        What was deleted does not come back, nor do others' bytes.
+        """
         _kill_and_restart(context, {Call.SET: 6, Call.GET: 2, Call.DELETE: 3})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "clears"))
@@ -67,8 +72,7 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
     def test_the_engine_is_killed_while_it_evicts(self, context: CaseContext) -> None:
-        """The same in a store that is full: any page may be gone, none is wrong, and new ones find
-        room."""
+        """The same in a full store: any page may be gone, none is wrong, new ones find room."""
         group, random = (
             ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES)),
             context.chance("strikes"),
@@ -97,8 +101,10 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
-        """Processes killed in the middle of long writes, one after another; where a store is a
-        directory, it does not grow by what they left."""
+        """Processes killed in the middle of long writes, one after another.
+
+        Where a store is a directory, it does not grow by what they left.
+        """
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         engine, sizes, payload = group.worker("engine0"), list[int](), 0
         for kill in range(LITTER_KILLS):

@@ -81,8 +81,9 @@ class ExistenceCases:
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
     def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
-        """The hit is the greatest common endpoint, where each pool's own greatest one is legal for
-        no other.
+        """The hit is the greatest common endpoint.
+
+        Here each pool's own greatest one is legal for no other.
         """
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
@@ -181,8 +182,9 @@ class ExistenceCases:
 
 
 class _Library:
-    """Pages stored in every combination of pools, so that any presence map is a choice of keys and
-    needs no new set.
+    """Pages stored in every combination of pools.
+
+    Any presence map is a choice of keys, and needs no new set.
 
     Bit b of a pattern says whether the page is in pool b.
     """

@@ -68,8 +68,10 @@ class FaultCases:
     def test_a_trouble_is_a_miss(
         self, context: CaseContext, injector: FaultInjector, named_fault: str
     ) -> None:
-        """Under each kind of fault: no call raises, no wrong page, misses are counted, no line for
-        each page; afterwards all is well."""
+        """Under each kind of fault no call raises, no page is wrong, and misses are counted.
+
+        There is no line of the log for each page, and afterwards all is well.
+        """
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
         sut, keys = serving_storage(context, injector)
         # Opening and the first stores may have counted something; only what the fault adds is
@@ -100,8 +102,10 @@ class FaultCases:
 
     @covers("FT-1", levels=FAULTS)
     def test_an_outage_is_told_once(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works every call is a miss; that is counted, and logged in a few lines, not
-        in one for each call."""
+        """While nothing works every call is a miss.
+
+        That is counted, and logged in a few lines, not in one for each call.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector)
         before = count_faults(sut)
@@ -126,8 +130,10 @@ class FaultCases:
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and
-        when the store comes it serves."""
+        """Opened while nothing works, the storage serves when the store comes.
+
+        Until then open() raises a HiCacheError, and calls are misses.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         # Served once without faults, by another storage: otherwise a driver that never works here
         # would pass, since misses are legal.
@@ -144,8 +150,10 @@ class FaultCases:
 
     @covers("FT-4", levels=FAULTS)
     def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Several outages in a row, behind a circuit breaker: after each, the same storage serves
-        again and the breaker is closed."""
+        """Several outages in a row, behind a circuit breaker.
+
+        After each, the same storage serves again and the breaker is closed.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(
             context,
@@ -171,8 +179,7 @@ class FaultCases:
 
     @covers("FT-6", "FT-4", levels=FAULTS)
     def test_no_descriptor_is_left(self, context: CaseContext) -> None:
-        """While the process may open nothing more: misses, and afterwards the same storage
-        serves."""
+        """Misses while the process may open nothing more; afterwards the same storage serves."""
         sut, keys, here = (
             context.storage(options=UNGUARDED),
             context.keys(6),
@@ -196,8 +203,7 @@ class FaultCases:
     def test_failing_sets_leave_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """Sets that fail for want of room, again and again, leave no files and no descriptors
-        behind."""
+        """Sets that fail for want of room, again and again, leave no files or descriptors."""
         failing = {
             "disk": "full-halfway",
             "objects": "failing-writes",
@@ -225,8 +231,10 @@ class FaultCases:
 
     @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One page of a batch cannot be moved: the others are stored and delivered, each answer at
-        its own place."""
+        """One page of a batch cannot be moved: the others are stored and delivered.
+
+        Each answer stands in its own place.
+        """
         sut, keys = serving_storage(context, injector)
         # Drawn, because answers that shift behind a failed page show only where pages follow it.
         number = context.chance("which page").randrange(len(keys))
@@ -258,8 +266,10 @@ class FaultCases:
     def test_one_fault_beside_calls_that_succeed(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """One request fails while eight calls in other threads are served: one fault, after which
-        the storage serves on."""
+        """One request fails while eight calls in other threads are served.
+
+        It is one fault, after which the storage serves on.
+        """
         sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
         # Slow writes let all nine calls overlap. A breaker that counts one failure beside eight
         # successes as an outage opens here.

@@ -18,8 +18,10 @@ HANG_SECONDS: Final = 120.0
 
 
 class Pending(Generic[AnswerT_co]):
-    """Begins at once. A call that never comes back leaves its thread behind, which keeps no process
-    alive."""
+    """Begins at once.
+
+    A call that never comes back leaves its thread behind, which keeps no process alive.
+    """
 
     def __init__(self, ask: Callable[[], AnswerT_co]) -> None:
         self._ask = ask

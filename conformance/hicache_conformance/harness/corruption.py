@@ -1,5 +1,7 @@
-"""Corruption below the API: objects written through a driver's `write_objects`, and files of a
-store changed at rest."""
+"""Corruption below the API.
+
+Objects written through a driver's `write_objects`, and files of a store changed at rest.
+"""
 
 from __future__ import annotations
 
@@ -125,8 +127,10 @@ class _Forgery(ObjectWrite):
         self._envelope = envelope
 
     def seal(self, computed: int) -> None:
-        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong
-        bytes."""
+        """Leave the envelope as it is.
+
+        The checksum that a driver has computed is that of the wrong bytes.
+        """
 
 
 def corrupt_files(

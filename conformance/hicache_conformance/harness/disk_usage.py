@@ -20,8 +20,10 @@ class DiskUsage:
 
     @classmethod
     def of(cls, config: Mapping[str, object], home: Path) -> Self | None:
-        """Look now; None where no option names a directory under `home`, so that the store is
-        somewhere else."""
+        """Look now.
+
+        None where no option names a directory under `home`, so that the store is somewhere else.
+        """
         named = {
             Path(value)
             for value in config.values()

@@ -29,8 +29,9 @@ LEVEL: Final = 33
 
 @contextmanager
 def unchanged_globals() -> Generator[list[str]]:
-    """Give each bystander a state of the suite's own; the list names, at the end, those that were
-    changed.
+    """Give each bystander a state of the suite's own.
+
+    The list names, at the end, those that were changed.
 
     For the main thread only, because signal handlers are.
     """

@@ -26,8 +26,10 @@ LAZY: Final = ("torch", *ENGINES)
 
 
 def probe(driver: str, config: Mapping[str, object]) -> str:
-    """Import and construct a driver in a process of its own; what it did that it must not, or
-    nothing."""
+    """Import and construct a driver in a process of its own.
+
+    What it did that it must not, or nothing.
+    """
     # `sys.path` of this process, so that the child finds the driver wherever this process did.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run(

@@ -127,8 +127,10 @@ def _check_verdict(
 
 
 def _hit_rule(asked: Sequence[PoolQuery]) -> str:
-    """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where
-    several do."""
+    """The rule that a wrong hit is about.
+
+    The policy's own where one pool decides, EX-1 where several do.
+    """
     policies = {pool.transfer.hit_policy for pool in asked}
     if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:
         return "EX-1"

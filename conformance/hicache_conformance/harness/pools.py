@@ -16,8 +16,10 @@ GUARD = b"\xa7" * GUARD_BYTES
 
 
 class PoolMemory(Protocol):
-    """A registered pool, seen by the suite: not through the driver, and not through the SDK's
-    adapters."""
+    """A registered pool, seen by the suite.
+
+    Not through the driver, and not through the SDK's adapters.
+    """
 
     @property
     def host_pool(self) -> object:
@@ -139,8 +141,10 @@ class LentMemory:
 
 
 class EngineHostPool:
-    """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies
-    (SGLang's `layer_first`)."""
+    """A pool as an engine has it (SGLang's `layer_first`).
+
+    One strided tensor, no addresses, and flat pages that are copies.
+    """
 
     layout = "layer_first"
 

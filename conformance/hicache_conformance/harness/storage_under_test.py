@@ -42,8 +42,10 @@ class PageGroup:
 
 
 class StorageUnderTest:
-    """A storage with its registered pools. Not for several threads at once: give each a
-    `client`."""
+    """A storage with its registered pools.
+
+    Not for several threads at once: give each a `client`.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,7 @@ class StorageUnderTest:
         return self.storage.identity
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
-        """The same storage, restricted to a share of every pool's pages, for a thread of its
-        own."""
+        """The same storage, restricted to a share of each pool's pages, for one thread."""
         return StorageUnderTest(
             self.storage, self.memories, self._patterns, random, client=number, clients=of
         )
@@ -84,8 +85,10 @@ class StorageUnderTest:
         return self.set_many([PageGroup(keys, pool, generation)])[pool]
 
     def set_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
-        """Store pages of several transfers in one call. Their sources are overwritten as soon as it
-        returns (SET-7)."""
+        """Store pages of several transfers in one call.
+
+        Their sources are overwritten as soon as it returns (SET-7).
+        """
         placed = self._place(groups)
         for group, pages in zip(groups, placed, strict=True):
             self.fill(group, pages)
@@ -188,8 +191,10 @@ class StorageUnderTest:
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
 
     def clear(self) -> str:
-        """Clear the storage's namespaces; the error of a clear that did not happen or may have
-        happened, empty if it returned."""
+        """Clear the storage's namespaces.
+
+        The error of a clear that did not happen or may have happened, empty if it returned.
+        """
 
         def clear() -> str:
             try:
@@ -285,8 +290,9 @@ class StorageUnderTest:
                 raise Violation(rule, f"{page}, and exists says that it is there")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
-        """Read pages that this identity and others have stored under the same keys, each with its
-        own bytes.
+        """Read pages that this identity and others have stored under the same keys.
+
+        Each has to hold its own bytes.
 
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
@@ -365,8 +371,10 @@ class StorageUnderTest:
         return range(self._client * group, (self._client + 1) * group)
 
     def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
-        """Pages for every transfer, in no order that a driver could guess, and no two the same in a
-        pool."""
+        """Pages for every transfer, in no order that a driver could guess.
+
+        No two are the same in a pool.
+        """
         free = dict[str, list[int]]()
         placed = list[list[int]]()
         for group in groups:
@@ -412,8 +420,10 @@ def all_pages(pool: str) -> PoolTransfer:
 
 
 def trailing(pool: str, window: int) -> PoolTransfer:
-    """A side pool of which the last `window` pages are needed; its keys are placeholders, as
-    engines send them."""
+    """A side pool of which the last `window` pages are needed.
+
+    Its keys are placeholders, as engines send them.
+    """
     return PoolTransfer(
         PoolName(pool), keys=["__placeholder__"] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES
     )

@@ -13,8 +13,9 @@ ROUNDS: Final = 15
 
 
 def min_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
-    """CPU time of one call of each, all threads of the process together: the least of several
-    interleaved rounds.
+    """CPU time of one call of each, all threads of the process together.
+
+    The least of several interleaved rounds.
 
     Args:
         repeat: calls in each round.
@@ -35,8 +36,10 @@ def seconds(*questions: Callable[[], object]) -> list[list[float]]:
 
 
 def significantly_slower(slow: list[float], fast: list[float]) -> float:
-    """By which factor the one is slower, in the judgement that favours it: the least of the ratios
-    of minima and medians."""
+    """The factor by which one is slower, in the judgement that favours it.
+
+    The least of the ratios of minima and medians.
+    """
     return min(min(slow) / min(fast), median(slow) / median(fast))
 
 

@@ -261,8 +261,10 @@ class HistoryChecker:
         )
 
     def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
-        """The set that wrote a value after it was read, if there is one: for the report alone, so
-        found once for all."""
+        """The set that wrote a value after it was read, if there is one.
+
+        For the report alone, so found once for all.
+        """
         if self._later is None:
             self._later = {
                 (event.begun.pool, key, event.begun.value): event
@@ -287,14 +289,17 @@ def _acknowledge(page: _Page, event: Event) -> None:
     assert ended_at is not None
     if written.acknowledged_at is None:
         page.unsettled -= 1
-    written.acknowledged_at = page.last_acknowledgement = ended_at
+    written.acknowledged_at = ended_at
+    page.last_acknowledgement = ended_at
     page.last_acknowledged = event
     page.acknowledged.tell(event)
 
 
 def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
-    """Both ends of every call, in the order of time; of those at one time, beginnings first, so
-    that they overlap."""
+    """Both ends of every call, in the order of time.
+
+    Of those at one time, beginnings first, so that they overlap.
+    """
     clients = dict[str, list[tuple[int, bool, Event]]]()
     for event in events:
         client = clients.setdefault(event.begun.client, [])

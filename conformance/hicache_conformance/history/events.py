@@ -80,8 +80,10 @@ class Event(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def ended_at(self) -> int | None:
-        """None for a call that may take effect at any later time: its process was killed in it, or
-        it is a clear that raised."""
+        """The time of its end; None for a call that may take effect at any later time.
+
+        Its process was killed in it, or it is a clear that raised.
+        """
         return None if self.ended is None or self.ended.raised else self.ended.at
 
 

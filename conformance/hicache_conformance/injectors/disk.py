@@ -124,8 +124,10 @@ class DiskInjector(FaultInjector):
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _drop_page_cache(self) -> None:
-        """Drop the kernel's cache of the files that are open now, by opening them anew, so that
-        reads of them reach FUSE."""
+        """Drop the kernel's cache of the files that are open now, so that reads reach FUSE.
+
+        By opening them anew.
+        """
         for path in msgspec.convert(self._ask("open"), list[str]):
             with contextlib.suppress(OSError):
                 os.close(os.open(f"{self._home}/disk{path}", os.O_RDONLY))

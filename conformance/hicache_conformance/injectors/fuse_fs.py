@@ -81,8 +81,10 @@ class Control:
         return None
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
-        """Count a request, apply delays and errors; return the faults, for those that the operation
-        itself has to apply."""
+        """Count a request, apply delays and errors.
+
+        Return the faults, for those that the operation itself has to apply.
+        """
         self.requests = next(self._requests) + 1
         # Read once: `inject` may replace it in the other thread while this operation is delayed.
         active = self.active
@@ -98,8 +100,9 @@ class Control:
     def change(
         self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO"
     ) -> Generator[list[Fault]]:
-        """Around a request that changes something: as `begin`, and afterwards the error of one that
-        took effect.
+        """Wrap a request that changes something.
+
+        As `begin`, and afterwards the error of one that took effect.
 
         Args:
             operation: its sort.

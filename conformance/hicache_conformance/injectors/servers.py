@@ -109,8 +109,10 @@ class Servers:
         self._processes.clear()
 
     def suspend(self) -> None:
-        """Stop all servers where they are; they keep their ports and their connections, and answer
-        nothing."""
+        """Stop all servers where they are.
+
+        They keep their ports and their connections, and answer nothing.
+        """
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
         for process in self._processes.values():
@@ -172,8 +174,7 @@ class Servers:
 
 
 class ServerInjector(FaultInjector):
-    """The servers themselves: killed and started again, set back to an older state, or
-    suspended."""
+    """The servers themselves: killed and restarted, set back to an older state, suspended."""
 
     name: ClassVar[str] = "services"
 
@@ -224,8 +225,10 @@ class ServerInjector(FaultInjector):
 
 
 def stand_still(group: int) -> None:
-    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads;
-    some go on for a moment."""
+    """Wait until a group that was sent SIGSTOP has stopped in all its threads.
+
+    Some go on for a moment.
+    """
     while not _STILL.issuperset(_states(group)):
         time.sleep(0.001)
 

@@ -1,5 +1,6 @@
-"""Interface profiles: the rules and cases of the contract that a foreign interface promises
-(`sglang/rules.toml`).
+"""Interface profiles: the rules and cases that a foreign interface promises.
+
+They are listed in `sglang/rules.toml`.
 """
 
 from __future__ import annotations

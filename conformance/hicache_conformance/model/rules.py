@@ -69,8 +69,9 @@ def spec_version() -> str:
 
 
 def parse_levels(text: str) -> tuple[Level, ...]:
-    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean
-    every level.
+    """Levels of a comma-separated text, in the specification's order.
+
+    `all` and empty text mean every level.
 
     Raises:
         ValueError: a level is unknown.

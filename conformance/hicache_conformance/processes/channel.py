@@ -91,5 +91,6 @@ class Channel(Generic[MessageT]):
         if not chunk:
             # A last line that is not whole is what its sender was killed in.
             raise EOFError
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
         self._arrived += [self._decoder.decode(line) for line in lines]

@@ -189,8 +189,10 @@ def _kill(pid: int) -> int | None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; nothing outlives the
-    suite."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    Nothing outlives the suite.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

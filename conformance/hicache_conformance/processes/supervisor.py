@@ -80,7 +80,8 @@ class _Killer:
         self._worker = worker
         self._schedule = schedule
         self._warm_at: int | None = None
-        self._begun = self._ended = 0
+        self._begun = 0
+        self._ended = 0
         self._busy_ns = 0
 
     def count(self, message: Begun | Ended) -> None:

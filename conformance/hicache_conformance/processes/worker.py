@@ -53,7 +53,8 @@ class WorkerProcess:
         # Kept by the suite and not by the worker, so that the history outlives a kill.
         self.recorder = Recorder()
         self._fork_server = _fork_server()
-        self.pid, connection = self._fork_server.spawn(fresh=fresh)
+        pid, connection = self._fork_server.spawn(fresh=fresh)
+        self.pid = pid
         self.channel = Channel[Answer](connection, Answer)
         self.busy = False
         """A request has been sent and is not done yet."""
@@ -110,8 +111,11 @@ class WorkerProcess:
         return list(self._ask(Call.SET, keys, pool, value).done)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int | bytes | None]:
-        """Read pages; for each key its value, None where nothing was delivered, or the bytes of
-        what is no whole page of it."""
+        """Read pages.
+
+        For each key its value, None where nothing was delivered, or the bytes of what is no whole
+        page of it.
+        """
         return list(self._ask(Call.GET, keys, pool).found)
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> int:

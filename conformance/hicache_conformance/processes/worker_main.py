@@ -110,8 +110,10 @@ class _Worker:
 
 
 def _set_clock(ahead: float) -> None:
-    """Set the clock of this process ahead, before the driver is loaded; times of files stay the
-    kernel's."""
+    """Set the clock of this process ahead, before the driver is loaded.
+
+    Times of files stay the kernel's.
+    """
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() + ahead
     time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)

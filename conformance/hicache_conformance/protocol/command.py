@@ -121,8 +121,7 @@ def metadata(
 
 
 def list_protocol_rules() -> None:
-    """Print every rule of the protocol, its part and levels, what it needs, and how many cases test
-    it."""
+    """Print every rule of the protocol, its part, levels and needs, and its number of cases."""
     table = Table(
         "rule",
         "part",

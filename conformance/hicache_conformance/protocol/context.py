@@ -122,8 +122,9 @@ class ServerContext:
 
     @property
     def cleared_seconds(self) -> float | None:
-        """Longest time until a slot is assigned again that was reserved by the compatible part when
-        its scope was cleared.
+        """Longest time until a slot that was reserved when its scope was cleared is assigned again.
+
+        Reserved by the compatible part.
 
         Its writer may write as long as the reservation would have lasted. None for longer than a
         case may wait.
@@ -145,8 +146,10 @@ class ServerContext:
 
     @contextmanager
     def while_held(self) -> Generator[None]:
-        """For what is true only as long as reservations made inside last: where that took too long
-        here, nothing was found out."""
+        """Wrap checks that are true only as long as reservations made inside last.
+
+        Where that took too long here, nothing was found out.
+        """
         begin = time.monotonic()
         try:
             yield
@@ -181,8 +184,7 @@ class ServerContext:
         because: str,
         seconds: float | None = None,
     ) -> list[int]:
-        """Reserve keys, again and again while slots rest (by default, in quarantine), and return
-        their slots.
+        """Reserve keys, again and again while slots are in quarantine, and return their slots.
 
         Raises:
             Violation: of `rule`, where not all of them got a slot in time.

@@ -137,9 +137,8 @@ class HttpClient:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            connection = self._local.connection = kind(
-                self._host, self._port, timeout=self.answer_seconds
-            )
+            connection = kind(self._host, self._port, timeout=self.answer_seconds)
+            self._local.connection = connection
             self._open.append(connection)
         return connection
 
@@ -157,8 +156,9 @@ def expect(reply: Reply, rule: str, *statuses: int, because: str = "") -> Reply:
 
 
 def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
-    """See that a request was refused as the client's mistake, in JSON, naming the field where one
-    is given.
+    """Check that a request was refused as the client's mistake, in JSON.
+
+    The answer names the field where one is given.
 
     Raises:
         Violation: it was accepted, broke the server, or was refused without saying why.

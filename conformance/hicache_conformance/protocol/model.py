@@ -1,5 +1,6 @@
-"""Ownership model of a scope's slots, kept beside the server, and the invariants after each step of
-a history.
+"""Ownership model of a scope's slots, kept beside the server.
+
+And the invariants after each step of a history.
 """
 
 from __future__ import annotations
@@ -124,8 +125,9 @@ class OwnershipModel:
         self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Compare with what the server says: no slot of two keys, none that is elsewhere than it
-        was confirmed.
+        """Compare with what the server says.
+
+        No slot belongs to two keys, and none is elsewhere than it was confirmed.
 
         Raises:
             Violation: they differ.

@@ -1,5 +1,7 @@
-"""The server under test: one that runs somewhere, or one that the suite starts, kills and starts
-again."""
+"""The server under test: one that runs somewhere, or one that the suite starts.
+
+The suite kills its own and starts it again.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`junit.xml`: one suite for each level, one test for each rule and case, as CI systems show
-them."""
+"""`junit.xml`: one suite for each level, one test for each rule and case.
+
+As CI systems show them.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ def junit(header: Header, judgement: Judgement) -> str:
     for level in Level:
         if level in header.levels:
             _suite(root, level, [result for result in judgement.rules if level in result.levels])
+    # CI systems show the file as it is where they cannot read it.
     indent(root)
     return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

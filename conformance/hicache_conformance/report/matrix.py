@@ -1,5 +1,6 @@
-"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with
-commands to reproduce them.
+"""Conformance matrix: one table from the `results.json` of several drivers.
+
+With their failures, and commands to reproduce them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """

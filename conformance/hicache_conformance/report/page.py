@@ -50,7 +50,10 @@ def _template() -> Template:
     environment = Environment(
         # Reasons quote keys and bytes that a driver has answered, and undefined names must not
         # become empty cells.
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
     return environment.from_string(

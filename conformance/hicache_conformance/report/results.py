@@ -27,6 +27,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
     """A run as plain values."""
     name, _, version = header.distribution.partition(" ")
     return {
+        # First, so that a reader of another schema finds it without knowing the rest.
         "schema": SCHEMA,
         "contract": header.contract,
         "spec_version": header.spec_version,
@@ -97,8 +98,9 @@ def shrinking(header: Header, rule: str, file: str) -> str:
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:
-    """Return whether each run of a driver begins with an empty store, so that no page of an earlier
-    run is found.
+    """Return whether each run of a driver begins with an empty store.
+
+    Then no page of an earlier run is found.
     """
     texts = list(options.values())
     return (

@@ -117,6 +117,8 @@ def show(
             console.print(
                 Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True
             )
+        # Below each failure, because that is where it is read; wrapped by the terminal and not
+        # here, so that it can be copied.
         if result.outcome in (Outcome.FAIL, Outcome.ERROR):
             console.print(
                 Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True
@@ -135,8 +137,10 @@ def show(
 
 
 def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
-    """The command that repeats a failure: from the results, where they have been written, or of the
-    first failing case."""
+    """The command that repeats a failure.
+
+    From the results, where they have been written, or of the first failing case.
+    """
     assert stream.header is not None
     command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
     return command or reproduction(stream.header, result.failing()[0].case)

@@ -1,5 +1,6 @@
-"""Run of the suite in a child process, isolated from the user's pytest
-configuration and from crashes.
+"""Run of the suite in a child process.
+
+It is isolated from the user's pytest configuration and from crashes.
 """
 
 from __future__ import annotations
@@ -92,8 +93,10 @@ def _run_once(
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Run what is not done yet in a process of its own; whether it was ended because a case took
-    too long."""
+    """Run what is not done yet in a process of its own.
+
+    Whether it was ended because a case took too long.
+    """
     # Made anew and not overwritten, because `write` sets its mode when it creates it.
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
@@ -117,8 +120,10 @@ def _run_once(
 
 
 def _end_session(leader: int) -> None:
-    """Kill what is left of a child and of what it has started, servers in process groups of their
-    own included."""
+    """Kill what is left of a child and of what it has started.
+
+    Servers in process groups of their own included.
+    """
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             # Behind the name, which may hold anything: state, parent, group, session.
@@ -185,8 +190,10 @@ def _follow(
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Read the outcomes as they are written, until the child has ended or a case takes too long;
-    whether it was that."""
+    """Read the outcomes as they are written, until the child has ended or a case takes too long.
+
+    Whether it was that.
+    """
     heard, position, rest = time.monotonic(), 0, ""
     while True:
         # Before the file is read, so that what was written just before the end is read, too.

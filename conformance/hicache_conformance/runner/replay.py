@@ -171,9 +171,7 @@ class Repetition:
 
     @property
     def same_faults(self) -> bool:
-        """Return whether the faults below the driver were those of the file, as far
-        as the file goes.
-        """
+        """Return whether the faults below the driver were those of the file, as far as it goes."""
         return self.now is not None and self.now.plans[: len(self.then.plans)] == self.then.plans
 
     @property

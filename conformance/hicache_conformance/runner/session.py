@@ -57,8 +57,7 @@ class Session:
             self._writer = StreamWriter(Path(self._run.stream))
 
     def select(self, items: list[pytest.Item], cases: list[pytest.Item]) -> None:
-        """Leave the cases of the selected levels in `items`, and tell each what its report has to
-        carry.
+        """Leave the cases of the selected levels in `items`, and give each its report properties.
 
         Raises:
             pytest.UsageError: a class names no driver, or an option has a bad value.
@@ -95,8 +94,10 @@ class Session:
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
-        """Write into the item's reports which rule was broken; the exception itself does not reach
-        the report."""
+        """Write into the item's reports which rule was broken.
+
+        The exception itself does not reach the report.
+        """
         if isinstance(error, NotPromised):
             item.user_properties.append((GATE_PROPERTY, str(error)))
         record = describe_violation(error)

@@ -1,5 +1,7 @@
-"""Servers with one planted fault each are found out, by the rule that they break; the reference
-server is not blamed."""
+"""Servers with one planted fault each are found out, by the rule that they break.
+
+The reference server is not blamed.
+"""
 
 from __future__ import annotations
 

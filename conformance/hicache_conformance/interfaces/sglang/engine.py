@@ -58,8 +58,7 @@ def has_sglang() -> bool:
 
 
 def types() -> Any:
-    """The module that `PoolTransfer`, `PoolName` and the others are taken from: SGLang's, or else
-    the contract's.
+    """The module of `PoolTransfer`, `PoolName` and others: SGLang's, or else the contract's.
 
     The contract's have the same names, fields and texts.
     """
@@ -87,8 +86,9 @@ def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping
 
 
 def namespace_suffix(identity: StorageIdentity) -> str:
-    """Return the tenant, adapter and salt that an engine hashes into every key, since its driver is
-    not told of them.
+    """Digest of the tenant, adapter and salt, which an engine hashes into every key.
+
+    Its driver is not told of them.
     """
     text = repr((identity.tenant, identity.adapter, identity.salt)).encode()
     return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
@@ -114,8 +114,9 @@ def load_class(target: str) -> type:
 
 
 def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
-    """Make a driver as the engine makes it: by its factory, or, a dynamic one, by calling its
-    class.
+    """Make a driver as the engine makes it.
+
+    By its factory, or, a dynamic one, by calling its class.
 
     Raises:
         DriverUnavailableError: it, or the engine it is a part of, cannot be imported.
@@ -140,8 +141,10 @@ def overrides(setup: Setup, method: str) -> bool:
 
 @contextmanager
 def environment(name: str, value: str) -> Generator[None]:
-    """An environment variable, for as long as a driver is constructed; nothing is set without a
-    name."""
+    """An environment variable, for as long as a driver is constructed.
+
+    Nothing is set without a name.
+    """
     before = os.environ.get(name)
     if name:
         os.environ[name] = value

@@ -63,8 +63,10 @@ class Mirror:
 
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
-        """Pages that a set reads; their host pages are used for something else as soon as it has
-        returned."""
+        """Pages that a set reads.
+
+        Their host pages are used for something else as soon as it has returned.
+        """
         self._borrow(pages)
         try:
             yield

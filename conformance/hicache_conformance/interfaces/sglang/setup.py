@@ -89,8 +89,10 @@ def known() -> dict[str, Setup]:
 
 
 def _here(services: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Commands with `{bin}` filled in: programs of this environment, which need not be on the
-    path."""
+    """Commands with `{bin}` filled in.
+
+    It stands for programs of this environment, which need not be on the path.
+    """
     programs = str(Path(sys.executable).parent)
     return tuple(tuple(word.replace("{bin}", programs) for word in command) for command in services)
 
@@ -120,7 +122,9 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
 
 @cache
 def current() -> Setup | None:
-    """The setup of the driver that this process's run is about; None where it is a driver of the
-    contract's own."""
+    """The setup of the driver that this process's run is about.
+
+    None where it is a driver of the contract's own.
+    """
     run = RunFile.of_environment()
     return setup_of(run.driver, run.config) if run is not None and run.interface else None

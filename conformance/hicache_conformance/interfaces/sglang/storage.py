@@ -1,5 +1,6 @@
-"""`EngineStorage`: adapts a driver with SGLang's interface to the contract, as SGLang's cache
-controller calls it.
+"""`EngineStorage`: adapts a driver with SGLang's interface to the contract.
+
+It calls the driver as SGLang's cache controller does.
 
 KV goes in batches of 128 pages through `batch_get_v1` and `batch_set_v1`, or through copies in
 `batch_get` and `batch_set`; side pools through `batch_get_v2` and `batch_set_v2`, before KV in a
@@ -89,8 +90,9 @@ _lingering: Final = _Lingering()
 
 
 def process_is_full() -> bool:
-    """Return whether too many closed drivers linger in this process, so that the run should go on
-    in another.
+    """Return whether too many closed drivers linger in this process.
+
+    The run should go on in another.
     """
     return _lingering.too_many
 
@@ -171,8 +173,10 @@ class EngineStorage(HiCacheStorage):
         return self._mirrors[pool].source.geometry
 
     def companion(self) -> EngineStorage:
-        """Another rank of equal identity and options, closed with this one: some stores keep pages
-        no longer than their writer."""
+        """Another rank of equal identity and options, closed with this one.
+
+        Some stores keep pages no longer than their writer.
+        """
         companion = EngineStorage(self._identity, self._config)
         self._companions.append(companion)
         return companion
@@ -181,8 +185,10 @@ class EngineStorage(HiCacheStorage):
     # -------------------------------------------------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a pool of the engine's for it; one that comes after the others reaches the driver at
-        once."""
+        """Make a pool of the engine's for it.
+
+        One that comes after the others reaches the driver at once.
+        """
         self._check_open()
         mirror = Mirror(host_pool_name, host_pool, self._identity, self._layout(host_pool))
         with self._attaching:
@@ -247,8 +253,7 @@ class EngineStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Ask in batches where there is KV alone, and for the whole chain at once where there are
-        side pools."""
+        """Ask in batches for KV alone, and for the whole chain at once with side pools."""
         driver, asked = self._attached(), list(pool_transfers or ())
         named = [self._key(key) for key in keys]
         with self._looking:
@@ -374,8 +379,10 @@ class EngineStorage(HiCacheStorage):
         return path
 
     def _layout(self, host_pool: object) -> str:
-        """The layout that is asked for, or, where the driver does not serve it, another that is not
-        the usual one."""
+        """The layout that is asked for, where the driver serves it.
+
+        Elsewhere another that is not the usual one.
+        """
         asked = getattr(getattr(host_pool, "geometry", None), "layout", self._identity.layout)
         if asked == "page_first":
             asked = self._identity.layout
@@ -537,8 +544,10 @@ def _listed(answer: Any) -> list[bool]:
 
 
 def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolTransfer]]:
-    """Side pools' transfers in as few calls as may be: two of one pool would overwrite each other's
-    answer."""
+    """Side pools' transfers in as few calls as may be.
+
+    Two of one pool would overwrite each other's answer.
+    """
     calls = list[dict[int, PoolTransfer]]()
     for index, transfer in shares:
         if transfer.name == PoolName.KV:

@@ -28,8 +28,9 @@ class BrowserCases:
 
     @covers("MD-AUTH-3", needs=[Need.NATIVE])
     def test_pages_of_other_sites(self, context: ServerContext) -> None:
-        """Requests that a page of another site can make a browser send are refused in both parts,
-        and nothing is done.
+        """Requests that a page of another site can make a browser send are refused.
+
+        In both parts, and nothing is done.
         """
         # Without a token, as a browser would send it: a page of another site does not know one.
         scope, keys, http = context.v2_scope(4), context.keys(2), context.client("")

@@ -65,8 +65,10 @@ class ChainCases:
 
     @covers("MD-EV-5", needs=[Need.NATIVE])
     def test_looking_up_is_use(self, context: ServerContext) -> None:
-        """Pages that were looked up stay while others go; those looked up without touch do not
-        count as used."""
+        """Pages that were looked up stay while others go.
+
+        Those looked up without touch do not count as used.
+        """
 
         def look_up(scope: V2Scope, keys: Sequence[str]) -> None:
             scope.lookup(keys)

@@ -26,8 +26,10 @@ class ClientCases:
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_histories_with_room(self, context: ServerContext) -> None:
-        """Random steps of three clients in a scope that has room for all: after each, every key is
-        where it was confirmed."""
+        """Random steps of three clients in a scope that has room for all.
+
+        After each, every key is where it was confirmed.
+        """
         # A sixteenth, because each step of such a history is a request, and another one compares
         # all keys.
         for _ in range(max(3, context.profile.histories // 16)):
@@ -43,8 +45,10 @@ class ClientCases:
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.SHARED])
     def test_clients_at_once(self, context: ServerContext) -> None:
-        """Threads reserve, confirm, release, delete and look up the same keys: what one holds is
-        never another's."""
+        """Threads reserve, confirm, release, delete and look up the same keys.
+
+        What one holds is never another's.
+        """
         pages, scope = 16, context.scope(16)
         keys = context.keys(24)
         shared = _SharedOwnership(scope, keys, context.server_info.lease_seconds or FOR_EVER)

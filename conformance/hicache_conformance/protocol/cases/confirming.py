@@ -84,8 +84,10 @@ class ConfirmingCases:
 
     @covers("MD-CONF-2", "MD-DEL-2")
     def test_a_confirm_after_a_clear(self, context: ServerContext) -> None:
-        """A reservation that a clear has ended cannot be confirmed, also where somebody else has
-        the slot by now."""
+        """A reservation that a clear has ended cannot be confirmed.
+
+        Also where another key has the slot by now.
+        """
         with context.while_held():
             pages = context.number(4, 10)
             scope, late = context.scope(pages), context.keys(pages)
@@ -141,8 +143,10 @@ class ConfirmingCases:
 
     @covers("MD-CONF-3", levels=[Level.FAULTS])
     def test_a_slot_outside_the_file(self, context: ServerContext) -> None:
-        """Slots beyond the end or below zero are refused, for confirm and for release, and never
-        handed out."""
+        """Slots beyond the end or below zero are refused, for confirm and for release.
+
+        They are never handed out.
+        """
         scope, keys = context.scope(8), context.keys(8)
         # The first one outside, negative ones that a Python list would take from its end, and one
         # that no signed 64-bit integer holds.

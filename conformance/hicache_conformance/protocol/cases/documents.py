@@ -66,8 +66,9 @@ class DocumentCases:
 
     @covers("MD-API-1", needs=[Need.NATIVE])
     def test_msgpack_says_the_same(self, context: ServerContext) -> None:
-        """Pages written by JSON are found by msgpack and the other way round, 64-bit checksums
-        included.
+        """Pages written by JSON are found by msgpack, and the other way round.
+
+        64-bit checksums included.
         """
         scope = context.v2_scope(16)
         packed = V2Scope(
@@ -135,8 +136,7 @@ class DocumentCases:
 
     @covers("MD-API-3", needs=[Need.NATIVE])
     def test_one_unknown_scope_among_several(self, context: ServerContext) -> None:
-        """A call with an unknown scope is refused by its place, and nothing is done in the
-        others."""
+        """A call with an unknown scope is refused by its place, and does nothing in the others."""
         scope, keys = context.v2_scope(8), context.keys(3)
         request = Reserve(
             scopes=[
@@ -195,8 +195,10 @@ class DocumentCases:
 
     @covers("MD-GEO-1", needs=[Need.NATIVE])
     def test_another_geometry_is_refused(self, context: ServerContext) -> None:
-        """Other slots, slot bytes, geometry or identity are refused by name; the call's new scope
-        is not made."""
+        """Other slots, slot bytes, geometry or identity are refused by name.
+
+        The call's new scope is not made.
+        """
         import msgspec
 
         scope, keys = context.v2_scope(16), context.keys(3)

@@ -51,8 +51,7 @@ class FindingCases:
 
     @covers("MD-FIND-2")
     def test_keys_are_opaque(self, context: ServerContext) -> None:
-        """Long keys, Unicode, slashes, case, spaces, control characters: each is a key of its
-        own."""
+        """Long keys, Unicode, slashes, case, spaces, controls: each is a key of its own."""
         stem = context.keys(1)[0][:24]
         keys = [
             stem,

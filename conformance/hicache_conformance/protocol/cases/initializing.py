@@ -85,8 +85,10 @@ class InitializingCases:
 
     @covers("MD-SCOPE-1")
     def test_scopes_do_not_show_in_each_other(self, context: ServerContext) -> None:
-        """The same keys in another rank, or another namespace, are other keys; deleting and
-        clearing there leaves these alone."""
+        """The same keys in another rank, or another namespace, are other keys.
+
+        Deleting and clearing there leaves these alone.
+        """
         scope, keys = context.scope(8), context.keys(4)
         other_rank = SglangScope(context.http, scope.rank + 1, scope.namespace)
         other_space = SglangScope(context.http, scope.rank, f"{scope.namespace}-mamba")
@@ -133,8 +135,7 @@ class InitializingCases:
 
     @covers("MD-SCOPE-2")
     def test_an_unknown_scope_is_not_found(self, context: ServerContext) -> None:
-        """Every call but initialize answers 404 for a scope that nobody has made, and does not make
-        it."""
+        """Every call but initialize answers 404 for an unknown scope, and does not make it."""
         scope, keys = context.unused_scope(), context.keys(2)
         bodies: dict[str, dict[str, Any]] = {
             "exists": {"keys": keys},

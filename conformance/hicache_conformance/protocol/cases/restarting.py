@@ -27,8 +27,7 @@ class RestartingCases:
 
     @covers("MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_confirmed_keys_are_there_after_a_kill(self, context: ServerContext) -> None:
-        """Keys that were confirmed a moment before kill -9 are there after the restart, in their
-        slots."""
+        """Keys confirmed a moment before kill -9 are there after the restart, in their slots."""
         # Asked first, so that a case on a server that cannot be killed is told apart before it
         # writes anything.
         context.must_be_ours()
@@ -43,8 +42,10 @@ class RestartingCases:
 
     @covers("MD-DUR-1", "MD-DUR-2", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_deleted_keys_do_not_come_back(self, context: ServerContext) -> None:
-        """Keys deleted before kill -9, and their slots given to others, do not point there after
-        the restart."""
+        """Keys deleted before kill -9 are not back after the restart.
+
+        Their slots were given to others by then.
+        """
         context.must_be_ours()
         pages = context.number(8, 16)
         scope, old, new = context.scope(pages), context.keys(pages), context.keys(pages)
@@ -71,8 +72,10 @@ class RestartingCases:
 
     @covers("MD-DUR-2", "MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_killed_under_load(self, context: ServerContext) -> None:
-        """kill -9 at a random instant while clients write and delete: afterwards all that was
-        acknowledged holds, and all slots are there."""
+        """kill -9 at a random instant while clients write and delete.
+
+        Afterwards all that was acknowledged holds, and all slots are there.
+        """
         context.must_be_ours()
         # So many that nothing is evicted while they write.
         pages = 2048
@@ -124,8 +127,10 @@ class RestartingCases:
 
     @covers("MD-IDEM-2", levels=[Level.DURABLE], needs=[Need.NATIVE, Need.DURABLE])
     def test_a_retry_over_a_restart(self, context: ServerContext) -> None:
-        """A reserve that is sent again after kill -9 gets the leases of the first time, and they
-        can be committed."""
+        """A reserve that is sent again after kill -9 gets the leases of the first time.
+
+        They can be committed.
+        """
         context.must_be_ours()
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
         # A minute, so that the lease outlasts a slow restart.
@@ -166,8 +171,10 @@ class RestartingCases:
 
     @covers("MD-LEASE-6", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_no_lease_is_given_twice(self, context: ServerContext) -> None:
-        """After kill -9 leases have other numbers than before, whatever is left of the scope; an
-        old one names no new slot."""
+        """After kill -9 leases have other numbers than before, whatever is left of the scope.
+
+        An old one names no new slot.
+        """
         context.must_be_ours()
         scope, keys = context.v2_scope(8), context.keys(2)
         old = scope.reserve(keys, lease_seconds=60.0)
@@ -191,8 +198,10 @@ class RestartingCases:
 
     @covers("MD-QUAR-3", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_a_scope_of_earlier_leases_is_closed(self, context: ServerContext) -> None:
-        """A scope that is made after a restart gives no slot as long as leases of an earlier server
-        may last, if its client says so."""
+        """A scope made after a restart gives no slot while leases of an earlier server may last.
+
+        If its client says so.
+        """
         context.must_be_ours()
         seconds = 2.0
         limit = seconds + context.rest_seconds
@@ -233,8 +242,10 @@ class RestartingCases:
 
 
 class _Writer(threading.Thread):
-    """Stores and deletes its own keys one after the other, until the server is gone, and knows what
-    was acknowledged."""
+    """Stores and deletes its own keys one after the other, until the server is gone.
+
+    It remembers what was acknowledged.
+    """
 
     def __init__(self, scope: SglangScope, keys: list[str]) -> None:
         super().__init__(daemon=True)
