@@ -215,7 +215,8 @@ class EvictionCases:
                     f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages "
                     f"left can be used",
                 )
-            # Sixteen stores of one case would otherwise keep their threads and files until its end.
+            # Closed here, because the case opens a store for each pressure, and each would keep its
+            # threads and files until the end.
             sut.call("close", sut.storage.close)
 
     @covers("EV-4", levels=FAULTS, needs=["evicts"])

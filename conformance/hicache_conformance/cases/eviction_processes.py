@@ -46,8 +46,6 @@ class EvictionProcessCases:
             _refill(group, survivor, pages),
             DiskUsage.of(config, context.tmp),
         )
-        # The survivor keeps the store open and does not write meanwhile, so that nobody but it can
-        # collect what the killed ones leave.
         for kill in range(KILLS):
             writer = group.worker(f"writer{kill}")
             work = group.work(group.new_keys(3 * pages), {Call.SET: 1}, calls=8, max_keys=2 * BATCH)

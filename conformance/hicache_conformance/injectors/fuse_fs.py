@@ -66,7 +66,6 @@ class Control:
                 plan = FaultPlan.from_json(content)
                 if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
                     self.lost |= frozenset(self.open)
-                # A new object, so that operations that hang by an older plan stay under its `heal`.
                 self.active = ActiveFaults(plan.faults)
             case "heal":
                 self.active.heal()

@@ -101,8 +101,7 @@ class TcpProxyInjector(FaultInjector):
         # A turn is one round trip, in however many packets it comes (EX-10).
         if begins and operation == "request":
             self._seen = next(self._turns) + 1
-        # Read once: what hangs has to wait for the `heal` of its own plan, and `apply` replaces
-        # both.
+        # Read once: `apply` may replace both while this turn is delayed.
         active, healed = self._active, self._healed
         faults = active.at(operation) if begins else []
         for fault in faults:

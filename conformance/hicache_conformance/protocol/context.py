@@ -54,8 +54,8 @@ class ServerContext:
         self.native = V2Client(http)
         self.patience = patience
         """Seconds that a case may wait for the server's clock."""
-        # Drawn besides the run's name: a run that is repeated by its seed meets a server that may
-        # still hold the scopes of the first one.
+        # The run's name keeps the scopes of a run that is repeated by its seed apart from those of
+        # the first, and the number keeps the cases of a run apart.
         self._label = f"{run}-{self.number(0, 2**40):010x}"
         self._made = 0
         self._clients = list[HttpClient]()

@@ -32,7 +32,6 @@ def junit(header: Header, judgement: Judgement) -> str:
     for level in Level:
         if level in header.levels:
             _suite(root, level, [result for result in judgement.rules if level in result.levels])
-    # CI systems show the file as it is where they cannot read it.
     indent(root)
     return tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

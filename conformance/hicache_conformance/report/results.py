@@ -27,7 +27,6 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
     """A run as plain values."""
     name, _, version = header.distribution.partition(" ")
     return {
-        # First, so that a reader of another schema finds it without knowing the rest.
         "schema": SCHEMA,
         "contract": header.contract,
         "spec_version": header.spec_version,
