@@ -1,5 +1,7 @@
-"""Conformance suite of the HiCacheStorage v2 contract. Driver authors inherit
-`DriverConformance`."""
+"""Conformance suite of the HiCacheStorage v2 contract.
+
+Driver authors inherit `DriverConformance`.
+"""
 
 from __future__ import annotations
 

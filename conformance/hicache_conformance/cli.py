@@ -15,10 +15,10 @@ from rich.text import Text
 
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels, rules
-from hicache_conformance.model.settings import Settings
-from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.protocol.command import list_protocol_rules, metadata
-from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
+from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
+from hicache_conformance.runner.child_process import run as run_suite
 from hicache_conformance.runner.repro import repro
 from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
@@ -96,34 +96,37 @@ def run(
     """
     console = Console(stderr=True)
     try:
+        # All that can be checked without the driver is checked before the child process starts.
         levels = parse_levels(level)
         options = parse_pairs(config or [])
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        # Checked here, where a mistake costs a line. In the child it would be a driver that cannot
+        # be opened.
         _check_interface(interface, driver, options)
         _check_commands(start_server or [])
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
-    settings = Settings.fresh(seed, profile, levels, run_id)
+    request = RunFile(
+        driver=driver,
+        config=options,
+        settings=Settings.fresh(seed, profile, levels, run_id),
+        cases=case or [],
+        services=start_server or None,
+        interface=interface,
+    )
     console.print(
-        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {settings.seed}, profile "
-        f"{profile}",
+        f"driver [bold]{driver}[/], levels {', '.join(levels)}, seed {request.settings.seed}, "
+        f"profile {profile}",
         highlight=False,
     )
-    raise typer.Exit(
-        _run(
-            console,
-            driver,
-            options,
-            settings,
-            case or [],
-            case_seconds,
-            report,
-            start_server or None,
-            interface,
-        )
-    )
+    # Here and not at the top: it imports all cases, and `--help` should not wait for them.
+    from hicache_conformance.suite.driver_conformance import catalogue
+
+    with ProgressBar(console) as bar:
+        ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
+    raise typer.Exit(conclude(console, ran, request.settings, catalogue(), report))
 
 
 app.command()(repro)
@@ -133,6 +136,7 @@ app.command()(metadata)
 @app.callback()
 def conformance(context: typer.Context) -> None:
     """Check whether a driver keeps the HiCacheStorage v2 contract."""
+    # For all commands: each starts processes, servers or mounts that must not outlive it.
     context.with_resource(exit_on_signals())
 
 
@@ -143,8 +147,7 @@ def list_rules(
         bool, typer.Option("--metadata", help="Those of the metadata protocol instead.")
     ] = False,
 ) -> None:
-    """List every rule of the contract, its levels, the capability it needs, and how many cases test
-    it."""
+    """List every rule, its levels, the capability it needs, and how many cases test it."""
     from hicache_conformance.suite.driver_conformance import catalogue
 
     if of_metadata:
@@ -175,6 +178,7 @@ def explain(
     from hicache_conformance.suite.driver_conformance import DriverConformance, catalogue
 
     console = Console(highlight=False)
+    # Both manifests are searched, because their ids do not overlap (MD- begins the protocol's).
     is_protocol = rule.upper() in protocol_rules()
     known = (protocol_rules() if is_protocol else rules()).get(rule.upper())
     if known is None:
@@ -220,8 +224,10 @@ def write_matrix(
         Path | None, typer.Option("--output", "-o", help="Write it here, and not to the terminal.")
     ] = None,
 ) -> None:
-    """Put drivers beside each other: each rule's outcome, each failure with the command that shows
-    it again, in Markdown."""
+    """Put drivers beside each other, in Markdown.
+
+    Each rule's outcome, and each failure with the command that shows it again.
+    """
     from hicache_conformance.report.matrix import matrix, read_run
 
     try:
@@ -232,59 +238,8 @@ def write_matrix(
         Console(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
     if output is None:
+        # Not by rich, which would wrap the lines of the table.
         sys.stdout.write(text)
-
-
-def _run(
-    console: Console,
-    driver: str,
-    options: dict[str, str],
-    settings: Settings,
-    cases: list[str],
-    case_seconds: float,
-    report: Path | None,
-    services: list[str] | None,
-    interface: str,
-) -> int:
-    from hicache_conformance.runner.child_process import run as run_suite
-    from hicache_conformance.suite.driver_conformance import catalogue
-
-    with ProgressBar(console) as bar:
-        ran = run_suite(
-            driver,
-            options,
-            settings,
-            cases=cases,
-            case_seconds=case_seconds,
-            services=services,
-            interface=interface,
-            progress=bar.update,
-        )
-    stream = ran.stream
-    if stream.broken or stream.header is None:
-        console.print(
-            Text(stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}", "red")
-        )
-        return BROKEN
-    judgement = judge(stream, settings.levels, catalogue())
-    if report is not None:
-        from hicache_conformance.report import write_report
-
-        write_report(report, stream.header, judgement, catalogue())
-        (report / "pytest.log").write_text(ran.log, encoding="utf-8")
-    show(console, judgement, stream, report and report / "results.json")
-    if not stream.finished:
-        console.print(
-            Text(
-                f"the run hung for {case_seconds:.0f} s and was ended"
-                if ran.hung
-                else ran.log[-1500:],
-                "red",
-            )
-        )
-    if report is not None:
-        console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
-    return exit_status(judgement, stream)
 
 
 def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:

@@ -1,5 +1,4 @@
-"""Somebody who writes a driver: a directory, and a virtual environment that what is installed goes
-into."""
+"""An author of a driver: a directory, and a virtual environment for installs."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Author:
-    """Installs this project's own distribution, as pip does it for everybody; its dependencies are
-    those of our environment."""
+    """Installs this project's own distribution, as pip does it for everybody.
+
+    Its dependencies are those of our environment.
+    """
 
     def __init__(self, home: Path) -> None:
         self.home = home

@@ -32,8 +32,10 @@ class Ran:
 
 
 class Site:
-    """An environment in which further driver packages count as installed: their metadata lies on
-    the path."""
+    """An environment in which further driver packages count as installed.
+
+    Their metadata lies on the path.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -115,8 +117,10 @@ class Site:
         drivers: Sequence[str] = (),
         profile: str = "smoke",
     ) -> Ran:
-        """Run the suite against the samples of a kind, all or those named, with a report of each
-        below `directory`/report."""
+        """Run the suite against the samples of a kind, all or those named.
+
+        A report of each lies below `directory`/report.
+        """
         directory.mkdir(exist_ok=True)
         return self.pytest(
             "-q",

@@ -1,5 +1,6 @@
-"""The long test of the suite itself: every mutant on many seeds, every right driver on more; `make
-soak` runs it.
+"""The long test of the suite itself: every mutant on many seeds, every right driver on more.
+
+`make soak` runs it.
 
 Every verdict is a line in the record, so that an interrupted soak goes on where it stopped. A
 verdict counts for the state of the sources that it depends on: the suite, the SDK, and the driver
@@ -75,6 +76,21 @@ DRIVERS = {
 that they are there for."""
 
 PROFILE = "smoke"
+HEAD = """\
+# The suite's own long test
+
+`make soak` plants faults into drivers and looks whether the suite finds each by the rule that is
+meant for it, on every seed. It also runs drivers that are right, which the suite has to accept on
+every seed. This page is its result.
+
+Sources {sources}, profile {profile}, {cores} cores. A mutant is tried with the cases of the rules
+that it breaks, until it is found by each of them. `D` and a number name a fault of a driver in the
+field that it repeats.
+
+- **{killed} of {mutants} mutants killed**, each on {mutant_seeds} seeds.
+- **{accepted} of {right} right drivers accepted**, each on {right_seeds} seeds.
+"""
+"""Beginning of the page."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,7 @@ class Result:
 
     @property
     def is_as_meant(self) -> bool:
-        """Whether the mutant was found by the rules meant for it, or the right driver was not
-        blamed."""
+        """Return whether the mutant was found by its rules, or the right driver not blamed."""
         if self.errors:
             return False
         match self.kind:
@@ -112,7 +127,9 @@ class Record:
     """The file of verdicts."""
 
     def __init__(self, path: Path, states: Mapping[str, str]) -> None:
-        self._path, self._states, self._lock = path, states, threading.Lock()
+        self._path = path
+        self._states = states
+        self._lock = threading.Lock()
         self._results: dict[tuple[str, int, str], Result] = {}
         # A last line without an end is what an interrupted soak was about to write.
         lines = (
@@ -194,33 +211,19 @@ def document(results: list[Result], states: Mapping[str, str]) -> str:
     seeds = {
         kind: len({result.seed for result in results if result.kind == kind}) for kind in DRIVERS
     }
+    head = HEAD.format(
+        sources=_joined(states),
+        profile=PROFILE,
+        cores=os.cpu_count(),
+        killed=killed,
+        mutants=len(mutants),
+        mutant_seeds=seeds["mutants"],
+        accepted=accepted,
+        right=len(right),
+        right_seeds=min(seeds["right"], seeds["own"]),
+    )
     lines = [
-        "# The suite's own long test",
-        "",
-        (
-            "`make soak` plants faults into drivers and looks whether the suite finds each by the rule "
-            "that is meant for it, on every"
-        ),
-        (
-            "seed; and it runs drivers that are right, which the suite has to accept on every seed. "
-            "This page is its result."
-        ),
-        "",
-        (
-            f"Sources {_joined(states)}, profile {PROFILE}, {os.cpu_count()} cores. A mutant is tried "
-            f"with the cases of the rules that it breaks, until it"
-        ),
-        (
-            "is found by each of them; `D` and a number name a fault of a driver in the field that it "
-            "repeats."
-        ),
-        "",
-        f"- **{killed} of {len(mutants)} mutants killed**, each on {seeds['mutants']} seeds.",
-        (
-            f"- **{accepted} of {len(right)} right drivers accepted**, each on "
-            f"{min(seeds['right'], seeds['own'])} seeds."
-        ),
-        "",
+        head,
         "| mutant | found by | fault of the field | seeds |",
         "| --- | --- | --- | --- |",
         *(

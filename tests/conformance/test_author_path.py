@@ -1,5 +1,7 @@
-"""The way of a driver's author, with real installs: pip, `hicache drivers`, the suite, and what it
-says to planted faults."""
+"""The way of a driver's author, with real installs.
+
+pip, `hicache drivers`, the suite, and what it says to planted faults.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The disk that drivers stand on: each named fault as a plain program sees it, and nothing left
-behind."""
+"""The disk that drivers stand on: each named fault as a plain program sees it.
+
+Nothing is left behind.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Fault plans: seeded, written down, counted, shrunk; and every kind of fault is felt by who stands
-on its injector.
+"""Fault plans: seeded, written down, counted, shrunk.
+
+And every kind of fault is felt by who stands on its injector.
 
 What the injectors `disk`, `network` and `services` do to a plain program is in
 `test_disk_injector`, `test_network_injector` and `test_server_injector`.
@@ -146,8 +147,7 @@ def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
 
 @pytest.fixture
 def stage(kit):
-    """An injector, a memory storage that stands on it and has three of KEYS, and the storage's
-    pool."""
+    """An injector, and a memory storage on it that has three of KEYS, and its pool."""
     injector, (storage, pool) = DriverMethodInjector(), kit.memory_storage()
     injector.attach(storage)
     storage.open()

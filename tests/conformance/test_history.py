@@ -1,5 +1,7 @@
-"""The history checker finds what cannot be, and nothing else; it says why; and its work is linear
-in the history."""
+"""The history checker finds what cannot be, and nothing else; it says why.
+
+And its work is linear in the history.
+"""
 
 from __future__ import annotations
 
@@ -275,11 +277,14 @@ def histories(draw):
 
 
 class Definition:
-    """The anomalies of a history, by trying all events against all: what `HistoryChecker` says in
-    one sweep."""
+    """The anomalies of a history, by trying all events against all.
+
+    `HistoryChecker` says the same in one sweep.
+    """
 
     def __init__(self, events, *, keeps):
-        self.events, self.keeps = events, keeps
+        self.events = events
+        self.keeps = keeps
 
     def anomalies(self):
         found = set()
@@ -406,13 +411,18 @@ def _is_found(anomaly, events):
 
 
 class RightStore:
-    """Runs clients of calls step by step in a random order; every step is atomic, and every answer
-    right."""
+    """Runs clients of calls step by step in a random order.
+
+    Every step is atomic, and every answer right.
+    """
 
     def __init__(self, chance, *, deaths=0.002):
-        self.chance, self.deaths = chance, deaths
-        self.pages, self.now = {}, 0
-        self.recorder, self.numbers = Recorder(), 0
+        self.chance = chance
+        self.deaths = deaths
+        self.pages = {}
+        self.now = 0
+        self.recorder = Recorder()
+        self.numbers = 0
 
     def run(self, clients, calls):
         running = [self.client(f"L{client}", calls) for client in range(clients)]

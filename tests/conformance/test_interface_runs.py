@@ -1,5 +1,7 @@
-"""`hicache conformance run ... --interface sglang`, on a machine without SGLang, with drivers in
-the current directory."""
+"""`hicache conformance run ... --interface sglang`, on a machine without SGLang.
+
+The drivers lie in the current directory.
+"""
 
 from __future__ import annotations
 

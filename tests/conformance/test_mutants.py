@@ -1,5 +1,7 @@
-"""Drivers with one planted fault each are found out, by the rule that they break; right drivers are
-not blamed."""
+"""Drivers with one planted fault each are found out, by the rule that they break.
+
+Right drivers are not blamed.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ WRONG = [name for name, sample in SAMPLES.items() if sample.breaks]
 
 @pytest.fixture(scope="module")
 def reports(site, results, tmp_path_factory):
-    """`results.json` of every sample: mutants with the cases of the rules that they break, right
-    drivers with all cases."""
+    """`results.json` of every sample.
+
+    Mutants with the cases of the rules that they break, right drivers with all cases.
+    """
     directory = tmp_path_factory.mktemp("reports")
 
     def run(kind):

@@ -1,5 +1,7 @@
-"""The network that drivers stand on: each named fault as a plain program sees it, and nothing left
-behind."""
+"""The network that drivers stand on: each named fault as a plain program sees it.
+
+Nothing is left behind.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`hicache conformance repro` and `--start-server`: a failure out of its results, in another
-process, another directory, later."""
+"""`hicache conformance repro` and `--start-server`: a failure out of its results.
+
+In another process, another directory, later.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,10 @@ def hicache_register_drivers():
 
 
 def _seed():
-    """The first seed with a plan in which no write succeeds, so that some set is refused while the
-    faults last."""
+    """The first seed with a plan in which no write succeeds.
+
+    Some set is refused then while the faults last.
+    """
     for seed in range(1000):
         for number in range(3):
             plan = generate_plan(

@@ -1,5 +1,4 @@
-"""Storages in processes of their own: told what to do, listened to, killed, and never left
-behind."""
+"""Storages in processes of their own: told what to do, killed, never left behind."""
 
 from __future__ import annotations
 

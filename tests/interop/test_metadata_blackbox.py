@@ -9,11 +9,11 @@ import pytest
 
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.settings import Settings
-from hicache_conformance.model.verdict import Verdict
-from hicache_conformance.protocol.rules import Part
-from hicache_conformance.protocol.runner import RunRequest, judge_run, run
-from hicache_conformance.protocol.server import Served
+from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
+from hicache_conformance.model.verdict import Verdict, judge
+from hicache_conformance.protocol.rules import Part, rules_of
+from hicache_conformance.protocol.suite import cases_of_parts
+from hicache_conformance.runner.child_process import run
 
 # A run against a server takes minutes where the processors are busy.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
@@ -57,11 +57,12 @@ KEPT = (
 )
 
 
-def judged(levels=tuple(Level), **options):
-    with Served(command=SERVE) as place:
-        order = RunRequest(server=place, settings=Settings.fresh(1, "smoke", levels), **options)
-        stream = run(order)
-        return judge_run(order, stream), stream
+def judged(levels=tuple(Level), cases=(), **options):
+    server = ServerOptions(start_server=SERVE, **options)
+    settings = Settings.fresh(1, "smoke", levels)
+    stream = run(RunFile(settings=settings, server=server, cases=list(cases))).stream
+    parts = server.parts
+    return judge(stream, levels, cases_of_parts(parts), rules_of(parts)), stream
 
 
 @pytest.fixture(scope="module")

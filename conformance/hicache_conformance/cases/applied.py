@@ -55,13 +55,19 @@ class AppliedCases:
     def test_requests_that_took_effect_and_failed(
         self, context: CaseContext, injector: FaultInjector, error: str
     ) -> None:
-        """Each request of a set in turn: what sets acknowledge then and later is found by all, also
-        by those that open later."""
+        """What sets acknowledge under a struck request is found by all, then and later.
+
+        Each request of a set is struck in turn; storages that open later find it, too.
+        """
         writer, keys = serving_storage(context, injector, pages=2)
         shared = declares(context.capabilities, "sharing>=process")
+        # A second storage, because the writer itself may answer from what it remembers of its own
+        # set: only another one shows what the store holds.
         reader = context.storage(writer.identity, options=UNGUARDED) if shared else writer
         plan = FaultPlan(injector.name, ())
         stored = dict.fromkeys(keys, plan)
+        # One request of the set is struck in each turn. A driver that takes an error for "nothing
+        # happened" goes wrong at one of them only, such as the rename that publishes.
         for step in range(MAX_STEPS):
             plan = _plan(injector, error, step)
             set_deadline(writer, APPLIED_SECONDS)
@@ -80,6 +86,8 @@ class AppliedCases:
             stored |= written
             for sut in (writer, reader):
                 _check_there(sut, written)
+            # The set has fewer requests than `step`: nothing was struck, and no later step would
+            # be.
             if not reached:
                 break
         wait_until_serving(context, writer, plan)

@@ -45,11 +45,15 @@ class BitRotCases:
     def test_stored_bytes_rot(
         self, context: CaseContext, injector: FaultInjector, decay: FileCorruption
     ) -> None:
-        """Stored pages rot: none is delivered wrong, none raises, none found damaged goes on
-        existing, and a set repairs them all."""
+        """Stored pages rot: none is delivered wrong, none raises, and a set repairs them all.
+
+        None that was found damaged goes on existing.
+        """
         sut, keys = serving_storage(context, injector, pages=PAGES)
         _check_verified(sut)
         sut = _damaged(context, injector, sut, keys, decay)
+        # Two reads: the first may find the damage, and the second shows whether it was remembered.
+        # Exists comes before both, since it need not read the bytes (EX-9) but may not raise.
         before = sut.stats().pages_damaged
         sut.exists(keys)
         check_hits(sut, keys, sut.get(keys), f"{injector.name}: {decay}")
@@ -59,6 +63,8 @@ class BitRotCases:
         sees = injector.name in ("disk", "objects")
         if (
             sees
+            # Only a flipped byte is told from a page that is gone; a cut file may read as an
+            # ordinary miss.
             and decay is FileCorruption.FLIPPED
             and None in found
             and sut.stats().pages_damaged == before
@@ -116,6 +122,8 @@ def _damaged(
         set_deadline(sut, None)
         return sut
     reopens = declares(context.capabilities, "durability>=reopen")
+    # Closed before the files change, because a driver may keep them mapped or in memory and would
+    # go on answering from there.
     if reopens:
         sut.call("close", sut.storage.close)
     if not corrupt_files(
@@ -139,9 +147,7 @@ def _contents(context: CaseContext, sut: StorageUnderTest, keys: list[str]) -> l
 
 
 def _on_its_way(injector: FaultInjector, decay: FileCorruption, random: Random) -> Fault:
-    """Corrupt pages that are being written in the way that a file corruption
-    corrupts stored ones.
-    """
+    """Corrupt pages on their way as a file corruption corrupts stored ones."""
     flips, objects = decay is FileCorruption.FLIPPED, injector.name == "objects"
     kind = FaultKind.BIT_FLIP if flips else FaultKind.TORN_WRITE if objects else FaultKind.CUT
     return Fault(

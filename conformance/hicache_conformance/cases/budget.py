@@ -41,8 +41,10 @@ class BudgetCases:
 
     @covers("EX-10", levels=BUDGET)
     def test_one_question_for_all_pools(self, context: CaseContext) -> None:
-        """128 keys over three pools are answered right; an `ObjectStorage` driver is asked once for
-        all of them."""
+        """128 keys over three pools are answered right.
+
+        An `ObjectStorage` driver is asked once for all of them.
+        """
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
         with counted(sut.storage) as calls:
@@ -66,6 +68,8 @@ class BudgetCases:
             )
         sut, keys = _three_pools(context), context.keys(BATCH)
         _store_chain(sut, keys[:40])
+        # The least of several attempts counts: the first may open a connection or refresh a view of
+        # the store, which are round trips of their own.
         turns = list[int]()
         for _ in range(ATTEMPTS):
             before = injector.requests()
@@ -78,12 +82,16 @@ class BudgetCases:
 
     @covers("EX-10", levels=BUDGET)
     def test_many_keys(self, context: CaseContext) -> None:
-        """250,000 keys in one call are answered right, in a time that grows with their number and
-        not with its square."""
+        """250,000 keys in one call are answered right.
+
+        The time grows with their number and not with its square.
+        """
         sut, keys = _three_pools(context), context.keys(MANY_KEYS)
         _store_chain(sut, keys[:40])
         _store_chain(sut, keys[-1:])
         count, before = 1000, 0.0
+        # In doublings, so that a driver of quadratic cost is found out after seconds. The whole
+        # call alone would take it hours.
         while count <= MANY_KEYS // 4:
             taken = _time_to_ask(sut, keys[:count])
             if taken > NOTICEABLE_SECONDS and _forecast(count, before, taken) > PATIENCE_SECONDS:
@@ -93,14 +101,15 @@ class BudgetCases:
 
     @covers("BU-1", levels=BUDGET)
     def test_one_batch_for_a_call(self, context: CaseContext) -> None:
-        """A set and a get of 128 pages in each of three pools ask the driver once for
-        everything."""
+        """128 pages in each of three pools: a set asks the driver once, and so does a get."""
         sut = _three_pools(context, pages=BATCH)
         if not has_steps(sut.storage):
             raise Inconclusive(
                 "the driver is no ObjectStorage, so that there are no calls of its own to count"
             )
         shares = [PageGroup(context.keys(BATCH), pool) for pool in sut.memories]
+        # Fresh keys first and the same ones afterwards, so that the set has to write and the get
+        # has to read all of them.
         with counted(sut.storage) as calls:
             sut.store_many(shares)
         _check_calls(calls, "set", "objects_exist", "write_objects")
@@ -146,13 +155,15 @@ def _time_to_ask(sut: StorageUnderTest, keys: Sequence[str]) -> float:
 
 
 def _forecast(count: int, half: float, whole: float) -> float:
-    """Seconds for all keys, if the time goes on growing as it did from half of `count` keys to
-    `count`."""
+    """Seconds for all keys, if the time grows on as it did from half of `count` to `count`."""
+    # Less than linear growth is fixed cost that fades, and says nothing about larger calls.
     exponent = max(1.0, math.log2(whole / half)) if half else 1.0
     return float(whole * (MANY_KEYS / count) ** exponent)
 
 
 def _confirm_growth(sut: StorageUnderTest, keys: Sequence[str], count: int) -> None:
+    # Measured again before a driver is blamed: a single slow call may be the machine's doing, and
+    # the least of several is the driver's own time.
     half, whole = (
         min(_time_to_ask(sut, keys[:part]) for _ in range(ATTEMPTS)) for part in (count // 2, count)
     )

@@ -33,6 +33,8 @@ class ClearingCases:
         sut.call("clear", sut.storage.clear)
         for pool in sut.memories:
             sut.expect_missing(keys, pool, rule="LC-4", why="was cleared")
+            # Other bytes under the same keys: a clear that hides pages and keeps them would deliver
+            # the old ones here.
             sut.store(keys, pool, generation=1)
             sut.expect(keys, pool, generation=1)
 
@@ -42,6 +44,8 @@ class ClearingCases:
         own, keys = context.storage(context.identity(tp_size=2), pools=_pools()), context.keys(4)
         changes: list[dict[str, object]] = [
             {"model": "conformance/model2"},
+            # A prefix of the cleared model's name. A driver that clears by the beginning of a name
+            # takes this one along, or is cleared by it.
             {"model": "conformance"},
             {"tenant": "other"},
             {"tp_rank": 1},
@@ -85,6 +89,8 @@ class ClearingCases:
                     f"clear removed {path.name}, which no driver has written, from "
                     f"{path.parent.name}/",
                 )
+            # The sandbox is shared by all cases of the class, and the file would be in the way of
+            # others.
             path.unlink()
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])

@@ -32,10 +32,14 @@ class ConcurrencyCases:
 
     @covers("CC-1")
     def test_many_threads(self, context: CaseContext) -> None:
-        """Eight threads set, read and look up the same few keys, and ask for counters; their
-        history can be."""
+        """Eight threads set, read and look up the same few keys, and ask for counters.
+
+        Their history can be.
+        """
         sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
         history = _SharedHistory(context, sut.identity)
+        # Counters are asked for at the same time, because an engine exports them from a thread of
+        # its own; a driver that copies its tables without a lock raises here.
         together("CC-1", [*history.threads(sut, keys, MIX), _counting(context, sut)])
         # Nobody deleted anything, so what the threads have left can be read, and is somebody's.
         last = history.client(
@@ -53,11 +57,15 @@ class ConcurrencyCases:
         clearing = history.client("clears", sut)
 
         def clear() -> None:
+            # Fewer clears than other calls: with as many the store would be empty most of the time,
+            # and gets would meet nothing that could be wrong.
             for _ in range(context.profile.thread_calls // 4):
                 clearing.call(Call.CLEAR, [], PoolName.KV)
 
         together("CC-1", [*history.threads(sut, keys, MIX), clear])
         history.judge()
+        # A clear that raced with sets may leave an index that points nowhere; fresh pages show
+        # whether the store still serves.
         fresh = context.keys(4)
         sut.store(fresh)
         sut.expect(fresh)
@@ -77,6 +85,8 @@ class ConcurrencyCases:
 
         def use(number: int, sut: StorageUnderTest, client: Client) -> None:
             sut.call("open", sut.storage.open)
+            # Each thread sets and reads at once, so that the opening of one storage overlaps with
+            # the work and the closing of others.
             for _ in range(5):
                 client.call(Call.SET, keys, PoolName.KV, histories[number].values(1))
                 client.call(Call.GET, keys, PoolName.KV)
@@ -126,6 +136,8 @@ class _SharedHistory:
             keys=tuple(keys),
             max_keys=LONGEST,
             mix=dict(mix),
+            # A value for each set of each thread. Two sets of one value could not be told apart,
+            # and a lost update would pass.
             first_value=self.values(THREADS * calls),
         )
         shares = [
@@ -152,6 +164,8 @@ class _SharedHistory:
 
 
 def _wide_pool() -> dict[str, GuardedPool]:
+    # Each thread gets host pages of its own, so that a page which changes under a thread was
+    # written by the driver and not by a neighbour.
     return {PoolName.KV: GuardedPool(pages=16 * THREADS)}
 
 

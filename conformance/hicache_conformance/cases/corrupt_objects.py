@@ -48,6 +48,8 @@ class CorruptObjectCases:
     def test_damage_in_the_middle_of_a_batch(self, context: CaseContext) -> None:
         """The pages around a damaged one are delivered, and a set over all of them stores all."""
         sut, keys = context.storage(), context.keys(7)
+        # Planted in the middle: answers that shift by one behind a damaged page are then seen on
+        # both sides of it.
         sut.store(keys[:3] + keys[4:])
         _plant(context, sut, keys[3], ObjectCorruption.FLIPPED_BIT)
         found = sut.get(keys)
@@ -79,6 +81,7 @@ class CorruptObjectCases:
         _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT)
         before = sut.stats().pages_damaged
         with records_above_debug() as records:
+            # Counted between the two reads, because the second one must neither count nor log.
             sut.get([key])
             counted = sut.stats().pages_damaged - before
             sut.get([key])
@@ -100,9 +103,7 @@ class CorruptObjectCases:
     def test_a_page_found_damaged_stops_existing(
         self, context: CaseContext, damage: ObjectCorruption
     ) -> None:
-        """A page that a read has found damaged is a miss for exists too, and for
-        every later read.
-        """
+        """A page that a read has found damaged is a miss for exists and every later read."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         sut.get([key])
@@ -111,6 +112,8 @@ class CorruptObjectCases:
                 "EX-9",
                 f"a read found page 0 key {short(key)} damaged ({damage}), and it goes on existing",
             )
+        # Asked again: a driver that only drops the page from its index may find it anew in the
+        # store.
         if sut.get([key])[0] is not None:
             raise Violation(
                 "GET-7",

@@ -64,16 +64,22 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-4", levels=FAULTS)
     def test_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, exists, get and set end within the deadline and a second;
-        afterwards the same storage serves."""
+        """While the store hangs, exists, get and set end within the deadline and a second.
+
+        Afterwards the same storage serves.
+        """
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut)
+        # An interface without deadlines has a patience of its own, that of the engine which calls
+        # it.
         new, within = context.keys(4), context.interface_profile.patience_seconds or IN_TIME
         set_deadline(sut)
         injector.inject(plan)
         for name, ask in (
             ("batch_exists_v2", partial(sut.exists, keys)),
             ("batch_set_v2", partial(sut.set, new)),
+            # Asked again behind a set that hung: a driver with one connection or one worker has
+            # used it up by now, and would wait for it without end.
             ("batch_exists_v2 again", partial(sut.exists, keys)),
         ):
             _check_time(Pending(ask), name, plan, within)
@@ -82,6 +88,7 @@ class DeadlineCases:
         if not may_wait(sut):
             check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan, within), plan)
         injector.heal()
+        # A get that was allowed to wait has to come back now, with right bytes or none.
         check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
@@ -89,13 +96,17 @@ class DeadlineCases:
 
     @covers("FT-3", "LC-1", levels=FAULTS)
     def test_opening_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """open() and health() of a store that hangs end within the deadline and a second: with a
-        HiCacheError, and with ok=False."""
+        """open() and health() of a store that hangs end within the deadline and a second.
+
+        The one with a HiCacheError, the other with ok=False.
+        """
         plan = hang_plan(injector, serving_storage(context, injector, pages=1)[0])
         options = StorageOptions(deadline_seconds=DEADLINE_SECONDS, breaker_threshold=0)
         sut = context.unopened(options=options)
         injector.inject(plan)
         opening = Pending(sut.storage.open)
+        # open() may raise, or return and connect with the first call; the rule asks only that it
+        # ends.
         with contextlib.suppress(HiCacheError):
             _check_time(opening, "open", plan)
         health = _check_time(
@@ -107,6 +118,8 @@ class DeadlineCases:
         # Now with a deadline that a busy machine keeps.
         allowed = context.profile.recovery_seconds
         until = time.monotonic() + allowed
+        # A storage whose open() failed has to serve when the store is back: an engine does not
+        # construct it a second time.
         while sut.set(context.keys(1)) != [True]:
             if time.monotonic() > until:
                 raise Violation(
@@ -119,8 +132,11 @@ class DeadlineCases:
     def test_unusual_deadlines_of_a_hung_store(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """While the store hangs: a call whose deadline has passed ends at once, an endless one at
-        the storage's own, NaN is misuse."""
+        """Deadlines that have passed, are endless or NaN, while the store hangs.
+
+        A call whose deadline has passed ends at once, an endless one at the storage's own, NaN is
+        misuse.
+        """
         options = StorageOptions(deadline_seconds=CLOSING_SECONDS, breaker_threshold=0)
         sut, keys = serving_storage(context, injector, pages=2, options=options)
         plan = hang_plan(injector, sut)
@@ -129,6 +145,8 @@ class DeadlineCases:
             for number, seconds in enumerate(UNUSUAL)
         ]
         injector.inject(plan)
+        # All calls begin before any is waited for, so that one with an endless deadline cannot hold
+        # up the threads that serve the others.
         for call in calls:
             call.begin(keys, context.keys(2), gets=not may_wait(sut))
         try:
@@ -136,6 +154,8 @@ class DeadlineCases:
                 call.check_ended(CLOSING_SECONDS if call.seconds > 0 else 0.0, plan)
         finally:
             injector.heal()
+        # Time for reads that hung to go on: what writes into a page after its call has ended does
+        # so now.
         time.sleep(LATE_SECONDS / 2)
         for call in calls:
             call.check_untouched(plan)
@@ -145,13 +165,17 @@ class DeadlineCases:
 
     @covers("FT-3", "FT-1", "FT-2", levels=FAULTS)
     def test_unusual_deadlines_of_a_working_store(self, context: CaseContext) -> None:
-        """Without the SDK's deadline layer: the driver itself ends at once and raises nothing, for
-        any deadline but NaN."""
+        """Without the SDK's deadline layer, the driver itself ends at once and raises nothing.
+
+        For any deadline but NaN.
+        """
         sut, keys = (
             context.storage(options=StorageOptions(deadline_seconds=None, breaker_threshold=0)),
             context.keys(2),
         )
         sut.store(keys)
+        # No fault and no deadline layer: what a deadline that has passed does is up to the driver
+        # alone here.
         plan = FaultPlan("none", ())
         for number, seconds in enumerate(UNUSUAL):
             call = _Unusual(
@@ -169,6 +193,7 @@ class DeadlineCases:
         """Delays of a few milliseconds in every operation cost time, and neither hits nor pages."""
         sut, keys = serving_storage(context, injector, pages=4)
         plan = FaultPlan(injector.name, (Fault(kind=FaultKind.DELAY, seconds=0.003),))
+        # A server that is stopped cannot be slow: for it the case is one of a working store.
         injector.inject(plan if injector.name != "services" else FaultPlan(injector.name, ()))
         sut.expect(keys, rule="FT-3")
         new = context.keys(4)
@@ -177,8 +202,9 @@ class DeadlineCases:
 
     @covers("GET-9", levels=FAULTS)
     def test_nothing_arrives_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """After a get has returned, its destination belongs to the caller: no byte of it changes
-        when the hung read goes on.
+        """After a get has returned, no byte of its destination changes.
+
+        It belongs to the caller then, also when the hung read goes on.
         """
         sut, keys = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "read", "reply")
@@ -187,12 +213,16 @@ class DeadlineCases:
         transfers = sut.transfers([PageGroup(keys)], [pages])
         injector.inject(plan)
         reading = Pending(partial(sut.storage.batch_get_v2, transfers, INFO))
+        # Given up by the caller, so that the destination is the caller's again. A driver that
+        # declares waiting reads is healed first, since its get still owns the pages.
         if not reading.comes_back(IN_TIME):
             if not may_wait(sut):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
             injector.heal()
             _come_back(context, reading, "batch_get_v2", plan)
         blank = canary(1, memory.page_bytes)
+        # All pages of the pool and not only those that were asked for: a late read may hit any of
+        # them.
         for page in range(memory.pages):
             memory.write(page, blank)
         injector.heal()
@@ -214,8 +244,7 @@ class DeadlineCases:
 
     @covers("SET-8", levels=FAULTS)
     def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A set that gave up leaves no page behind that holds what the host pages were reused
-        for."""
+        """A set that gave up leaves no page of what the host pages were reused for."""
         sut, _ = serving_storage(context, injector)
         plan = hang_plan(injector, sut, "write", "create", "name", "sync", "request")
         keys, memory = context.keys(6), sut.memories[PoolName.KV]
@@ -226,11 +255,15 @@ class DeadlineCases:
         answer = _check_time(
             Pending(partial(sut.storage.batch_set_v2, transfers, INFO)), "batch_set_v2", plan
         )
+        # The caller reuses the host pages at once, as an engine does. A driver that reads them when
+        # the write goes on publishes these bytes.
         for page in pages:
             memory.write(page, spent(memory.page_bytes))
         injector.heal()
         wait_until_serving(context, sut, plan)
         refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
+        # Looked at more than once, because the write that hung may reach the store some time after
+        # it serves again.
         until = time.monotonic() + LATE_SECONDS
         while True:
             for index, (key, content) in enumerate(
@@ -255,8 +288,12 @@ class DeadlineCases:
 
     @covers("LC-2", "FT-3", levels=FAULTS)
     def test_closing_a_hung_store(self, context: CaseContext, injector: FaultInjector) -> None:
-        """close() while calls hang ends in time, twice; calls after it say so; when the store comes
-        back, nothing is left."""
+        """close() while calls hang ends in time, twice; calls after it say so.
+
+        When the store comes back, nothing is left.
+        """
+        # A first life that is not counted: it fills pools of connections and threads that a library
+        # keeps for good.
         _life_under_hang(context, injector)
         left = ""
         for life in range(LIVES):
@@ -310,8 +347,7 @@ class _Unusual:
         return HiCacheStorageExtraInfo(deadline_seconds=self.seconds)
 
     def check_ended(self, within: float, plan: FaultPlan) -> None:
-        """Make sure that they end within so many seconds and the slack, without an error that is
-        none of the caller's.
+        """Make sure that they end in time and the slack, without an error that is not the caller's.
 
         Raises:
             Violation: FT-3, FT-1 or FT-2.
@@ -388,6 +424,8 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     plan = hang_plan(injector, sut)
     new = context.keys(4)
     pools = [sut.client(number, 3, context.chance(f"lane {number}")) for number in range(3)]
+    # Far beyond the closing deadline, so that it is close() that ends the calls and not their own
+    # deadline.
     for client in pools:
         set_deadline(client, 60.0)
     injector.inject(plan)
@@ -404,6 +442,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
     while injector.injected_count() < len(calls) and time.monotonic() < until:
         time.sleep(0.005)
     allowed = CLOSING_SECONDS + SLACK_SECONDS
+    # LC-2 asks for an idempotent close(), here also while calls of before the first one hang.
     for name in ("close", "close again"):
         closing = Pending(partial(sut.call, name, sut.storage.close))
         if not closing.ended(allowed):

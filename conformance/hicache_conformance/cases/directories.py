@@ -38,8 +38,10 @@ class DirectoryCases:
 
     @covers("FT-4", "SET-1", levels=FAULTS, needs=[DIRECTORY])
     def test_a_store_that_is_deleted_and_made_again(self, context: CaseContext) -> None:
-        """The directory is emptied under an open storage, again and again: what sets acknowledge
-        after a while is there again."""
+        """The directory is emptied under an open storage, again and again.
+
+        What sets acknowledge after a while is there again.
+        """
         config, home = context.apart()
         sut, keys = _joined(context, config), context.keys(3)
         sut.store(keys)
@@ -52,8 +54,10 @@ class DirectoryCases:
 
     @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
-        """Empty files whose names are the store's own with other numbers: all pages stay, for who
-        was there and who comes later."""
+        """Empty files whose names are the store's own with other numbers: all pages stay.
+
+        For storages that were open before and for those that open later.
+        """
         option = registry().get(context.driver).capacity_option
         config, home = context.apart()
         if option:
@@ -63,7 +67,10 @@ class DirectoryCases:
         for start in range(0, len(keys), BATCH):
             early.store(keys[start : start + BATCH])
         for path in _look_alikes(home):
+            # Empty, and with names of the store's own kind. A driver that trusts names takes them
+            # for later changes, bundles of others, or pages.
             path.touch()
+        # The one that opens later comes first, because it has nothing but the directory to go by.
         for reader in (*_shared(context, config, early.identity), early):
             reader.expect(keys)
             reader.expect_existing(keys, rule="SET-1")
@@ -121,6 +128,8 @@ def _look_alikes(home: Path) -> Iterator[Path]:
     for path in [path for path in sorted(home.rglob("*")) if path.is_file()][:MAX_NAMES]:
         for number in _NUMBER.finditer(path.name):
             width = number.end() - number.start()
+            # The largest number of the same width, of 64 bits, the smallest, and one that no 64-bit
+            # counter holds.
             for other in ("f" * width, "f" * 16, "0" * width, "9" * 20):
                 yield path.with_name(
                     path.name[: number.start()] + other + path.name[number.end() :]

@@ -1,5 +1,6 @@
-"""Crash durability: after a SIGKILL at a random instant, acknowledged pages are
-there and the store works.
+"""Crash durability: SIGKILL at random instants.
+
+Acknowledged pages are there afterwards, and the store works.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_the_engine_is_killed_while_it_sets(self, context: CaseContext) -> None:
-        """Each restart finds every acknowledged page and no half one, sets what is missing, and is
-        killed in turn."""
+        """Each restart finds every acknowledged page and no half one.
+
+        It sets what is missing, and is killed in turn.
+        """
         _kill_and_restart(context, {Call.SET: 8, Call.GET: 2, Call.EXISTS: 1})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "deletes"))
     def test_the_engine_is_killed_while_it_deletes(self, context: CaseContext) -> None:
-        """The same while pages are set and deleted again: what was deleted does not come back, nor
-        do others' bytes."""
+        """The same while pages are set and deleted again.
+
+        What was deleted does not come back, nor do others' bytes.
+        """
         _kill_and_restart(context, {Call.SET: 6, Call.GET: 2, Call.DELETE: 3})
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "clears"))
@@ -67,31 +72,39 @@ class DurabilityCases:
 
     @covers("FT-5", levels=DURABLE, needs=(*SURVIVING, "evicts", CAPACITY))
     def test_the_engine_is_killed_while_it_evicts(self, context: CaseContext) -> None:
-        """The same in a store that is full: any page may be gone, none is wrong, and new ones find
-        room."""
+        """The same in a full store: any page may be gone, none is wrong, new ones find room."""
         group, random = (
             ProcessGroup(context, PAGES, config=context.capped(CAPACITY_BYTES)),
             context.chance("strikes"),
         )
         engine = group.worker("engine0")
         for kill in range(context.profile.kills):
+            # Fresh keys after every kill: the store of 2 MiB fills up over them, and from then on
+            # sets have to evict.
             keys = group.new_keys(200)
             work = group.work(
                 keys, {Call.SET: 6, Call.GET: 3, Call.EXISTS: 1}, calls=60, clients=2, max_keys=16
             )
+            # Killed after a drawn number of events and a drawn part of the next one: over several
+            # kills every step of a write is hit.
             group.run(
                 {engine: work}, {engine: KillSchedule(random.randint(20, 60), random.random())}
             )
             engine = group.worker(f"engine{kill + 1}")
             engine.get(keys[:48])
+            # New pages find room only if what the killed process had reserved or half written is
+            # not counted for ever.
             fresh = group.new_keys(4)
             group.expect(engine, fresh, group.store(engine, fresh, "FT-5"), "FT-5")
+        # Misses are legal in a full store; wrong bytes are not.
         group.judge("FT-5", keeps=False, rules=FT_5)
 
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
-        """Processes killed in the middle of long writes, one after another; where a store is a
-        directory, it does not grow by what they left."""
+        """Processes killed in the middle of long writes, one after another.
+
+        Where a store is a directory, it does not grow by what they left.
+        """
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         engine, sizes, payload = group.worker("engine0"), list[int](), 0
         for kill in range(LITTER_KILLS):
@@ -102,6 +115,8 @@ class DurabilityCases:
             group.run({engine: work}, {engine: KillSchedule(random.randint(2, 6), random.random())})
             engine = group.worker(f"engine{kill + 1}")
             group.store(engine, keys[:2], "FT-5")
+            # Cleared where that is possible, so that what is left on the disk is litter and not
+            # pages.
             if context.capabilities.clears:
                 engine.clear()
             elif kill:
@@ -110,6 +125,8 @@ class DurabilityCases:
             sizes += [footprint.bytes] if footprint else []
         group.judge("FT-5", rules=FT_5)
         grown = sizes[-1] - sizes[0] if sizes else 0
+        # Three pages of slack, because the store's own files grow too. A call writes two pages at
+        # most, so that eight kills leave up to sixteen in a store that collects none.
         if grown > payload + 3 * PAGE_BYTES:
             raise Violation(
                 "FT-5",
@@ -128,6 +145,7 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
     for kill in range(context.profile.kills):
         keys = group.new_keys(16)
         work = group.work(keys, mix, calls=30, clients=2, max_keys=5)
+        # Drawn anew for each restart, so that the kill falls early and late in the workload.
         group.run({engine: work}, {engine: KillSchedule(random.randint(2, 24), random.random())})
         engine = group.worker(f"engine{kill + 1}")
         for reader in (engine, *witnesses):
@@ -136,10 +154,13 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
         group.store(engine, keys, "FT-5")
         for reader in (engine, *witnesses):
             _expect_delivered(reader, keys)
+            # Pages of earlier lives too: a restart may repair what it finds by dropping what it
+            # does not know.
             reader.get(random.sample(older, min(len(older), 16)))
         older += keys
     for worker in (engine, *witnesses):
         worker.close()
+    # Opened when nobody else has the store open, so that it has only what is on the disk.
     last = group.worker("last")
     for start in range(0, len(older), 32):
         last.get(older[start : start + 32])

@@ -46,8 +46,10 @@ class EvictionCases:
 
     @covers("EV-1", "OB-1", levels=FAULTS, needs=["evicts"])
     def test_capacity_is_kept(self, context: CaseContext) -> None:
-        """However much is written, what can be read and what lies on the disk stays within the
-        capacity and one batch."""
+        """What can be read and what lies on the disk stays within the capacity and one batch.
+
+        However much is written.
+        """
         pages = 40
         config = context.capped(capacity_of(pages))
         sut, stored, occupied = open_capped(context, config), list[str](), 0
@@ -91,6 +93,8 @@ class EvictionCases:
             for keys in mine:
                 sut.set(keys)
 
+        # At the same time: each writer finds room for its own batch, so that a driver which checks
+        # before it writes, and not after, exceeds the capacity by all of them.
         together("EV-1", [partial(write, *pair) for pair in zip(writers, batches, strict=True)])
         there = readable(
             writers[0], [key for mine in batches for keys in mine for key in keys], rule="EV-1"
@@ -99,8 +103,10 @@ class EvictionCases:
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=process"])
     def test_models_with_similar_names(self, context: CaseContext) -> None:
-        """Making room for a model takes no page of one with a similar name while older pages of an
-        unlike one stay."""
+        """Making room for a model takes no page of one with a similar name.
+
+        Not while older pages of an unlike one stay.
+        """
         pages, config, base = 48, context.capped(capacity_of(48)), context.identity(model="b")
         # The oldest: a right driver that evicts other models' pages at all begins with these.
         unlike = open_capped(context, config, context.identity(model="quite/another"))
@@ -130,11 +136,15 @@ class EvictionCases:
 
     @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
     def test_pages_pushed_out_between_lookup_and_read(self, context: CaseContext) -> None:
-        """A reader that was told of pages gets their bytes or a miss, whatever was written
-        between."""
+        """A reader that was told of pages gets their bytes or a miss.
+
+        Whatever was written in between.
+        """
         config, identity = context.capped(capacity_of(24)), context.identity()
         reader = open_capped(context, config, identity)
         writer = open_capped(context, config, identity) if shares_in_process(context) else reader
+        # The storage that is asked writes every other chain itself, since a driver may answer from
+        # what it remembers of its own sets.
         for turn in range(8 * context.profile.store_fills):
             chain = context.keys(BATCH)
             (writer if turn % 2 else reader).set(chain)
@@ -173,6 +183,8 @@ class EvictionCases:
                     told = chain[: sut.exists(chain).kv_hit_pages]
                     readable(sut, told, rule="EV-2")
             finally:
+                # One element for each reader: the writers stop when the list is empty, also when a
+                # reader raised.
                 reading.pop()
 
         writers = [partial(write, sut, number) for number, sut in enumerate(suts[:2])]
@@ -203,13 +215,14 @@ class EvictionCases:
                     f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages "
                     f"left can be used",
                 )
+            # Closed here, because the case opens a store for each pressure, and each would keep its
+            # threads and files until the end.
             sut.call("close", sut.storage.close)
 
     @covers("EV-4", levels=FAULTS, needs=["evicts"])
     @pytest.mark.parametrize("use", ["get", "exists"])
     def test_what_is_used_stays(self, context: CaseContext, use: str) -> None:
-        """Pages that are read or found again and again stay, while newer ones that nobody uses
-        go."""
+        """Pages that are read or found again and again stay, while newer unused ones go."""
         pages = 24
         sut, warm = open_small_store(context, pages), context.keys(context.random.randint(2, BATCH))
         sut.store(warm)

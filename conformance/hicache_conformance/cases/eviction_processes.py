@@ -34,8 +34,9 @@ class EvictionProcessCases:
 
     @covers("EV-1", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     def test_leftovers_of_killed_writers(self, context: CaseContext) -> None:
-        """Files that killed writers have left are counted and removed: a full store takes no more
-        room than before, and holds as much.
+        """Files that killed writers have left are counted and removed.
+
+        A full store takes no more room than before, and holds as much.
         """
         pages, random = 24, context.chance("strikes")
         config = context.capped(capacity_of(pages))
@@ -70,8 +71,10 @@ class EvictionProcessCases:
 
     @covers("EV-2", "CC-2", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     def test_processes_push_each_other_s_pages_out(self, context: CaseContext) -> None:
-        """Several processes look up, read and write in a store that is always full: nobody reads
-        what took a page's place."""
+        """Several processes look up, read and write in a store that is always full.
+
+        None of them reads what took a page's place.
+        """
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(16)))
         keys, mix = group.new_keys(48), {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
         group.run(
@@ -92,11 +95,15 @@ class EvictionProcessCases:
     @covers("EV-4", levels=FAULTS, needs=["evicts", "sharing>=processes"])
     @pytest.mark.parametrize("clock", [YEAR_SECONDS, -YEAR_SECONDS], ids=["ahead", "behind"])
     def test_clocks_a_year_apart(self, context: CaseContext, clock: float) -> None:
-        """A process whose clock is a year off and one whose clock is right fill a store in turn:
-        the oldest pages go, whoever set them."""
+        """Two processes whose clocks are a year apart fill a store in turn: the oldest pages go.
+
+        Whichever of them set them.
+        """
         pages = 24
         group = ProcessGroup(context, POOLS, config=context.capped(capacity_of(pages)))
         here, there = group.worker("here"), group.worker("there", clock=clock)
+        # The process with the later clock writes first: by wall-clock time its pages are the newer
+        # ones, and a driver that trusts it evicts the other's.
         first, second = (there, here) if clock > 0 else (here, there)
         old, new = group.new_keys(pages // 2), group.new_keys(pages)
         _fill(group, first, old)

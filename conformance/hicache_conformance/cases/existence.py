@@ -81,12 +81,15 @@ class ExistenceCases:
 
     @covers("EX-1", levels=[Level.CORE, Level.POOLS])
     def test_the_greatest_common_endpoint(self, context: CaseContext) -> None:
-        """The hit is the greatest common endpoint, where each pool's own greatest one is legal for
-        no other.
+        """The hit is the greatest common endpoint.
+
+        Here each pool's own greatest one is legal for no other.
         """
         library = _Library(context, [PoolName.KV, SIDE, OTHER], length=8)
         kv, state, index = 1, 2, 4
         # KV ends after 7 pages, the index after 5; a state was kept after 2, 6 and 8.
+        # The minimum of the pools' own endpoints is 5 with the index, where no state was kept; the
+        # answer of EX-1 is 2.
         pages = [
             kv | index,
             kv | index | state,
@@ -164,6 +167,8 @@ class ExistenceCases:
         sut, keys, missing = context.storage(), context.keys(8), context.keys(1)
         sut.store(keys)
         for chain, wanted in (
+            # Reversed, it has the same set of keys: a driver that looks up a chain by its last key
+            # only answers wrong.
             (keys[::-1], 8),
             (keys[3:], 5),
             (missing + keys, 0),
@@ -177,8 +182,9 @@ class ExistenceCases:
 
 
 class _Library:
-    """Pages stored in every combination of pools, so that any presence map is a choice of keys and
-    needs no new set.
+    """Pages stored in every combination of pools.
+
+    Any presence map is a choice of keys, and needs no new set.
 
     Bit b of a pattern says whether the page is in pool b.
     """
@@ -196,6 +202,7 @@ class _Library:
             present = [
                 key for row in self._keys for pattern, key in enumerate(row) if pattern >> bit & 1
             ]
+            # In batches, because the host pool is smaller than the library of pages.
             for start in range(0, len(present), _STORED_AT_ONCE):
                 keys = present[start : start + _STORED_AT_ONCE]
                 self._sut.store(keys, pool)

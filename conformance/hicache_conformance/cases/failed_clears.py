@@ -38,8 +38,10 @@ class FailedClearCases:
 
     @covers("LC-7", "FT-4", levels=FAULTS, needs=["clears"])
     def test_a_clear_that_is_refused(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works, clear() raises StorageUnavailableError, or has cleared; done again
-        afterwards, it clears."""
+        """While nothing works, clear() raises StorageUnavailableError, or has cleared.
+
+        Done again afterwards, it clears.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector, pages=4)
         injector.inject(plan)
@@ -53,8 +55,10 @@ class FailedClearCases:
 
     @covers("LC-7", "FT-3", "FT-4", levels=FAULTS, needs=["clears"])
     def test_a_clear_that_hangs(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While the store hangs, clear() raises StorageTimeoutError at its deadline, or has
-        cleared; done again, it clears."""
+        """While the store hangs, clear() raises StorageTimeoutError in time, or has cleared.
+
+        Done again afterwards, it clears.
+        """
         sut, keys = serving_storage(context, injector, pages=4, options=HURRIED)
         plan = _lost(injector, sut)
         injector.inject(plan)
@@ -74,8 +78,10 @@ class FailedClearCases:
 
 
 def _lost(injector: FaultInjector, sut: StorageUnderTest) -> FaultPlan:
-    """Everything hangs, and what has hung fails in the end: a clear that returned all the same has
-    removed nothing."""
+    """Everything hangs, and what has hung fails in the end.
+
+    A clear that returned all the same has removed nothing.
+    """
     plan = hang_plan(injector, sut)
     ends = {"network": (Fault(kind=FaultKind.CUT),), "services": ()}
     failing = (
@@ -129,10 +135,14 @@ def _check_cleared(
     wait_until_serving(context, sut, plan)
     if returned:
         why = f"was cleared by a clear() that returned ({plan})"
+        # LC-7 speaks of any storage: one that cleared may miss by its own index only, one that
+        # opens now shows what is in the store.
         for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):
             reader.expect_missing(keys, rule="LC-7", why=why)
     allowed = context.profile.recovery_seconds
     until = time.monotonic() + allowed
+    # Done again in any case. A clear that raised may be repeated by its caller, and it has to
+    # succeed once the store serves.
     while raised := sut.clear():
         if time.monotonic() > until:
             raise Violation(

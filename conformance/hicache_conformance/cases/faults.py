@@ -68,10 +68,14 @@ class FaultCases:
     def test_a_trouble_is_a_miss(
         self, context: CaseContext, injector: FaultInjector, named_fault: str
     ) -> None:
-        """Under each kind of fault: no call raises, no wrong page, misses are counted, no line for
-        each page; afterwards all is well."""
+        """Under each kind of fault no call raises, no page is wrong, and misses are counted.
+
+        There is no line of the log for each page, and afterwards all is well.
+        """
         plan = FaultPlan(injector.name, NAMED_FAULTS[injector.name][named_fault])
         sut, keys = serving_storage(context, injector)
+        # Opening and the first stores may have counted something; only what the fault adds is
+        # judged.
         before = count_faults(sut)
         set_deadline(sut, deadline_on(injector))
         with records_above_debug() as records:
@@ -90,14 +94,18 @@ class FaultCases:
                 f"calls were answered with misses because of {plan}, and get_stats() counts no "
                 f"fault",
             )
+        # A fault that destroys pages is one episode for each damaged page, and each may have its
+        # line (GET-7).
         _check_lines(records, calls if plan.destroys else LINES, plan)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
     @covers("FT-1", levels=FAULTS)
     def test_an_outage_is_told_once(self, context: CaseContext, injector: FaultInjector) -> None:
-        """While nothing works every call is a miss; that is counted, and logged in a few lines, not
-        in one for each call."""
+        """While nothing works every call is a miss.
+
+        That is counted, and logged in a few lines, not in one for each call.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector)
         before = count_faults(sut)
@@ -122,9 +130,13 @@ class FaultCases:
 
     @covers("FT-1", "FT-4", "LC-1", levels=FAULTS)
     def test_a_store_that_is_away(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Opened while nothing works: open() says so with a HiCacheError, calls are misses, and
-        when the store comes it serves."""
+        """Opened while nothing works, the storage serves when the store comes.
+
+        Until then open() raises a HiCacheError, and calls are misses.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
+        # Served once without faults, by another storage: otherwise a driver that never works here
+        # would pass, since misses are legal.
         serving_storage(context, injector, pages=1)
         sut, keys = context.unopened(options=UNGUARDED), context.keys(3)
         set_deadline(sut, deadline_on(injector))
@@ -138,14 +150,18 @@ class FaultCases:
 
     @covers("FT-4", levels=FAULTS)
     def test_the_same_storage_recovers(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Several outages in a row, behind a circuit breaker: after each, the same storage serves
-        again and the breaker is closed."""
+        """Several outages in a row, behind a circuit breaker.
+
+        After each, the same storage serves again and the breaker is closed.
+        """
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(
             context,
             injector,
             options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1),
         )
+        # Twice: a breaker that has been half open and closed again must trip and recover as it did
+        # the first time.
         for _ in range(2):
             set_deadline(sut, deadline_on(injector))
             injector.inject(plan)
@@ -163,8 +179,7 @@ class FaultCases:
 
     @covers("FT-6", "FT-4", levels=FAULTS)
     def test_no_descriptor_is_left(self, context: CaseContext) -> None:
-        """While the process may open nothing more: misses, and afterwards the same storage
-        serves."""
+        """Misses while the process may open nothing more; afterwards the same storage serves."""
         sut, keys, here = (
             context.storage(options=UNGUARDED),
             context.keys(6),
@@ -174,6 +189,8 @@ class FaultCases:
             "process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),)
         )
         sut.store(keys)
+        # Used once before descriptors run out, so that what a driver opens on first use is open
+        # already.
         _use(context, here, sut, keys, plan)
         set_deadline(sut, deadline_on(here))
         with _no_more_descriptors():
@@ -186,8 +203,7 @@ class FaultCases:
     def test_failing_sets_leave_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """Sets that fail for want of room, again and again, leave no files and no descriptors
-        behind."""
+        """Sets that fail for want of room, again and again, leave no files or descriptors."""
         failing = {
             "disk": "full-halfway",
             "objects": "failing-writes",
@@ -215,9 +231,12 @@ class FaultCases:
 
     @covers("SET-6", "GET-3", "FT-6", levels=FAULTS)
     def test_one_page_fails(self, context: CaseContext, injector: FaultInjector) -> None:
-        """One page of a batch cannot be moved: the others are stored and delivered, each answer at
-        its own place."""
+        """One page of a batch cannot be moved: the others are stored and delivered.
+
+        Each answer stands in its own place.
+        """
         sut, keys = serving_storage(context, injector)
+        # Drawn, because answers that shift behind a failed page show only where pages follow it.
         number = context.chance("which page").randrange(len(keys))
         plan = FaultPlan(injector.name, _one_of(injector, "write", number, len(keys)))
         new = context.keys(len(keys))
@@ -247,9 +266,13 @@ class FaultCases:
     def test_one_fault_beside_calls_that_succeed(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """One request fails while eight calls in other threads are served: one fault, after which
-        the storage serves on."""
+        """One request fails while eight calls in other threads are served.
+
+        It is one fault, after which the storage serves on.
+        """
         sut, keys = serving_storage(context, injector, pages=4, options=StorageOptions())
+        # Slow writes let all nine calls overlap. A breaker that counts one failure beside eight
+        # successes as an outage opens here.
         slow = Fault(kind=FaultKind.DELAY, operations=_WRITES, seconds=0.05)
         plan = FaultPlan(
             injector.name,
@@ -362,6 +385,8 @@ def _files(injector: FaultInjector) -> int:
 def _no_more_descriptors() -> Generator[None]:
     """Let this process open nothing meanwhile; what is open stays so."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The lowest number that is free: with the limit there, every further open() fails, and
+    # descriptors that are open stay usable.
     lowest = os.dup(0)
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))

@@ -63,8 +63,10 @@ class HostPoolCases:
 
     @covers("GET-2", "FT-1")
     def test_a_pool_that_fails(self, context: CaseContext) -> None:
-        """An engine's pool that raises while pages are taken from it or put into it: misses, and
-        served again when it works."""
+        """An engine's pool that raises while pages are taken from it or put into it: misses.
+
+        The storage serves again when the pool works.
+        """
         memory = FailingPool()
         if _is_admitted(context, memory):
             _check_failing(context, memory)

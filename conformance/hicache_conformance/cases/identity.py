@@ -151,8 +151,10 @@ class IdentityCases:
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
     def test_equal_identities_share(self, context: CaseContext) -> None:
-        """Two storages of one process: what one sets, the other finds and reads; and the other way
-        round."""
+        """Two storages of one process: what one sets, the other finds and reads.
+
+        And the other way round.
+        """
         one = context.storage(context.identity(**BASE))
         two = context.storage(replace(one.identity))
         for writer, reader in ((one, two), (two, one)):
@@ -185,8 +187,10 @@ class IdentityCases:
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:
-    """Each writes and the other must not see it; then both have the same keys, each with its own
-    bytes."""
+    """Each writes and the other must not see it.
+
+    Then both have the same keys, each with its own bytes.
+    """
     for writer, reader, half in ((one, two, keys[::2]), (two, one, keys[1::2])):
         writer.store(half)
         # A driver that cannot read its own pages breaks another rule than this one.

@@ -159,8 +159,10 @@ class KeyCases:
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_three_calls_one_name(self, context: CaseContext) -> None:
-        """For each odd key: absent for exists and get, stored by set, there for exists and get, and
-        still a no-op to set."""
+        """An odd key is absent for exists and get, and stored by set.
+
+        Then it is there for exists and get, and still a no-op to set.
+        """
         sut = context.storage()
         for key in [*KEYS, *_long_keys(context)]:
             shown = f"key {key!r:.100}"
@@ -206,8 +208,9 @@ def _long_keys(context: CaseContext) -> list[str]:
 
 
 def _outside(context: CaseContext) -> set[str]:
-    """List the files around the directory that `{tmp}` stands for, and those named like a key that
-    climbed one level.
+    """List the files around the directory that `{tmp}` stands for.
+
+    Those named like a key that climbed one level are among them.
     """
     own = {context.tmp, *context.tmp.parents}
     around = {

@@ -43,8 +43,10 @@ class LifecycleCases:
 
     @covers("LC-1")
     def test_import_and_construct(self, context: CaseContext) -> None:
-        """In a fresh process: no engine and no GPU, no connection, nothing written, no signal
-        handler, no logging set up."""
+        """In a fresh process: no engine, no GPU, no connection, no signal handler.
+
+        Nothing is written, and no logging is set up.
+        """
         before = sorted(context.tmp.rglob("*"))
         found = probe(context.driver, context.config)
         if found:
@@ -56,8 +58,10 @@ class LifecycleCases:
 
     @covers("LC-1")
     def test_the_first_call_connects(self, context: CaseContext) -> None:
-        """Without open(), the first call finds its own way; open() after that, and twice, does no
-        harm."""
+        """Without open(), the first call finds its own way.
+
+        open() after that, and twice, does no harm.
+        """
         sut, keys = context.unopened(), context.keys(3)
         sut.store(keys)
         for _ in range(2):
@@ -68,9 +72,7 @@ class LifecycleCases:
 
     @covers("LC-6")
     def test_declared_when_open(self, context: CaseContext) -> None:
-        """The capabilities of an open storage are within those that its driver's registration
-        declares.
-        """
+        """An open storage declares capabilities within those of its driver's registration."""
         promised, sut = registry().get(context.driver).capabilities, context.storage()
         added = beyond(sut.storage.capabilities, promised)
         if added:
@@ -129,8 +131,10 @@ class LifecycleCases:
 
     @covers("LC-2")
     def test_close_during_calls(self, context: CaseContext) -> None:
-        """close() while eight threads call: it ends, and each thread gets answers and then
-        StorageClosedError."""
+        """close() ends while eight threads call.
+
+        Each thread gets answers and then StorageClosedError.
+        """
         sut, keys = context.storage(pools={PoolName.KV: GuardedPool(pages=128)}), context.keys(8)
         sut.store(keys)
         busy = threading.Semaphore(0)
@@ -153,8 +157,7 @@ class LifecycleCases:
 
     @covers("LC-3")
     def test_the_process_is_left_alone(self, context: CaseContext) -> None:
-        """Signal handlers, the root logger and the hooks for uncaught exceptions are what they
-        were."""
+        """Signal handlers, the root logger and the exception hooks are what they were."""
         with unchanged_globals() as changed:
             _live_once(context)
         if changed:
@@ -164,8 +167,10 @@ class LifecycleCases:
 
     @covers("LC-5")
     def test_a_forked_child(self, context: CaseContext) -> None:
-        """A child that was forked from an opened storage gets an error that says why, or its pages;
-        its parent goes on."""
+        """A child that was forked from an opened storage gets an error that says why, or its pages.
+
+        Its parent goes on.
+        """
         sut, keys = context.storage(), context.keys(4)
         sut.store(keys)
         sut.expect(keys)
@@ -179,8 +184,10 @@ class LifecycleCases:
 
     @covers("LC-5")
     def test_children_forked_during_calls(self, context: CaseContext) -> None:
-        """Children that are forked while threads call get an error that says why, or a storage that
-        works, and never hang."""
+        """Children that are forked while threads call get a clear error or a storage that works.
+
+        They never hang.
+        """
         sut, keys = (
             context.storage(pools={PoolName.KV: GuardedPool(pages=16 * CALLERS)}),
             context.keys(4),

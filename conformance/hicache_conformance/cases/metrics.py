@@ -55,7 +55,8 @@ class MetricsCases:
         if has_steps(driver):
             faults = sut.storage.fault_count()
             # On the instance; of a driver that reads from memory, too.
-            driver.read_objects = driver.read_objects_cached = _fails
+            driver.read_objects = _fails
+            driver.read_objects_cached = _fails
             sut.get(keys)
             told = sut.call("get_stats", sut.storage.get_stats).faults
             if told <= faults:
@@ -70,9 +71,11 @@ class _Loaded:
     """A storage with 128 pages of 64 KiB, and calls of it that repeat exactly."""
 
     def __init__(self, context: CaseContext, options: StorageOptions) -> None:
-        self.sut, (self._transfers, *_) = large_batches(
+        sut, (transfers, *_) = large_batches(
             context, page_bytes=PAGE_BYTES, batches=1, options=options
         )
+        self.sut = sut
+        self._transfers = transfers
         move(self.sut, "batch_set_v2", self._transfers)
         (whole,) = self._transfers
         assert whole.host_indices is not None
@@ -102,8 +105,10 @@ class _Loaded:
 def _check_short_call(
     name: str, short_call: Callable[[_Loaded], None], counting: _Loaded, silent: _Loaded
 ) -> None:
-    """Compare in CPU time what metrics add to a call that does little else with the time of a whole
-    batch."""
+    """Compare what metrics add to a short call with the time of a whole batch.
+
+    Both in CPU time.
+    """
     told = ""
     for _ in range(ATTEMPTS):
         dear, cheap = min_cpu_seconds(

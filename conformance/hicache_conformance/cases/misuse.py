@@ -154,8 +154,10 @@ class MisuseCases:
 
     @covers("FT-2", "FT-4")
     def test_misuse_is_no_fault_of_the_store(self, context: CaseContext) -> None:
-        """Calls that are refused, as often as would open a circuit breaker: those of others are
-        served, and no fault is counted."""
+        """Refused calls, as many as would open a circuit breaker, count as no fault.
+
+        Calls of others are served.
+        """
         sut, keys = context.storage(options=StorageOptions()), context.keys(3)
         sut.store(keys)
         before = sut.call("get_stats", sut.storage.get_stats).faults
@@ -240,8 +242,10 @@ class MisuseCases:
 
     @covers("FT-2")
     def test_undeclared_operations(self, context: CaseContext) -> None:
-        """delete() and clear() raise UnsupportedOperationError where they are not declared, and
-        work where they are."""
+        """delete() and clear() work where they are declared.
+
+        Elsewhere they raise UnsupportedOperationError.
+        """
         sut, keys = context.storage(), context.keys(1)
         for name, declared, ask in (
             ("delete", context.capabilities.deletes, lambda: sut.storage.delete(keys)),

@@ -24,8 +24,10 @@ class PlanCases:
 
     @covers("GET-1", "SET-1", "FT-1", "FT-3", "FT-4", "FT-6", levels=FAULTS)
     def test_random_faults(self, context: CaseContext, injector: FaultInjector) -> None:
-        """Random faults under random calls: each hit is right, nothing raises, and what was
-        acknowledged outlives what did not destroy it."""
+        """Random faults under random calls: each hit is right, and nothing raises.
+
+        What was acknowledged outlives the faults that did not destroy it.
+        """
         random_run = RandomRun(context, injector)
         hangs, engines = random_run.may_hang(), random_run.has_others()
         for number in range(context.profile.plans):

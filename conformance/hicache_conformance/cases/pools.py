@@ -48,8 +48,10 @@ class PoolCases:
 
     @covers("GET-3", levels=POOLS)
     def test_each_pool_has_its_own_holes(self, context: CaseContext) -> None:
-        """Random holes in each pool and each of several transfers; every answer stands in its
-        place."""
+        """Random holes in each pool and each of several transfers.
+
+        Every answer stands in its place.
+        """
         sut = context.storage(pools=_four_pools())
         pools, keys = list(sut.memories), context.keys(12)
         stored = {pool: set(context.random.sample(keys, 6)) for pool in pools}
@@ -80,8 +82,7 @@ class PoolCases:
 
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:
-        """A transfer without indices of its own takes the keys and slots of the pool that it
-        names."""
+        """A transfer without own indices takes the keys and slots of the pool that it names."""
         sut = context.storage(
             pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))}
         )
@@ -103,8 +104,7 @@ class PoolCases:
 
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_pools_that_arrive_later(self, context: CaseContext) -> None:
-        """A pool may be registered after the first transfers, and registered again with other
-        memory."""
+        """A pool may be registered after the first transfers, and again with other memory."""
         sut, keys = context.storage(), context.keys(4)
         sut.store(keys)
         later = context.with_pool(sut, "draft", GuardedPool(components=(24, 24)))

@@ -47,8 +47,10 @@ class ProcessCases:
 
     @covers("SET-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_are_killed(self, context: CaseContext) -> None:
-        """A writer is killed at a random instant, again and again, while others read what it writes
-        and then set it anew."""
+        """A writer is killed at a random instant, again and again.
+
+        Others read what it writes meanwhile, and then set it anew.
+        """
         group, random = ProcessGroup(context, LONG), context.chance("strikes")
         readers = [group.worker(f"reader{number}") for number in range(2)]
         for kill in range(context.profile.kills):
@@ -73,8 +75,10 @@ class ProcessCases:
 
     @covers("SET-4", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_writers_race(self, context: CaseContext) -> None:
-        """Three processes set the same new keys at the same time, each its own bytes; where a store
-        is a directory, it does not grow."""
+        """Three processes set the same new keys at the same time, each its own bytes.
+
+        Where a store is a directory, it does not grow.
+        """
         group = ProcessGroup(context, {PoolName.KV: PoolShape(pages=24, components=(3_000, 5_000))})
         workers = [group.worker(f"writer{number}") for number in range(PROCESSES)]
         usage = _Usage(context, workers[0])

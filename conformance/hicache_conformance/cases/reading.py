@@ -42,8 +42,10 @@ class ReadingCases:
 
     @covers("GET-1", "GET-3")
     def test_holes(self, context: CaseContext) -> None:
-        """Every pattern of stored and missing pages in a batch of 5, and one long batch with every
-        third page missing."""
+        """Every pattern of stored and missing pages in a batch of 5.
+
+        And one long batch with every third page missing.
+        """
         sut = context.storage()
         stored, missing = context.keys(64), context.keys(64)
         sut.store(stored)
@@ -102,8 +104,10 @@ class ReadingCases:
 
     @covers("GET-2")
     def test_neighbours_of_a_destination(self, context: CaseContext) -> None:
-        """Single pages, runs and scattered pages: nothing else in the pool changes, nor do the
-        bytes around it."""
+        """Reads of single, adjoining and scattered pages change nothing else in the pool.
+
+        Nor the bytes around it.
+        """
         sut, missing = context.storage(), context.keys(8)
         stored = context.keys(32)
         sut.store(stored)
@@ -114,8 +118,10 @@ class ReadingCases:
 
     @covers("GET-1", "GET-2")
     def test_one_destination_for_two_keys(self, context: CaseContext) -> None:
-        """Two keys that are to be read into one page: refused, or at most one of them is said to be
-        there."""
+        """Two keys that are to be read into one page are refused, or one of them is.
+
+        At most one is said to be there.
+        """
         sut, keys = context.storage(), context.keys(2)
         sut.store(keys)
         transfer = PoolTransfer(PoolName.KV, slots_of([3, 3], 2), keys=keys)

@@ -1,5 +1,7 @@
-"""Pools replicated over TP have one object and one writer; pools sharded over TP have one object
-for each rank."""
+"""Pools replicated over TP have one object and one writer.
+
+Pools sharded over TP have one object for each rank.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ class ReplicationCases:
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
     def test_all_ranks_read_the_writer_s_pages(self, context: CaseContext) -> None:
-        """Pages set by rank 0 are found by every rank; a set by another rank then answers True and
-        changes nothing.
+        """Pages set by rank 0 are found by every rank.
+
+        A set by another rank then answers True and changes nothing.
         """
         ranks = _ranks(context, 4)
         keys = context.keys(4)
@@ -87,8 +90,7 @@ class ReplicationCases:
 
     @covers("ID-3", levels=LEVELS)
     def test_sharded_state_of_another_rank(self, context: CaseContext) -> None:
-        """A rank whose own state was never set does not find another's, nor under another TP
-        size."""
+        """A rank whose own state was never set finds no other's, nor one of another TP size."""
         one, two = _ranks(context, 2)
         keys = context.keys(3)
         one.store(keys, PoolName.MAMBA)

@@ -34,8 +34,9 @@ class SharingCases:
 
     @covers("ID-2", levels=SHARED, needs=BETWEEN_PROCESSES)
     def test_processes_share_pages(self, context: CaseContext) -> None:
-        """Pages set by one process are found by others, opened before the set or after it, and
-        having asked before.
+        """Pages set by one process are found by others.
+
+        Whether they were opened before the set or after it, and also if they had asked before.
         """
         group = ProcessGroup(context, SHAPES)
         # Interpreters of their own: what differs between two of them must not be part of a name.
@@ -76,8 +77,7 @@ class SharingCases:
 
     @covers("SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES)
     def test_what_another_process_set_is_not_rewritten(self, context: CaseContext) -> None:
-        """A set of what another process has stored answers True, and the first bytes stay for
-        both."""
+        """A set of what another process has stored answers True, and the first bytes stay."""
         group = ProcessGroup(context)
         one, two, keys = group.worker("one"), group.worker("two"), group.new_keys(8)
         two.exists(keys)
@@ -89,8 +89,10 @@ class SharingCases:
 
     @covers("SET-1", levels=ALSO_SHARED, needs=(*BETWEEN_PROCESSES, "deletes"))
     def test_what_another_process_deleted(self, context: CaseContext) -> None:
-        """Pages that another process deletes are gone at once, and can be set anew by whoever had
-        known them."""
+        """Pages that another process deletes are gone at once.
+
+        Processes that had known them can set them anew.
+        """
         _remove_and_set_anew(context, lambda worker, keys: worker.delete(keys), "SET-1")
 
     @covers(
@@ -100,14 +102,15 @@ class SharingCases:
         needs=(*BETWEEN_PROCESSES, "clears"),
     )
     def test_what_another_process_cleared(self, context: CaseContext) -> None:
-        """Pages that another process clears are gone at once, and can be set anew by whoever had
-        known them."""
+        """Pages that another process clears are gone at once.
+
+        Processes that had known them can set them anew.
+        """
         _remove_and_set_anew(context, lambda worker, keys: worker.clear(), "LC-4")
 
     @covers("GET-7", "EX-9", "SET-3", levels=ALSO_SHARED, needs=BETWEEN_PROCESSES, corrupts=True)
     def test_damage_found_by_one_and_repaired_by_another(self, context: CaseContext) -> None:
-        """Whichever process has found a page damaged, and whichever has set it anew: both read it
-        then."""
+        """One process finds a page damaged, one sets it anew: both read it then."""
         group = ProcessGroup(context)
         one, two, own = group.worker("one"), group.worker("two"), context.storage(group.identity)
         if not own.call("get_stats", own.storage.get_stats).verifies_checksums:

@@ -1,5 +1,7 @@
-"""Out of space: what does not fit is refused or pushes out other pages, and room that becomes free
-is used again."""
+"""Out of space: what does not fit is refused or pushes out other pages.
+
+Room that becomes free is used again.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,10 @@ class SpaceCases:
 
     @covers("SET-5", "GET-1", levels=FAULTS, needs=["capacity_option"])
     def test_batches_larger_than_the_store(self, context: CaseContext) -> None:
-        """A batch of three times the capacity, many times over: its first pages are stored, and
-        smaller batches go on to be."""
+        """Batches of three times the capacity: their first pages are stored.
+
+        Smaller batches go on to be.
+        """
         sut = open_small_store(context, PAGES)
         for turn in range(5 * context.profile.store_fills):
             keys = context.keys(3 * PAGES)
@@ -65,8 +69,10 @@ class SpaceCases:
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option"])
     def test_pages_longer_than_the_store(self, context: CaseContext) -> None:
-        """A page that is longer than the whole capacity is refused, or evicted at once; others are
-        stored as before."""
+        """A page that is longer than the whole capacity is refused, or evicted at once.
+
+        Others are stored as before.
+        """
         sut = open_small_store(context, PAGES)
         length = 2 * capacity_of(PAGES)
         small = list[str]()
@@ -151,8 +157,10 @@ class SpaceCases:
     @covers("SET-5", "SET-6", "OB-1", levels=FAULTS, needs=["steps"])
     @pytest.mark.parametrize("room", [0, 1, 3], ids=lambda room: f"room-for-{room}")
     def test_a_store_that_says_it_is_full(self, context: CaseContext, room: int) -> None:
-        """A store below that takes no more pages: False for these, True for the rest, and
-        everything again when there is room."""
+        """A store below that takes no more pages: False for these, True for the rest.
+
+        Everything is stored again when there is room.
+        """
         sut, before, keys = context.storage(), context.keys(3), context.keys(6)
         sut.store(before)
         with _full(sut, room):
@@ -175,8 +183,10 @@ MAX_BYTES: Final = 256 << 20
 
 @contextmanager
 def _full(sut: StorageUnderTest, room: int) -> Generator[None]:
-    """Let the store below take so many more pages and no more; without room it fails with
-    ENOSPC."""
+    """Let the store below take so many more pages and no more.
+
+    Without room it fails with ENOSPC.
+    """
     driver = innermost(sut.storage)
     if not isinstance(driver, ObjectStorage):
         raise Inconclusive(
@@ -219,9 +229,7 @@ def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolNam
 def _check_refused(
     keys: Sequence[str], answered: Sequence[bool], there: Sequence[bool], *, lasting: bool
 ) -> None:
-    """Check that acknowledged pages are there, unless they may have been evicted,
-    and refused ones are not.
-    """
+    """Check that acknowledged pages are there, unless evicted, and refused ones are not."""
     for index, (key, said, found) in enumerate(zip(keys, answered, there, strict=True)):
         page = (
             f"page {index} key {short(key)} of a batch that does not fit was answered with {said}"
@@ -233,8 +241,10 @@ def _check_refused(
 
 
 def _free(sut: StorageUnderTest, stored: Sequence[str]) -> bool:
-    """Make room where the driver does not do that by itself; whether it does, or could be made
-    to."""
+    """Make room where the driver does not do that by itself.
+
+    Whether it does, or could be made to.
+    """
     declared = sut.storage.capabilities
     if not declared.evicts and declared.clears:
         sut.call("clear", sut.storage.clear)

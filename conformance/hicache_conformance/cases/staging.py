@@ -28,8 +28,10 @@ class StagingCases:
 
     @covers("BU-2", levels=[Level.BUDGET])
     def test_reads_are_not_staged(self, context: CaseContext) -> None:
-        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most, once it has
-        warmed up."""
+        """A get of 128 pages of 256 KiB needs memory for a quarter of them at most.
+
+        Once it has warmed up.
+        """
         _check_that_pages_stay_here(context)
         sut, (transfers, *_) = large_batches(context, page_bytes=PAGE_BYTES, batches=1)
         move(sut, "batch_set_v2", transfers)
@@ -37,8 +39,10 @@ class StagingCases:
 
     @covers("BU-2", levels=[Level.BUDGET])
     def test_writes_are_not_staged(self, context: CaseContext) -> None:
-        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most, beside what the
-        store keeps."""
+        """A set of 128 pages of 256 KiB needs memory for a quarter of them at most.
+
+        Beside what the store keeps.
+        """
         _check_that_pages_stay_here(context)
         sut, batches = large_batches(context, page_bytes=PAGE_BYTES, batches=CALLS)
         _check_memory(

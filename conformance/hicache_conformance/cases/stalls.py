@@ -58,16 +58,20 @@ class StallCases:
     def test_a_clear_in_the_middle_of_a_set(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
-        """One storage is held up in a set, another one clears and sets: the late writer spoils no
-        page of the other one."""
+        """One storage is held up in a set, another one clears and sets.
+
+        The late writer spoils no page of the other one.
+        """
         for config in _configs(context):
             for plan in _plans(injector):
                 _meet(context, injector, config, plan, lambda other, _: other.clear())
 
     @covers("SET-1", "GET-1", "EV-2", levels=FAULTS)
     def test_a_writer_that_is_held_up(self, context: CaseContext, injector: FaultInjector) -> None:
-        """A storage is held up in a set for longer than a lease, while another one deletes and
-        sets: its pages stay right."""
+        """A storage is held up in a set for longer than a lease, while another deletes and sets.
+
+        The other one's pages stay right.
+        """
         after = LEASE_SECONDS.get(injector.name, BRIEF_SECONDS)
         plans, config = _plans(injector), _configs(context)[-1]
         # Leases take their time, so that only some requests are tried, other ones with another
@@ -77,8 +81,10 @@ class StallCases:
 
 
 def _configs(context: CaseContext) -> list[Mapping[str, object]]:
-    """Options of a store with much room, and of one that has to give the places of a set to the
-    next, where there is one."""
+    """Options of a store with much room, and of a small one, where a capacity can be given.
+
+    The small one has to give the places of a set to the next.
+    """
     small = (
         [context.capped(capacity_of(STORE_PAGES))]
         if registry().get(context.driver).capacity_option
@@ -107,8 +113,7 @@ def _meet(
     *,
     after: float = 0.0,
 ) -> None:
-    """Hold up a set, let another storage remove and set pages meanwhile, and look at those
-    afterwards.
+    """Hold up a set, let another storage remove and set pages meanwhile, and look at those.
 
     Args:
         context: the case's.

@@ -1,5 +1,7 @@
-"""Copies between device and host on streams, with the driver behind them: ordered by events, layer
-by layer."""
+"""Copies between device and host on streams, with the driver behind them.
+
+They are ordered by events, layer by layer.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class StreamCases:
 
     @covers("ST-1", levels=STREAM)
     def test_pages_are_copied_out_behind_their_kernels(self, context: CaseContext) -> None:
-        """Kernel, write-back, the next kernel on the same page, set as soon as the copy is
-        acknowledged, host page reused."""
+        """Kernel, write-back, and the next kernel on the same page.
+
+        The set begins as soon as the copy is acknowledged, and the host page is reused.
+        """
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator, host_pages=4)
             stored = list[str]()
@@ -53,8 +57,10 @@ class StreamCases:
 
     @covers("ST-1", levels=STREAM)
     def test_pages_are_loaded_behind_their_copies_out(self, context: CaseContext) -> None:
-        """Pages are loaded into a device page whose write-back has just begun, and into one that
-        kernels are still reading."""
+        """Pages are loaded into a device page whose write-back has just begun.
+
+        And into one that kernels are still reading.
+        """
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -80,8 +86,10 @@ class StreamCases:
 
     @covers("ST-2", levels=STREAM)
     def test_layers_start_as_they_arrive(self, context: CaseContext) -> None:
-        """No layer's kernels are ordered behind a later layer's copy; and they finish while the
-        last layer is held back."""
+        """No layer's kernels are ordered behind a later layer's copy.
+
+        And they finish while the last layer is held back.
+        """
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -100,8 +108,7 @@ class StreamCases:
 
     @covers("ST-2", levels=STREAM)
     def test_no_layer_starts_before_it_arrives(self, context: CaseContext) -> None:
-        """Pages come from the store, are loaded layer by layer, and each layer is read behind its
-        own event."""
+        """Pages come from the store layer by layer, and each layer is read behind its own event."""
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -122,8 +129,10 @@ class StreamCases:
 
     @covers("ST-3", levels=STREAM)
     def test_host_pages_in_a_load_are_not_handed_out(self, context: CaseContext) -> None:
-        """Host pages are freed while a load reads them: gets that come meanwhile land elsewhere,
-        and later they come back."""
+        """Host pages are freed while a load reads them.
+
+        Gets that come meanwhile land elsewhere, and later the pages come back.
+        """
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             for _ in range(_rounds(context)):
@@ -155,8 +164,10 @@ class StreamCases:
 
     @covers("ST-3", levels=STREAM)
     def test_host_pages_in_a_write_back_are_not_handed_out(self, context: CaseContext) -> None:
-        """A backup is given up while its copy is in flight: what is read into host memory meanwhile
-        stays whole."""
+        """A backup is given up while its copy is in flight.
+
+        What is read into host memory meanwhile stays whole.
+        """
         with _simulator(context) as simulator:
             pipeline = Pipeline(context, simulator)
             others = context.keys(4)
@@ -179,8 +190,10 @@ class StreamCases:
 
     @covers("ST-1", "ST-2", "ST-3", levels=STREAM)
     def test_random_traffic(self, context: CaseContext) -> None:
-        """Kernels, write-backs, sets, gets, loads and frees in random order, few pages, nothing
-        waited for but what must be."""
+        """Kernels, write-backs, sets, gets, loads and frees in random order on few pages.
+
+        Nothing is waited for but what must be.
+        """
         with _simulator(context) as simulator:
             _Traffic(context, Pipeline(context, simulator, device_pages=3, host_pages=5)).run(
                 4 * _rounds(context)

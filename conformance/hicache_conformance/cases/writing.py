@@ -37,8 +37,10 @@ class WritingCases:
 
     @covers("SET-1", needs=["deletes"])
     def test_deleted_pages_are_gone(self, context: CaseContext) -> None:
-        """delete() removes what it is told, says where there was something, and makes room for
-        other bytes."""
+        """delete() removes what it is told, and makes room for other bytes.
+
+        It says where there was something.
+        """
         sut, keys, missing = context.storage(), context.keys(6), context.keys(1)
         sut.store(keys)
         doomed = [keys[1], missing[0], keys[4]]
@@ -81,8 +83,10 @@ class WritingCases:
 
     @covers("SET-3")
     def test_a_key_that_stands_twice_in_a_set(self, context: CaseContext) -> None:
-        """A key repeated in one set, in one transfer and in two, is stored once; every place is
-        answered with True."""
+        """A key repeated in one set, in one transfer and in two, is stored once.
+
+        Every place is answered with True.
+        """
         sut, keys = context.storage(), context.keys(3)
         chain = [keys[0], keys[1], keys[0], keys[2], keys[0]]
         sut.store(chain)
@@ -98,8 +102,10 @@ class WritingCases:
 
     @covers("SET-6")
     def test_each_page_is_answered_by_itself(self, context: CaseContext) -> None:
-        """Batches mixed of existing pages, repeated keys and new pages: all are stored, each under
-        its own key."""
+        """Batches of existing pages, repeated keys and new pages: all are stored.
+
+        Each under its own key.
+        """
         sut, stored = context.storage(), context.keys(8)
         sut.store(stored)
         for _ in range(10):
@@ -117,8 +123,10 @@ class WritingCases:
 
     @covers("SET-7")
     def test_host_pages_are_reused_at_once(self, context: CaseContext) -> None:
-        """The source pages of each set are overwritten when it returns, and are the next set's
-        source at once."""
+        """The source pages of each set are overwritten when it returns.
+
+        They are the next set's source at once.
+        """
         sut, batches = context.storage(), [context.keys(60) for _ in range(8)]
         for keys in batches:
             # 60 of 64 pages: every batch reuses the pages of the one before.

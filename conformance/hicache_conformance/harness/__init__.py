@@ -1,2 +1,1 @@
-"""Checked access to the storage under test, page patterns, host pools and measurements, for the
-cases."""
+"""Checked access to the storage under test, page patterns, host pools, measurements."""

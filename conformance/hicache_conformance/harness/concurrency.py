@@ -18,13 +18,16 @@ HANG_SECONDS: Final = 120.0
 
 
 class Pending(Generic[AnswerT_co]):
-    """Begins at once. A call that never comes back leaves its thread behind, which keeps no process
-    alive."""
+    """Begins at once.
+
+    A call that never comes back leaves its thread behind, which keeps no process alive.
+    """
 
     def __init__(self, ask: Callable[[], AnswerT_co]) -> None:
         self._ask = ask
         self._answers: list[AnswerT_co] = []
         self._error: BaseException | None = None
+        # Before the thread starts: a caller counts its deadline from when it asked.
         self._began = time.monotonic()
         self.seconds: float | None = None
         """How long it took; None while it runs."""
@@ -34,6 +37,7 @@ class Pending(Generic[AnswerT_co]):
     def ended(self, within: float) -> bool:
         """Return whether it has ended `within` seconds of its beginning; waits for that."""
         self._thread.join(max(0.0, self._began + within - time.monotonic()))
+        # By the call's own clock, because the join may return late.
         return self.seconds is not None and self.seconds <= within
 
     def comes_back(self, within: float) -> bool:
@@ -66,6 +70,7 @@ def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
 
     def run(function: Callable[[], object]) -> None:
         try:
+            # Threads that merely start one after the other have often ended before the next begins.
             start.wait()
             function()
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread

@@ -1,5 +1,7 @@
-"""Corruption below the API: objects written through a driver's `write_objects`, and files of a
-store changed at rest."""
+"""Corruption below the API.
+
+Objects written through a driver's `write_objects`, and files of a store changed at rest.
+"""
 
 from __future__ import annotations
 
@@ -78,6 +80,8 @@ def _damaged(namespace: Namespace, key: str, damage: ObjectCorruption) -> Object
     ]
     honest = ObjectWrite(namespace, key, buffers)
     match damage:
+        # The wrong bytes go with the envelope of the honest object: a driver that reads nothing but
+        # the envelope delivers them.
         case ObjectCorruption.SHORT:
             return _Forgery(
                 honest, [*buffers[:-1], buffers[-1][: len(buffers[-1]) // 2]], honest.envelope
@@ -123,8 +127,10 @@ class _Forgery(ObjectWrite):
         self._envelope = envelope
 
     def seal(self, computed: int) -> None:
-        """Leave the envelope as it is; the checksum that a driver has computed is that of the wrong
-        bytes."""
+        """Leave the envelope as it is.
+
+        The checksum that a driver has computed is that of the wrong bytes.
+        """
 
 
 def corrupt_files(
@@ -146,6 +152,8 @@ def corrupt_files(
 
 def _rot(path: Path, pages: Sequence[bytes], decay: FileCorruption, random: Random) -> int:
     with path.open("rb") as file:
+        # Only files that hold a page as it is: elsewhere it is not known whose bytes would be
+        # damaged.
         places = [place for place in find_all(file.fileno(), pages) if place >= 0]
     if places:
         _corrupt_file(path, places, len(pages[0]), decay, random)
@@ -165,6 +173,7 @@ def _corrupt_file(
                 for place in places:
                     _flip(file.fileno(), place + random.randrange(length), random.randrange(8))
             case FileCorruption.TORN:
+                # Inside the first page, so that at least one is cut, and those behind it are gone.
                 file.truncate(min(places) + random.randrange(1, length))
             case FileCorruption.EMPTIED:
                 file.truncate(0)

@@ -20,8 +20,10 @@ class DiskUsage:
 
     @classmethod
     def of(cls, config: Mapping[str, object], home: Path) -> Self | None:
-        """Look now; None where no option names a directory under `home`, so that the store is
-        somewhere else."""
+        """Look now.
+
+        None where no option names a directory under `home`, so that the store is somewhere else.
+        """
         named = {
             Path(value)
             for value in config.values()
@@ -38,6 +40,8 @@ def _sizes(directory: Path) -> list[int]:
     for parent, _, names in os.walk(directory):
         for name in names:
             try:
+                # The length and not the blocks: a driver limits what it writes, and file systems
+                # round.
                 found.append(os.lstat(os.path.join(parent, name)).st_size)
             except FileNotFoundError:
                 # Removed while we look.

@@ -24,10 +24,13 @@ def has_steps(storage: HiCacheStorage) -> bool:
 
 @contextmanager
 def counted(storage: HiCacheStorage) -> Generator[Counter[str]]:
-    """Count the calls of an `ObjectStorage` driver's own methods, by name; of no other driver
-    any."""
+    """Count the calls of an `ObjectStorage` driver's own methods, by name.
+
+    Of no other driver any.
+    """
     driver, calls = innermost(storage), Counter[str]()
     if not isinstance(driver, ObjectStorage):
+        # Nothing is counted and nothing is held against it: BU-1 speaks of an `ObjectStorage`.
         yield calls
         return
     for name in STEPS:

@@ -50,8 +50,10 @@ class WrongLengthPool(GuardedPool):
 
 
 class FailingPool(EngineHostPool):
-    """An engine's pool that raises while `fails` is set, as one on a device does when a kernel
-    before has failed."""
+    """An engine's pool that raises while `fails` is set.
+
+    So does one on a device when a kernel before has failed.
+    """
 
     fails = False
 

@@ -29,8 +29,9 @@ LEVEL: Final = 33
 
 @contextmanager
 def unchanged_globals() -> Generator[list[str]]:
-    """Give each process-wide setting a value of the suite's own; the list ends with those that were
-    changed.
+    """Give each process-wide setting a value of the suite's own.
+
+    The list names, at the end, those that were changed.
 
     For the main thread only, because signal handlers are.
     """
@@ -42,6 +43,8 @@ def unchanged_globals() -> Generator[list[str]]:
     root.setLevel(LEVEL)
     root.handlers.clear()
     try:
+        # Everything is set to values that nobody else uses, so that a driver which sets the usual
+        # ones, such as `SIG_DFL` or level INFO, is noticed.
         yield changed
         changed += [
             f"the handler of {number.name}"

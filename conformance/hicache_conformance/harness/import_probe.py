@@ -26,8 +26,11 @@ LAZY: Final = ("torch", *ENGINES)
 
 
 def probe(driver: str, config: Mapping[str, object]) -> str:
-    """Import and construct a driver in a process of its own; what it did that it must not, or
-    nothing."""
+    """Import and construct a driver in a process of its own.
+
+    What it did that it must not, or nothing.
+    """
+    # `sys.path` of this process, so that the child finds the driver wherever this process did.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     child = subprocess.run(
         [sys.executable, "-m", "hicache_conformance.harness.import_probe"],
@@ -64,6 +67,7 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
     ]
     if driver not in discover(points).drivers:
         return {"unknown": f"no entry point {owner} registers it there"}
+    # Looked at before anything is constructed, since construction may import what it needs.
     heavy = [name for name in LAZY if name in sys.modules]
     if heavy:
         return {
@@ -71,6 +75,8 @@ def _look(driver: str, owner: str, config: dict[str, Any]) -> dict[str, str]:
             f"module of the target"
         }
     connections = list[str]()
+    # An audit hook sees every connection, by whatever library; it cannot be removed, which a
+    # process of its own makes harmless.
     sys.addaudithook(
         lambda event, arguments: connections.append(event) if event in _CONNECTING else None
     )

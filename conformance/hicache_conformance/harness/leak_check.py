@@ -47,6 +47,7 @@ class OpenResources:
         words += [
             f"descriptor {number} ({target.replace(os.getcwd(), '.')})"
             for number, target in self.descriptors.items()
+            # The target too: a number that was closed and given out again is another descriptor.
             if before.descriptors.get(number) != target
         ]
         return ", ".join(words)

@@ -16,8 +16,7 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
-    """The least that any of the calls needed beyond what was held before it and what it left
-    behind.
+    """The least that any of the calls needed beyond what it found and left behind.
 
     Python's own memory is traced to the byte. Memory from elsewhere, such as tensors and mappings,
     shows in the pages that the process touches.
@@ -39,6 +38,8 @@ def transient_bytes(calls: Iterable[Callable[[], object]]) -> int:
             )
     finally:
         tracemalloc.stop()
+    # The least, because a buffer that grows once, or a library's cache, is needed in the first
+    # calls only.
     return max(0, min(needs))
 
 

@@ -43,6 +43,8 @@ class PoolQuery:
                 self.transfer.group_pages or self.transfer.block_pages,
             )
             complete = 0
+            # Leading groups only: one that is missing ends the count, although later ones may be
+            # there (EX-4).
             for end in range(block, pages + 1, block):
                 if not all(self.present[page] for page in range(end - group, end)):
                     break
@@ -82,6 +84,8 @@ def check(
     """
     legal = [
         endpoint
+        # Every endpoint is tried by the words of the rules, slow as that is: the oracle must not
+        # share a shortcut, and its error, with the SDK.
         for endpoint in range(1, len(kv) + 1)
         if all(kv[:endpoint]) and all(pool.is_legal(endpoint) for pool in asked)
     ]
@@ -123,8 +127,10 @@ def _check_verdict(
 
 
 def _hit_rule(asked: Sequence[PoolQuery]) -> str:
-    """The rule that a wrong hit is about: the policy's own where one pool decides, EX-1 where
-    several do."""
+    """The rule that a wrong hit is about.
+
+    The policy's own where one pool decides, EX-1 where several do.
+    """
     policies = {pool.transfer.hit_policy for pool in asked}
     if len(asked) > 1 and policies != {PoolHitPolicy.BLOCK_GROUPS}:
         return "EX-1"

@@ -48,8 +48,10 @@ class Passage:
 
 
 class PagePatterns:
-    """Writes pages, and reads from any bytes whose they are. Knows the pages that were written with
-    it."""
+    """Writes pages, and reads from any bytes whose they are.
+
+    Knows the pages that were written with it.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[StorageIdentity, str]] = {}
@@ -89,8 +91,9 @@ class PagePatterns:
         )
 
     def passages(self, found: bytes, page: Page) -> list[Passage]:
-        """List the passages of `found`, which should be a generation of `page`, from its first byte
-        to its last.
+        """List the passages of `found`, from its first byte to its last.
+
+        It should be a generation of `page`.
         """
         parts = list[Passage]()
         for start in range(0, len(found), CELL_BYTES):

@@ -16,8 +16,10 @@ GUARD = b"\xa7" * GUARD_BYTES
 
 
 class PoolMemory(Protocol):
-    """A registered pool, seen by the suite: not through the driver, and not through the SDK's
-    adapters."""
+    """A registered pool, seen by the suite.
+
+    Not through the driver, and not through the SDK's adapters.
+    """
 
     @property
     def host_pool(self) -> object:
@@ -73,6 +75,8 @@ class GuardedPool:
         self.page_bytes = self.geometry.page_bytes
         self._start = GUARD_BYTES + skew
         self._memory = [
+            # Guards around each component, so that a copy which is a few bytes too long is found
+            # (GET-2).
             memoryview(bytearray(b"\0" * skew + GUARD + bytes(pages * length) + GUARD))
             for length in components
         ]
@@ -137,8 +141,10 @@ class LentMemory:
 
 
 class EngineHostPool:
-    """A pool as an engine has it: one strided tensor, no addresses, flat pages that are copies
-    (SGLang's `layer_first`)."""
+    """A pool as an engine has it (SGLang's `layer_first`).
+
+    One strided tensor, no addresses, and flat pages that are copies.
+    """
 
     layout = "layer_first"
 

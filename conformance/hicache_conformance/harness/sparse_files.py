@@ -16,8 +16,10 @@ PIECE_BYTES: Final = 4 << 20
 
 
 def extents(descriptor: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of each part of a file that is no hole; the whole file where the file system
-    does not tell."""
+    """Begin and end of each part of a file that is no hole.
+
+    The whole file where the file system does not tell.
+    """
     end = 0
     while True:
         try:
@@ -32,8 +34,9 @@ def extents(descriptor: int) -> Iterator[tuple[int, int]]:
 
 
 def find_all(descriptor: int, wanted: Sequence[bytes]) -> list[int]:
-    """Find the first offset of each byte string, all of one length and none of it zeros, in a file;
-    -1 where it is missing.
+    """Find the first offset of each byte string in a file; -1 where it is missing.
+
+    All are of one length, and none is zeros.
     """
     places = [-1] * len(wanted)
     for begin, end in extents(descriptor):
@@ -54,6 +57,7 @@ def copy_file(source: str, target: str) -> str:
             writing.seek(begin)
             while begin < end and (piece := reading.read(min(PIECE_BYTES, end - begin))):
                 begin += writing.write(piece)
+        # A hole at the end has no data to copy.
         writing.truncate(os.fstat(reading.fileno()).st_size)
     shutil.copystat(source, target)
     return target

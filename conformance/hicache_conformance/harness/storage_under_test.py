@@ -42,8 +42,10 @@ class PageGroup:
 
 
 class StorageUnderTest:
-    """A storage with its registered pools. Not for several threads at once: give each a
-    `client`."""
+    """A storage with its registered pools.
+
+    Not for several threads at once: give each a `client`.
+    """
 
     def __init__(
         self,
@@ -71,8 +73,7 @@ class StorageUnderTest:
         return self.storage.identity
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
-        """The same storage, restricted to a share of every pool's pages, for a thread of its
-        own."""
+        """The same storage, restricted to a share of each pool's pages, for one thread."""
         return StorageUnderTest(
             self.storage, self.memories, self._patterns, random, client=number, clients=of
         )
@@ -84,8 +85,10 @@ class StorageUnderTest:
         return self.set_many([PageGroup(keys, pool, generation)])[pool]
 
     def set_many(self, groups: Sequence[PageGroup]) -> dict[str, list[bool]]:
-        """Store pages of several transfers in one call. Their sources are overwritten as soon as it
-        returns (SET-7)."""
+        """Store pages of several transfers in one call.
+
+        Their sources are overwritten as soon as it returns (SET-7).
+        """
         placed = self._place(groups)
         for group, pages in zip(groups, placed, strict=True):
             self.fill(group, pages)
@@ -94,6 +97,8 @@ class StorageUnderTest:
         for group, pages in zip(groups, placed, strict=True):
             memory = self.memories[group.pool]
             for page in pages:
+                # The next owner's bytes: a driver that keeps a reference and writes later stores
+                # these (SET-7).
                 memory.write(page, spent(memory.page_bytes))
         return _checked(answer, groups)
 
@@ -107,12 +112,16 @@ class StorageUnderTest:
         Raises:
             Violation: GET-3 for the form of the answer, GET-2 for a touched neighbour.
         """
+        # A number for each call, and in steps of the number of clients, so that the canaries of two
+        # threads differ.
         self._calls += self._clients
         placed = self._place(groups)
         pools = {group.pool for group in groups}
         for pool in pools:
             memory = self.memories[pool]
             blank = canary(self._calls, memory.page_bytes)
+            # All pages of the client, those that are not read included: a neighbour that is touched
+            # shows by a missing canary.
             for page in self._own_pages(memory):
                 memory.write(page, blank)
         transfers = self.transfers(groups, placed)
@@ -177,12 +186,15 @@ class StorageUnderTest:
 
     def has(self, key: str, pool: str = PoolName.KV) -> bool:
         """Return whether one page exists, by the pool's own verdict."""
+        # A side pool's verdict is asked for with its transfer; KV has one in any answer (EX-6).
         window = () if pool == PoolName.KV else (all_pages(pool),)
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
 
     def clear(self) -> str:
-        """Clear the storage's namespaces; the error of a clear that did not happen or may have
-        happened, empty if it returned."""
+        """Clear the storage's namespaces.
+
+        The error of a clear that did not happen or may have happened, empty if it returned.
+        """
 
         def clear() -> str:
             try:
@@ -278,8 +290,9 @@ class StorageUnderTest:
                 raise Violation(rule, f"{page}, and exists says that it is there")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
-        """Read pages that this identity and others have stored under the same keys, each with its
-        own bytes.
+        """Read pages that this identity and others have stored under the same keys.
+
+        Each has to hold its own bytes.
 
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
@@ -358,8 +371,10 @@ class StorageUnderTest:
         return range(self._client * group, (self._client + 1) * group)
 
     def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
-        """Pages for every transfer, in no order that a driver could guess, and no two the same in a
-        pool."""
+        """Pages for every transfer, in no order that a driver could guess.
+
+        No two are the same in a pool.
+        """
         free = dict[str, list[int]]()
         placed = list[list[int]]()
         for group in groups:
@@ -405,8 +420,10 @@ def all_pages(pool: str) -> PoolTransfer:
 
 
 def trailing(pool: str, window: int) -> PoolTransfer:
-    """A side pool of which the last `window` pages are needed; its keys are placeholders, as
-    engines send them."""
+    """A side pool of which the last `window` pages are needed.
+
+    Its keys are placeholders, as engines send them.
+    """
     return PoolTransfer(
         PoolName(pool), keys=["__placeholder__"] * window, hit_policy=PoolHitPolicy.TRAILING_PAGES
     )

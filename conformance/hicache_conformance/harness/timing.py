@@ -13,8 +13,9 @@ ROUNDS: Final = 15
 
 
 def min_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
-    """CPU time of one call of each, all threads of the process together: the least of several
-    interleaved rounds.
+    """CPU time of one call of each, all threads of the process together.
+
+    The least of several interleaved rounds.
 
     Args:
         repeat: calls in each round.
@@ -27,6 +28,7 @@ def seconds(*questions: Callable[[], object]) -> list[list[float]]:
     """Times of one call of each question, in interleaved rounds whose order alternates."""
     rounds = list[list[float]]()
     for number in range(ROUNDS):
+        # Alternating, so that warmth of caches and a machine that gets slower favour no question.
         order = range(len(questions)) if number % 2 else reversed(range(len(questions)))
         taken = {index: _wall(questions[index]) for index in order}
         rounds.append([taken[index] for index in range(len(questions))])
@@ -34,8 +36,10 @@ def seconds(*questions: Callable[[], object]) -> list[list[float]]:
 
 
 def significantly_slower(slow: list[float], fast: list[float]) -> float:
-    """By which factor the one is slower, in the judgement that favours it: the least of the ratios
-    of minima and medians."""
+    """The factor by which one is slower, in the judgement that favours it.
+
+    The least of the ratios of minima and medians.
+    """
     return min(min(slow) / min(fast), median(slow) / median(fast))
 
 

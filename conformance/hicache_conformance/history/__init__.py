@@ -1,2 +1,1 @@
-"""Histories: the calls that threads and processes make on a store, and a checker for their
-answers."""
+"""Histories: the calls that threads and processes make, and a checker for their answers."""

@@ -150,12 +150,16 @@ class HistoryChecker:
         match event.call:
             case Call.SET:
                 for page in pages:
+                    # A copy of what was acknowledged by now: only that forbids this set to write
+                    # (SET-3), and later sets must not count.
                     page.sets[event.begun.value] = _Set(event, page.acknowledged.copy())
                     page.unsettled += 1
             case Call.DELETE:
                 for page in pages:
                     page.deletes.begin()
             case _:
+                # Remembered from the beginning of the call, because what ends during it may or may
+                # not be seen by it.
                 self._before[id(event)] = [
                     _Before(
                         page.acknowledged.copy(),
@@ -186,6 +190,8 @@ class HistoryChecker:
                 for index, (page, before) in enumerate(judged):
                     if index < ended.hit:
                         self._judge_claim(event, index, page, before)
+                    # The first page that was not found is the only one that an exists denies; it
+                    # says nothing of those behind.
                     elif index == ended.hit:
                         self._judge_miss(event, index, page, before, AnomalyKind.DENIED)
 
@@ -207,6 +213,8 @@ class HistoryChecker:
             later = self._begun_later(event, index, value)
             self._find(AnomalyKind.UNBEGUN, event, index, *([later] if later else []))
             return
+        # The latest removal of the page itself and of its whole pool: one that came after the
+        # value's set is enough.
         removal = max(before.removals, key=lambda latest: latest.at)
         if (
             written.acknowledged_at is not None
@@ -234,6 +242,8 @@ class HistoryChecker:
 
     def _judge_claim(self, event: Event, index: int, page: _Page, before: _Before) -> None:
         removal = max(before.removals, key=lambda latest: latest.at)
+        # A set that has begun, or whose process was killed, may have published: then a claim proves
+        # nothing.
         if (not page.unsettled and page.last_acknowledgement < removal.at) or not page.sets:
             last = page.last_acknowledged
             self._find(
@@ -251,8 +261,10 @@ class HistoryChecker:
         )
 
     def _begun_later(self, event: Event, index: int, value: int) -> Event | None:
-        """The set that wrote a value after it was read, if there is one: for the report alone, so
-        found once for all."""
+        """The set that wrote a value after it was read, if there is one.
+
+        For the report alone, so found once for all.
+        """
         if self._later is None:
             self._later = {
                 (event.begun.pool, key, event.begun.value): event
@@ -277,14 +289,17 @@ def _acknowledge(page: _Page, event: Event) -> None:
     assert ended_at is not None
     if written.acknowledged_at is None:
         page.unsettled -= 1
-    written.acknowledged_at = page.last_acknowledgement = ended_at
+    written.acknowledged_at = ended_at
+    page.last_acknowledgement = ended_at
     page.last_acknowledged = event
     page.acknowledged.tell(event)
 
 
 def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
-    """Both ends of every call, in the order of time; of those at one time, beginnings first, so
-    that they overlap."""
+    """Both ends of every call, in the order of time.
+
+    Of those at one time, beginnings first, so that they overlap.
+    """
     clients = dict[str, list[tuple[int, bool, Event]]]()
     for event in events:
         client = clients.setdefault(event.begun.client, [])
@@ -292,5 +307,7 @@ def _ends(events: Iterable[Event]) -> list[tuple[bool, Event]]:
         if event.ended_at is not None:
             client.append((event.ended_at, True, event))
     merged = [end for client in clients.values() for end in client]
+    # Stable and by two fields only: events cannot be compared, and False sorts before True, so that
+    # beginnings come first.
     merged.sort(key=lambda end: end[:2])
     return [(is_end, event) for _, is_end, event in merged]

@@ -54,8 +54,12 @@ class Counterexample:
     def violation(
         self, anomalies: Sequence[Anomaly], rule: str, rules: Mapping[AnomalyKind, str] = RULES
     ) -> Violation:
-        """The worst anomaly as the violation of a rule, with its counterexample as a note; of equal
-        ones the first."""
+        """The worst anomaly as the violation of a rule, with its counterexample as a note.
+
+        Of equal ones the first.
+        """
+        # Only the worst one is told in full. A single lost update makes dozens of later answers
+        # impossible, which say nothing new.
         first = self._complete(min(anomalies, key=lambda anomaly: _WORST_FIRST.index(anomaly.kind)))
         violation = Violation(rules.get(first.kind, rule), self.headline(first))
         violation.add_note("\n".join(self.counterexample(first)))
@@ -76,8 +80,10 @@ class Counterexample:
         return f"{where} {value}{_REASONS[anomaly.kind]}"
 
     def counterexample(self, anomaly: Anomaly) -> list[str]:
-        """The calls that matter, in the order of time: milliseconds from the first to begin, who,
-        what, and the answer."""
+        """The calls that matter, in the order of time.
+
+        Milliseconds from the first to begin, client, call and answer.
+        """
         calls = sorted(
             {id(event): event for event in (*anomaly.witnesses, anomaly.answer)}.values(),
             key=_began_at,
@@ -102,6 +108,7 @@ class Counterexample:
         """Add the sets whose bytes make up a page that is none."""
         if anomaly.kind is not AnomalyKind.FOREIGN:
             return anomaly
+        # The generations in the pieces name the sets that were mixed, by one writer each.
         values = {piece.generation for piece in self._passages(anomaly)} - {None}
         writers = [
             event

@@ -80,8 +80,10 @@ class Event(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def ended_at(self) -> int | None:
-        """None for a call that may take effect at any later time: its process was killed in it, or
-        it is a clear that raised."""
+        """The time of its end; None for a call that may take effect at any later time.
+
+        Its process was killed in it, or it is a clear that raised.
+        """
         return None if self.ended is None or self.ended.raised else self.ended.at
 
 
@@ -101,6 +103,7 @@ class Recorder:
 
     def events(self) -> list[Event]:
         """All calls, those that have not returned last."""
+        # A call without an end stays: it may have taken effect at any later time.
         return [*self._whole, *map(Event, self._open.values())]
 
     def running(self) -> Begun | None:

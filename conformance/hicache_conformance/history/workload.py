@@ -72,10 +72,14 @@ class Client:
         """
         random = Random(f"{work.seed}/{number}")
         calls, weights = list(work.mix), list(work.mix.values())
+        # Polled and not slept through in one go: processes that wake up late by the scheduler would
+        # not overlap.
         while time.monotonic_ns() < work.start_at:
             time.sleep(0.0005)
         for step in range(work.calls):
             call = random.choices(calls, weights)[0]
+            # Without repetitions: of a page that is set twice in one call the history could not
+            # tell which answer is whose.
             chain = random.sample(work.keys, random.randint(1, min(work.max_keys, len(work.keys))))
             # What an exists says of other pools is the business of the rules EX; here it is asked
             # about the KV pool alone.
@@ -86,6 +90,8 @@ class Client:
         """Make one call; its answer."""
         number = next(self._numbers)
         shown = tuple(keys) if call is not Call.CLEAR else ()
+        # Taken before the event is sent, so that the interval in the history contains the call. An
+        # interval that is too short would contradict answers that are right.
         at = time.monotonic_ns()
         self._note(
             Begun(
@@ -110,6 +116,7 @@ class Client:
                 return Ended(number=number, at=now(), done=tuple(done))
             case Call.GET:
                 contents = sut.get(keys, pool)
+                # Before the bytes are compared, which takes as long as some gets.
                 at = now()
                 found = (
                     None if content is None else self._value(key, content, pool)

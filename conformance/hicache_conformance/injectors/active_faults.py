@@ -32,9 +32,13 @@ class ActiveFaults:
 
     def at(self, operation: str) -> list[Fault]:
         """Return the faults that hit the operation that begins now."""
+        # Without the lock: most operations meet no fault, and a lock would make the threads of a
+        # driver wait for each other.
         if not self._faults or self._healed.is_set():
             return []
         found: list[Fault] = []
+        # Guards the counters. Two threads that read one number would both be the operation that a
+        # fault of `count=1` hits.
         with self._lock:
             for index, fault in enumerate(self._faults):
                 if fault.operations and operation not in fault.operations:
@@ -58,6 +62,8 @@ class ActiveFaults:
                 self._healed.wait(fault.seconds)
             elif fault.kind is FaultKind.HANG:
                 self._healed.wait(MAX_HANG_SECONDS)
+        # Errors come after the delays, so that a plan of both is a call that takes long and fails,
+        # as with a lost server.
         for fault in faults:
             if fault.kind is FaultKind.ERROR:
                 raise failure(fault.error)

@@ -90,6 +90,8 @@ class DiskInjector(FaultInjector):
         return self._process.poll() is None
 
     def apply(self, plan: FaultPlan) -> None:
+        # Before the fault is injected: a page that the kernel has cached is read without asking
+        # FUSE, and the lost handle would not show.
         if find_fault(plan.faults, FaultKind.LOST_DESCRIPTOR):
             self._drop_page_cache()
         self._ask("inject", plan.as_json())
@@ -107,6 +109,7 @@ class DiskInjector(FaultInjector):
         """Unmount, whatever hangs there."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
+            # The process unmounts when its input ends, and does so even if requests hang there.
             self._process.stdin.close()
         try:
             self._process.wait(PATIENCE_SECONDS)
@@ -116,12 +119,15 @@ class DiskInjector(FaultInjector):
         for stream in (self._process.stdout, self._process.stderr):
             if stream is not None:
                 stream.close()
+        # Once more from here, where the process was killed before it had unmounted.
         unmount(self._home / "disk")
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _drop_page_cache(self) -> None:
-        """Drop the kernel's cache of the files that are open now, by opening them anew, so that
-        reads of them reach FUSE."""
+        """Drop the kernel's cache of the files that are open now, so that reads reach FUSE.
+
+        By opening them anew.
+        """
         for path in msgspec.convert(self._ask("open"), list[str]):
             with contextlib.suppress(OSError):
                 os.close(os.open(f"{self._home}/disk{path}", os.O_RDONLY))
@@ -145,6 +151,8 @@ class DiskInjector(FaultInjector):
     def _wait_until_mounted(self) -> None:
         outside, until = self._home.stat().st_dev, time.monotonic() + PATIENCE_SECONDS
         point = self._home / "disk"
+        # A mount point has another device than its parent; the process only says that it will
+        # mount.
         while not point.exists() or point.stat().st_dev == outside:
             if self._process.poll() is not None or time.monotonic() > until:
                 self._process.kill()

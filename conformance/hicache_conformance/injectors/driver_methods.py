@@ -161,8 +161,10 @@ def _fail_afterwards(faults: Sequence[Fault]) -> None:
 def _misread(
     ask: Ask[ReadBatch], batches: Sequence[ReadBatch], call: Call, faults: Sequence[Fault]
 ) -> list[list[bool]]:
-    """Read, and damage what arrives; the SDK is handed it unverified, as if the store had sent it
-    so."""
+    """Read, and damage what arrives.
+
+    The SDK is handed it unverified, as if the store had sent it so.
+    """
     swaps = find_fault(faults, FaultKind.WRONG_KEY) is not None
     stand_ins = [
         ReadBatch(batch.namespace, _stand_ins(batch, call, swaps=swaps)) for batch in batches

@@ -80,9 +80,12 @@ class Control:
         return None
 
     def begin(self, operation: str, handle: int | None = None) -> list[Fault]:
-        """Count a request, apply delays and errors; return the faults, for those that the operation
-        itself has to apply."""
+        """Count a request, apply delays and errors.
+
+        Return the faults, for those that the operation itself has to apply.
+        """
         self.requests = next(self._requests) + 1
+        # Read once: `inject` may replace it in the other thread while this operation is delayed.
         active = self.active
         faults = active.at(operation)
         active.apply(faults)
@@ -96,8 +99,9 @@ class Control:
     def change(
         self, operation: str, handle: int | None = None, *, retransmitted: str = "EIO"
     ) -> Generator[list[Fault]]:
-        """Around a request that changes something: as `begin`, and afterwards the error of one that
-        took effect.
+        """Wrap a request that changes something.
+
+        As `begin`, and afterwards the error of one that took effect.
 
         Args:
             operation: its sort.
@@ -159,7 +163,10 @@ class Passthrough:
     def open(self, path: str, flags: int) -> int:
         writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
         return self._opened(
-            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT), path
+            # Without O_DIRECT: libfuse's buffers are not aligned as the backing file system would
+            # require.
+            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT),
+            path,
         )
 
     def create(self, path: str, mode: int, flags: int) -> int:
@@ -194,12 +201,15 @@ class Passthrough:
                 data = flipped(data, flip.place)
             if find_fault(faults, FaultKind.TORN_WRITE):
                 os.pwrite(fh, data[: len(data) // 2], offset)
+                # All of them are acknowledged although half was written, as by a disk that lost
+                # power.
                 return len(data)
             if find_fault(faults, FaultKind.SHORT_WRITE) and len(data) > 1:
                 data = data[: len(data) // 2]
             return os.pwrite(fh, data, offset)
 
     def flush(self, path: str, fh: int) -> int:
+        # A close() of the driver arrives as flush; network file systems report failed writes there.
         self._control.begin("sync", fh)
         return 0
 

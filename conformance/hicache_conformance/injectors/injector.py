@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 
 class FaultInjector(ABC):
-    """A place below a driver where operations can be made to fail. One plan at a time; healed
-    before the next."""
+    """A place below a driver where operations can be made to fail.
+
+    One plan at a time; healed before the next.
+    """
 
     name: ClassVar[str]
 
@@ -25,14 +27,18 @@ class FaultInjector(ABC):
 
     @property
     def tmp(self) -> Path | None:
-        """The directory that `{tmp}` stands for with this injector; None where it does not
-        matter."""
+        """The directory that `{tmp}` stands for with this injector.
+
+        None where it does not matter.
+        """
         return None
 
     @property
     def ports(self) -> Mapping[str, int]:
-        """The ports that `{port:NAME}` stands for with this injector; those of the servers
-        themselves if empty."""
+        """The ports that `{port:NAME}` stands for with this injector.
+
+        Those of the servers themselves if empty.
+        """
         return {}
 
     def attach(self, storage: HiCacheStorage) -> None:

@@ -105,6 +105,7 @@ def generate_plan(
     menu = [fault for fault in MENU[injector] if hangs or fault.kind is not FaultKind.HANG]
     menu += [KILLED_ENGINE] if engines else []
     chosen = [_drawn(injector, random.choice(menu), random) for _ in range(random.randint(1, most))]
+    # Faults without a time are states, such as a killed server, and hold once or not at all.
     once = {fault.kind: fault for fault in chosen if fault.kind in UNTIMED}
     return FaultPlan(
         injector,
@@ -122,7 +123,9 @@ def _drawn(injector: str, fault: Fault, random: Random) -> Fault:
         kind=fault.kind,
         operations=fault.operations,
         error=fault.error,
+        # Mostly early: short calls make few operations, and a fault on the fortieth is rarely met.
         first=random.choice((0, 0, random.randrange(4), random.randrange(40))),
+        # One hit is the common case of a passing fault; 0 stands for all from then on.
         count=random.choice((1, 1, 2, random.randint(2, 20), 0)),
         seconds=round(random.uniform(0.001, 0.02), 4) if fault.kind is FaultKind.DELAY else 0.0,
         place=round(random.random(), 4),

@@ -91,11 +91,14 @@ class Servers:
                         f"the server {words[0]!r} cannot be started: {error}"
                     ) from error
             self._processes[number] = process
+            # Before the next server is started, which may need this one.
             for name in port_names(command):
                 self._wait_for(number, words, name)
 
     def kill(self) -> None:
         """Kill all servers, without a chance to save anything."""
+        # All are signalled before any is waited for: one that loses its peer first would have time
+        # to save something.
         for process in self._processes.values():
             _signal(process, signal.SIGKILL)
         for process in self._processes.values():
@@ -106,11 +109,15 @@ class Servers:
         self._processes.clear()
 
     def suspend(self) -> None:
-        """Stop all servers where they are; they keep their ports and their connections, and answer
-        nothing."""
+        """Stop all servers where they are.
+
+        They keep their ports and their connections, and answer nothing.
+        """
         for process in self._processes.values():
             _signal(process, signal.SIGSTOP)
         for process in self._processes.values():
+            # SIGSTOP takes effect thread by thread; an answer that is sent after `suspend` has
+            # returned would make the fault a race.
             stand_still(process.pid)
 
     def resume(self) -> None:
@@ -134,6 +141,7 @@ class Servers:
 
     def close(self) -> None:
         """Ask all servers to end, and end those that do not."""
+        # A stopped process does not receive SIGTERM.
         self.resume()
         for process in self._processes.values():
             _signal(process, signal.SIGTERM)
@@ -166,8 +174,7 @@ class Servers:
 
 
 class ServerInjector(FaultInjector):
-    """The servers themselves: killed and started again, set back to an older state, or
-    suspended."""
+    """The servers themselves: killed and restarted, set back to an older state, suspended."""
 
     name: ClassVar[str] = "services"
 
@@ -182,6 +189,7 @@ class ServerInjector(FaultInjector):
         self._struck = len(plan.faults)
         self._stale = find_fault(plan.faults, FaultKind.STALE) is not None
         if self._stale:
+            # Taken now and put back at `heal`: the servers forget what was acknowledged in between.
             self._services.snapshot(self._home / "snapshot")
         if find_fault(plan.faults, FaultKind.KILL):
             self._services.kill()
@@ -217,8 +225,10 @@ class ServerInjector(FaultInjector):
 
 
 def stand_still(group: int) -> None:
-    """Wait until the processes of a group that was sent SIGSTOP have stopped in all their threads;
-    some go on for a moment."""
+    """Wait until a group that was sent SIGSTOP has stopped in all its threads.
+
+    Some go on for a moment.
+    """
     while not _STILL.issuperset(_states(group)):
         time.sleep(0.001)
 

@@ -69,6 +69,7 @@ class TcpProxyInjector(FaultInjector):
 
     def heal(self) -> None:
         self._active.heal()
+        # asyncio's events are not thread-safe, and this runs in the suite's thread.
         self._loop.call_soon_threadsafe(self._healed.set)
         for proxy in self._proxies.values():
             self._do(proxy.listen())
@@ -97,8 +98,10 @@ class TcpProxyInjector(FaultInjector):
         Raises:
             ConnectionResetError: the connection is cut; its argument is what still goes through.
         """
+        # A turn is one round trip, in however many packets it comes (EX-10).
         if begins and operation == "request":
             self._seen = next(self._turns) + 1
+        # Read once: `apply` may replace both while this turn is delayed.
         active, healed = self._active, self._healed
         faults = active.at(operation) if begins else []
         for fault in faults:
@@ -133,7 +136,11 @@ class _Proxy:
         """Accept connections; at once if it does already."""
         if self._listener is None:
             self._listener = await asyncio.start_server(
-                self._accept, "127.0.0.1", self.port, reuse_address=True
+                # The same port as before, since the driver has it in its options.
+                self._accept,
+                "127.0.0.1",
+                self.port,
+                reuse_address=True,
             )
             self.port = self._listener.sockets[0].getsockname()[1]
 
@@ -162,6 +169,8 @@ class _Proxy:
         finally:
             self._writers -= {writer, back}
             for end in (writer, back):
+                # A cut connection is reset. An orderly end could be taken for a short reply that is
+                # complete.
                 _reset(end) if turn.cut else end.close()
 
     async def _pump(

@@ -92,6 +92,8 @@ class TcpProxyProcess(FaultInjector):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         answer = b""
+        # Commands come from several threads of a case, and an answer belongs to the command before
+        # it.
         with self._lock, contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()

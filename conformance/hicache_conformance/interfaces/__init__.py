@@ -1,2 +1,4 @@
-"""Adapters that put the drivers of other interfaces under the suite, called as their own engine
-calls them."""
+"""Adapters that put the drivers of other interfaces under the suite.
+
+They are called as their own engine calls them.
+"""

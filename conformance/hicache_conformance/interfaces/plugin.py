@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def hicache_register_drivers() -> Sequence[DriverSpec]:
     """The driver that `hicache conformance run ... --interface` is about."""
     setup = current()
+    # In every other process of an environment there is no run file, and no foreign driver.
     if setup is None:
         return []
     return [

@@ -1,5 +1,6 @@
-"""Interface profiles: the rules and cases of the contract that a foreign interface promises
-(`sglang/rules.toml`).
+"""Interface profiles: the rules and cases that a foreign interface promises.
+
+They are listed in `sglang/rules.toml`.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             LookupError: nothing is said about one of its rules.
         """
         entries = self._about(driver)
+        # The exact parametrization first: an entry about one fault of a case overrules the entry
+        # about the case.
         for name in (case, case.partition("[")[0]):
             for entry in entries:
                 if name in entry.cases:
                     return "" if entry.declared else entry.reason
         reasons = [_level_reason(entries, level) for level in levels]
+        # A case of several levels runs if one of them is promised.
         if all(reasons):
             return reasons[0]
         reasons = [self.rule(driver, rule) for rule in rules]
@@ -78,6 +82,7 @@ class Promises(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _about(self, driver: str) -> list[PromiseEntry]:
         """Return the entries about a driver, those about it alone before those about all."""
         entries = [entry for entry in self.entry if not entry.drivers or driver in entry.drivers]
+        # Stable, so that within each kind the order of the file decides.
         return sorted(entries, key=lambda entry: not entry.drivers)
 
 

@@ -55,9 +55,10 @@ def described(function: Callable[..., object], arguments: dict[str, Any]) -> Cas
 
 
 def cases_of(suite: type) -> dict[str, Case]:
-    """The cases that a class and its bases hold, by the name of their function, in the order of
-    their definition."""
+    """The cases of a class and its bases, by function name, in the order of definition."""
     found = dict[str, Case]()
+    # The order in which pytest runs the methods of base classes, so that lists and reports agree
+    # with a run.
     for home in reversed(suite.__mro__):
         for function in vars(home).values():
             for mark in getattr(function, "pytestmark", ()):

@@ -100,6 +100,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.kind in UNTIMED:
             return what
         where = " or ".join(self.operations) or "any operation"
+        # In words, because the plan stands in messages of violations, which are read far from the
+        # code.
         if not self.count:
             return f"{what} at {where}" + (
                 f" from number {self.first + 1} on" if self.first else ""

@@ -183,6 +183,7 @@ class OutcomeStream:
         """Read a whole file; an incomplete last line is what a crash leaves, and is ignored."""
         stream = cls()
         for line in path.read_text("utf-8").splitlines(keepends=True) if path.exists() else ():
+            # Lines are written whole, so that only the last one can be cut.
             if line.endswith("\n"):
                 stream.feed(line)
         return stream
@@ -222,5 +223,7 @@ class StreamWriter:
         self._write("footer", None)
 
     def _write(self, kind: str, content: object) -> None:
+        # Opened for each line: the file reaches the kernel with the close, and survives whatever
+        # the next case does to this process.
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode((kind, content)) + b"\n")

@@ -15,6 +15,8 @@ _PORT: Final = re.compile(r"\{port:([A-Za-z0-9_.-]+)\}")
 
 def filled(text: str, tmp: Path | str, ports: Mapping[str, int]) -> str:
     """The text with its placeholders filled in; a port that is not known stays as it is."""
+    # Left as it is: the preflight names the port in its message, where a wrong number would be a
+    # connection refused.
     return _PORT.sub(lambda found: str(ports.get(found[1], found[0])), text.replace(TMP, str(tmp)))
 
 

@@ -51,6 +51,8 @@ PROFILES = {
             plan_steps=10,
             process_calls=60,
             kills=4,
+            # Shrinking repeats a failing history many times; a quick run leaves that to `hicache
+            # conformance repro`.
             shrinks=False,
             recovery_seconds=5.0,
             grace_seconds=2.0,

@@ -1,5 +1,6 @@
-"""Names that the pytest plugin, the session and the fixtures share: the mark, report properties,
-and the seed.
+"""Names that the pytest plugin, the session and the fixtures share.
+
+The mark, the report properties, and the seed.
 
 The plugin is loaded by every pytest of an environment that has the suite installed, so this module
 imports nothing of the suite.
@@ -30,8 +31,11 @@ _DRAWN = pytest.StashKey[tuple[int, str]]()
 
 
 def drawn_seed(config: pytest.Config) -> tuple[int, str]:
-    """Seed and name of this run: drawn once for a session and its pytest-xdist workers, unless an
-    option gives the seed."""
+    """Seed and name of this run: drawn once for a session and its pytest-xdist workers.
+
+    Unless an option gives the seed.
+    """
+    # A worker draws nothing by itself: each would have another seed, and the report names one.
     from_controller: dict[str, tuple[int, str]] | None = getattr(config, "workerinput", None)
     if from_controller is not None:
         return from_controller[DRAWN_INPUT]

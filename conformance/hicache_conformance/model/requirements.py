@@ -32,6 +32,7 @@ def declares(capabilities: Capabilities, need: str) -> bool:
     """
     if not need:
         return True
+    # Text and not a function, so that needs can stand in `rules.toml` and be printed in reports.
     name, _, least = need.partition(">=")
     value = getattr(capabilities, name, None)
     if isinstance(value, StrEnum) and least:
@@ -40,6 +41,7 @@ def declares(capabilities: Capabilities, need: str) -> bool:
         return order.index(value) >= order.index(type(value)(least))
     if isinstance(value, bool) and not least:
         return value
+    # A limit is something that a case can be about only if there is one.
     if name == "max_page_bytes" and not least:
         return value is not None
     raise ValueError(f"{need!r} names no capability; write a flag, or name>=value")
@@ -64,5 +66,6 @@ def _rank(value: object) -> float:
         return list(type(value)).index(value)
     if isinstance(value, int):
         return value
+    # No limit promises more than any limit.
     assert value is None, value
     return float("inf")

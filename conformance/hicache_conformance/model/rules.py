@@ -69,8 +69,9 @@ def spec_version() -> str:
 
 
 def parse_levels(text: str) -> tuple[Level, ...]:
-    """Levels of a comma-separated text, in the specification's order; `all` and empty text mean
-    every level.
+    """Levels of a comma-separated text, in the specification's order.
+
+    `all` and empty text mean every level.
 
     Raises:
         ValueError: a level is unknown.
@@ -91,6 +92,7 @@ def parse_names(kind: type[NameT], text: str) -> tuple[NameT, ...]:
     if unknown:
         noun = kind.__name__.lower()
         raise ValueError(f"unknown {noun} {unknown[0]!r}; {noun}s are {', '.join(kind)}, or all")
+    # In the order of the enum and not of the text, so that reports of one selection are alike.
     return tuple(member for member in kind if member in names)
 
 

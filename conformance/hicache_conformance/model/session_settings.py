@@ -18,12 +18,14 @@ _SETTINGS: Final = pytest.StashKey[Settings]()
 
 
 def settings_of(config: pytest.Config) -> Settings:
-    """The settings of this session: the command line's, or those of pytest's options. Always the
-    same.
+    """The settings of this session: the command line's, or those of pytest's options.
+
+    Always the same.
 
     Raises:
         pytest.UsageError: an option has a bad value.
     """
+    # Once a session: a drawn seed must be the same for every case.
     if _SETTINGS not in config.stash:
         run = RunFile.of_environment()
         config.stash[_SETTINGS] = run.settings if run else _of_options(config)

@@ -35,19 +35,44 @@ class Settings:
         cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None
     ) -> Self:
         """Settings of a new run; a seed is drawn where none is given."""
+        # The seed decides what cases do, the run's name only what pages are called: repeated by its
+        # seed, a run must not find the pages of the first one.
         drawn = secrets.randbelow(2**32) if seed is None else seed
         return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """The metadata server of a run of the protocol's suite."""
+
+    url: str = ""
+    """Address of a server that runs; empty where `start_server` starts one."""
+    start_server: str = ""
+    parts: tuple[str, ...] = ("compatible", "native")
+    tokens: dict[str, str] = field(default_factory=dict[str, str])
+    """By what they permit; `admin` is the one that the suite works with."""
+    lease_seconds: float | None = None
+    """How long reservations of a server without a native part last; None where they last for
+    ever."""
+    patience: float = 15.0
+    """Seconds that a case may wait for the server's own clock."""
+    again: str = "hicache conformance metadata"
+    """Command that begins such a run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
     """Parameters that the command line hands to its child process, out of sight of `ps`."""
 
-    driver: str
-    config: dict[str, str]
     settings: Settings
-    stream: str
-    """File that the outcomes go to."""
+    driver: str = ""
+    """As `hicache drivers` lists it; empty for a metadata server."""
+    config: dict[str, str] = field(default_factory=dict[str, str])
+    """Options of the driver; `{tmp}` stands for an empty directory."""
+    server: ServerOptions | None = None
+    """The metadata server, in the place of a driver."""
+    stream: str = ""
+    """File that the outcomes go to; the child process of a run is told which."""
     cases: list[str] = field(default_factory=list[str])
     """Names that a case must contain one of; empty for all."""
     services: list[str] | None = None
@@ -59,6 +84,7 @@ class RunFile:
 
     def write(self, path: Path) -> None:
         """Write it for `read`."""
+        # Created before it is written, because options may hold secrets.
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
 

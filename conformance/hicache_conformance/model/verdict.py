@@ -91,6 +91,8 @@ def judge(
             untested.
         by_id: the rules to judge by; those of the contract if not given.
     """
+    # A crash is an outcome of its case. Otherwise the rules of that case would merely be untested,
+    # and the cause would be lost.
     outcomes = [*stream.outcomes, *_crash(stream)]
     results = [
         _result(rule, outcomes, selected, catalogue, stream)
@@ -131,6 +133,8 @@ def _result(
     if not levels:
         result.reason = f"level {' and '.join(rule.levels)} was not selected"
         return result
+    # Before the cases are looked at: a foreign driver may keep a rule by chance, and its interface
+    # still does not promise it.
     not_promised = stream.header.not_promised.get(rule.id) if stream.header else None
     if not_promised:
         result.levels = dict.fromkeys(levels, Outcome.NOT_DECLARED)
@@ -166,6 +170,7 @@ def _verdicts(
 ) -> Iterable[tuple[Outcome, str]]:
     ran = [case for case in mine if level in case.levels]
     for case in ran:
+        # It stopped at another rule's violation, so that it did not get as far as this one.
         if case.outcome is Outcome.FAIL and case.broken_rule not in ("", rule.id):
             yield Outcome.UNTESTED, f"{case.case} stopped at a violation of {case.broken_rule}"
         elif case.passes_undeclared:
@@ -175,6 +180,8 @@ def _verdicts(
     planned = [
         case for case in catalogue.values() if rule.id in case.rules and level in case.levels
     ]
+    # A case that was planned and left no outcome was deselected, or the run ended before it: what
+    # it would have found is not known.
     left = {case.name for case in planned} - {case.function for case in ran}
     if left:
         yield Outcome.UNTESTED, f"{', '.join(sorted(left))} did not run"
@@ -200,6 +207,7 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
         ]
 
     failed, broken, untested = ids(Outcome.FAIL), ids(Outcome.ERROR), ids(Outcome.UNTESTED)
+    # Failures come first, also of a run that crashed: what was found before stands.
     if failed:
         return Verdict.NON_CONFORMANT, f"breaks {_listed(failed)}"
     if stream.broken:
@@ -215,6 +223,7 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
         return Verdict.INCOMPLETE, f"the suite itself broke in {_listed(broken)}"
     if untested:
         return Verdict.INCOMPLETE, f"{len(untested)} rules untested: {_listed(untested)}"
+    # Else a driver that declares nothing, or a level without rules, would conform.
     if not ids(Outcome.PASS):
         return Verdict.INCOMPLETE, "no rule was tested"
     return (

@@ -6,8 +6,10 @@ import pytest
 
 
 class Violation(AssertionError):
-    """The driver broke a rule. Anything else that a case raises means that the suite itself
-    broke."""
+    """The driver broke a rule.
+
+    Anything else that a case raises means that the suite itself broke.
+    """
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}" if rule else message)
@@ -20,5 +22,7 @@ class Inconclusive(pytest.skip.Exception):  # type: ignore[name-defined,misc]  #
 
 
 class NotPromised(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # as above
-    """A case asks for what the interface of a foreign driver cannot express; its rules count as not
-    declared."""
+    """A case asks for what the interface of a foreign driver cannot express.
+
+    Its rules count as not declared.
+    """

@@ -47,6 +47,8 @@ class Channel(Generic[MessageT]):
         """
         # Options of a driver may be paths, or whatever else its config model converts.
         line = msgspec.json.encode(message, enc_hook=str) + b"\n"
+        # One line at a time: without the lock two threads of a workload could send their lines into
+        # each other.
         with self._lock:
             self._connection.sendall(line)
 
@@ -89,5 +91,6 @@ class Channel(Generic[MessageT]):
         if not chunk:
             # A last line that is not whole is what its sender was killed in.
             raise EOFError
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        lines = (self._rest + chunk).split(b"\n")
+        self._rest = lines.pop()
         self._arrived += [self._decoder.decode(line) for line in lines]

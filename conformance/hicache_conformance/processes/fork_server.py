@@ -34,6 +34,8 @@ class ForkServer:
     """The suite's side: starts, kills and reaps workers. One a process; not thread-safe."""
 
     def __init__(self) -> None:
+        # Sequenced packets keep the boundaries of messages, so that a descriptor stays with the
+        # request that it was sent with.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Environments are long; a message has to fit.
         for side in (ours, theirs):
@@ -85,6 +87,7 @@ class ForkServer:
         try:
             self._control.send(json.dumps({"kill": pid}).encode())
             status = self._answer()
+        # The control socket is closed on the other side.
         except OSError:
             # The fork server has died, and its children were killed with it.
             return int(signal.SIGKILL)
@@ -108,6 +111,8 @@ def _environment() -> dict[str, str]:
 
 def _main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
+    # Set before anything slow: a suite that is killed during the imports would leave this process
+    # behind.
     die_with_parent()
     _preload_slow_modules()
     alive_pids = set[int]()
@@ -138,6 +143,7 @@ def _become_worker(request: dict[str, Any], descriptor: int) -> None:
     """Become a worker; never returns."""
     status = 1
     try:
+        # A session of its own, so that `_kill` also reaches what a driver has started there.
         os.setsid()
         # Holds across execve, so for a fresh interpreter too.
         die_with_parent()
@@ -151,6 +157,8 @@ def _become_worker(request: dict[str, Any], descriptor: int) -> None:
                 str(descriptor),
             ]
             os.execve(sys.executable, command, request["environment"])
+        # The fork has the environment of the time when the fork server was started; a case may have
+        # changed variables or `sys.path` since.
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.path[:] = request["path"]
@@ -161,6 +169,7 @@ def _become_worker(request: dict[str, Any], descriptor: int) -> None:
     except BaseException:  # noqa: BLE001 - whatever it was, this process must not continue as a second fork server
         traceback.print_exc()
     finally:
+        # Not `sys.exit`: exit handlers of the fork server belong to the fork server.
         os._exit(status)
 
 
@@ -180,8 +189,10 @@ def _kill(pid: int) -> int | None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends; nothing outlives the
-    suite."""
+    """Let the kernel kill this process when the thread that started it ends.
+
+    Nothing outlives the suite.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

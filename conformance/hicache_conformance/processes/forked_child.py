@@ -51,6 +51,7 @@ def ask_in_child(
                 or (_use(sut, keys, transfers) if everything else "")
             ).encode()
         finally:
+            # A byte even where nothing was wrong, because an empty pipe means that the child died.
             os.write(writing, told or b"\0")
             os._exit(0)
     os.close(writing)
@@ -75,6 +76,8 @@ def _answer(
         return f"a forked child that used its parent's storage got {type(error).__name__}: {error}"
     memory = sut.memories[PoolName.KV]
     for index, (key, page, ok) in enumerate(zip(keys, pages, answer, strict=True)):
+        # A miss is wrong here: the parent has read these pages a moment before, and LC-5 allows a
+        # clear error or a storage that works.
         if not ok:
             return f"page {index}: a forked child got neither an error nor the page that its parent had stored"
         wrong = sut.explain(key, memory.read(page))

@@ -45,6 +45,8 @@ def watch(
             selector.register(worker.channel, selectors.EVENT_READ, worker)
         heard_at = {worker: time.monotonic() for worker in workers}
         while selector.get_map():
+            # A second at most, so that the silence of a worker is noticed although no other one
+            # says anything.
             ready: list[WorkerProcess] = [key.data for key, _ in selector.select(1.0)]
             for worker in ready:
                 heard_at[worker] = time.monotonic()
@@ -52,6 +54,8 @@ def watch(
             for worker, at in heard_at.items():
                 if worker.busy and time.monotonic() - at > SILENCE_SECONDS:
                     raise worker.hangs()
+            # A worker that is done, or was killed, sends nothing more, and its closed socket would
+            # be ready for ever.
             for worker in [key.data for key in selector.get_map().values() if not key.data.busy]:
                 selector.unregister(worker.channel)
 
@@ -76,7 +80,8 @@ class _Killer:
         self._worker = worker
         self._schedule = schedule
         self._warm_at: int | None = None
-        self._begun = self._ended = 0
+        self._begun = 0
+        self._ended = 0
         self._busy_ns = 0
 
     def count(self, message: Begun | Ended) -> None:
@@ -85,6 +90,8 @@ class _Killer:
             self._begun += 1
         else:
             self._ended += 1
+            # From the end of the first call on, which opened connections and files and would make
+            # calls look longer than they are.
             self._warm_at = self._warm_at or message.at
             self._busy_ns = message.at - self._warm_at
 
@@ -93,5 +100,7 @@ class _Killer:
         if self._begun < self._schedule.after_calls or not self._worker.busy:
             return
         spread = 2e-9 * self._busy_ns / (self._ended - 1) if self._ended > 1 else 0.0
+        # At least `MIN_SPREAD_SECONDS`: calls of a fast driver are over before the next message is
+        # read, and all kills would fall between them.
         time.sleep(self._schedule.fraction * max(spread, MIN_SPREAD_SECONDS))
         self._worker.kill()

@@ -50,9 +50,11 @@ class WorkerProcess:
     def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
         self.name = name
         self.identity = identity
+        # Kept by the suite and not by the worker, so that the history outlives a kill.
         self.recorder = Recorder()
         self._fork_server = _fork_server()
-        self.pid, connection = self._fork_server.spawn(fresh=fresh)
+        pid, connection = self._fork_server.spawn(fresh=fresh)
+        self.pid = pid
         self.channel = Channel[Answer](connection, Answer)
         self.busy = False
         """A request has been sent and is not done yet."""
@@ -109,8 +111,11 @@ class WorkerProcess:
         return list(self._ask(Call.SET, keys, pool, value).done)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int | bytes | None]:
-        """Read pages; for each key its value, None where nothing was delivered, or the bytes of
-        what is no whole page of it."""
+        """Read pages.
+
+        For each key its value, None where nothing was delivered, or the bytes of what is no whole
+        page of it.
+        """
         return list(self._ask(Call.GET, keys, pool).found)
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> int:
@@ -172,6 +177,8 @@ class WorkerProcess:
         self.busy = False
         status = self._fork_server.kill(self.pid)
         try:
+            # What the worker had sent before it was killed is still in the socket, and belongs to
+            # the history: a set that was acknowledged there binds the driver.
             with contextlib.suppress(EOFError):
                 while status is not None:
                     self.note(self.channel.receive())
@@ -267,6 +274,8 @@ class WorkerProcess:
 
 def _fork_server() -> ForkServer:
     fork_server = _started(os.getpid())
+    # It may have died, or this process may be a fork of the suite, which must not use its parent's
+    # socket.
     if not fork_server.alive():
         fork_server.close()
         _started.cache_clear()

@@ -42,6 +42,7 @@ class _Worker:
     """A storage, and the clients that use it."""
 
     def __init__(self, channel: Channel[Request], request: OpenStorage) -> None:
+        # Before the driver is imported, because it may do `from time import time`.
         if request.clock:
             _set_clock(request.clock)
         self._channel = channel
@@ -109,8 +110,10 @@ class _Worker:
 
 
 def _set_clock(ahead: float) -> None:
-    """Set the clock of this process ahead, before the driver is loaded; times of files stay the
-    kernel's."""
+    """Set the clock of this process ahead, before the driver is loaded.
+
+    Times of files stay the kernel's.
+    """
     seconds, nanoseconds = time.time, time.time_ns
     time.time = lambda: seconds() + ahead
     time.time_ns = lambda: nanoseconds() + int(ahead * 1e9)
@@ -135,6 +138,7 @@ def serve(descriptor: int) -> None:
                 channel.send(DriverUnusable(reason=str(error)))
             except Violation as violation:
                 channel.send(Violated(rule=violation.rule, message=_without_rule(violation)))
+            # The suite is gone. Only an error of the driver is worth a message.
             except ConnectionError:
                 raise
             except BaseException:  # noqa: BLE001 - sent to the suite

@@ -5,23 +5,23 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.model.outcomes import OutcomeStream
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels
-from hicache_conformance.model.settings import Settings
-from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules
-from hicache_conformance.report.terminal import BROKEN, ProgressBar, exit_status, show
-
-if TYPE_CHECKING:
-    from hicache_conformance.protocol.runner import RunRequest
-    from hicache_conformance.protocol.server import RemoteServer
+from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
+from hicache_conformance.protocol.http_client import HttpClient
+from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
+from hicache_conformance.protocol.server import Served
+from hicache_conformance.protocol.suite import cases_of_parts, protocol_cases
+from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
+from hicache_conformance.runner.child_process import run
 
 
 def metadata(
@@ -79,11 +79,9 @@ def metadata(
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
-    from hicache_conformance.protocol.runner import RunRequest
-
     console = Console(stderr=True)
     try:
-        server = _server(url, start_server)
+        _check_server(url, start_server)
         if profile not in PROFILES:
             raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
         levels = tuple(found for found in parse_levels(level) if found in LEVELS)
@@ -91,33 +89,39 @@ def metadata(
             raise ValueError(
                 f"no rule of the protocol is of level {level}; levels are {', '.join(LEVELS)}"
             )
-        request = RunRequest(
-            server=server,
-            settings=Settings.fresh(seed, profile, levels),
-            parts=parse_parts(part),
-            tokens={"admin": token, "read": read_token, "write": write_token},
-            lease_seconds=lease_seconds,
-            patience=patience,
-            again=_again(url, start_server, lease_seconds, patience),
-            cases=case or [],
-        )
+        parts = parse_parts(part)
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
+    settings = Settings.fresh(seed, profile, levels)
+    server = ServerOptions(
+        url=url,
+        start_server=start_server.replace("{python}", sys.executable),
+        parts=parts,
+        tokens={"admin": token, "read": read_token, "write": write_token},
+        lease_seconds=lease_seconds,
+        patience=patience,
+        again=_again(url, start_server, lease_seconds, patience),
+    )
     console.print(
-        f"server [bold]{server.url}[/], parts {', '.join(request.parts)}, levels "
-        f"{', '.join(levels)}, seed {request.settings.seed}, "
-        f"profile {profile}",
+        f"server [bold]{escape(url or start_server)}[/], parts {', '.join(parts)}, levels "
+        f"{', '.join(levels)}, seed {settings.seed}, profile {profile}",
         highlight=False,
     )
-    raise typer.Exit(_judge(console, request, report))
+    with ProgressBar(console) as bar:
+        ran = run(
+            RunFile(settings=settings, server=server, cases=case or []),
+            # A case may wait several times for leases and quarantines to end.
+            case_seconds=max(300.0, 20 * patience),
+            progress=bar.update,
+        )
+    raise typer.Exit(
+        conclude(console, ran, settings, cases_of_parts(parts), report, rules_of(parts))
+    )
 
 
 def list_protocol_rules() -> None:
-    """Print every rule of the protocol, its part and levels, what it needs, and how many cases test
-    it."""
-    from hicache_conformance.protocol.suite import protocol_cases
-
+    """Print every rule of the protocol, its part, levels and needs, and its number of cases."""
     table = Table(
         "rule",
         "part",
@@ -136,41 +140,21 @@ def list_protocol_rules() -> None:
     Console().print(table)
 
 
-def _judge(console: Console, request: RunRequest, report: Path | None) -> int:
-    from hicache_conformance.protocol.runner import judge_run, run
-    from hicache_conformance.protocol.server import CannotStartError
-    from hicache_conformance.protocol.suite import protocol_cases
-    from hicache_conformance.report import write_report
+def _check_server(url: str, start_server: str) -> None:
+    """Check that one server is named, as it must be.
 
-    try:
-        with request.server, ProgressBar(console) as bar:
-            stream = run(request, bar.update)
-    except CannotStartError as error:
-        stream = OutcomeStream(broken=str(error))
-    if stream.broken or stream.header is None:
-        console.print(Text(stream.broken, "red"))
-        return BROKEN
-    judgement = judge_run(request, stream)
-    show(console, judgement, stream)
-    if report is not None:
-        write_report(report, stream.header, judgement, protocol_cases())
-        console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
-    return exit_status(judgement, stream)
-
-
-def _server(url: str, start_server: str) -> RemoteServer:
-    from hicache_conformance.protocol.http_client import HttpClient
-    from hicache_conformance.protocol.server import RemoteServer, Served
-
+    Raises:
+        ValueError: it is not.
+    """
     if bool(url) == bool(start_server):
         raise ValueError(
             "give either --url of a server that runs, or --start-server with a command that starts "
             "one"
         )
     if start_server:
-        return Served(command=start_server.replace("{python}", sys.executable))
-    HttpClient(url)
-    return RemoteServer(url)
+        Served(command=start_server)
+    else:
+        HttpClient(url)
 
 
 def _again(url: str, start_server: str, lease_seconds: float | None, patience: float) -> str:

@@ -54,6 +54,8 @@ class ServerContext:
         self.native = V2Client(http)
         self.patience = patience
         """Seconds that a case may wait for the server's clock."""
+        # The run's name keeps the scopes of a run that is repeated by its seed apart from those of
+        # the first, and the number keeps the cases of a run apart.
         self._label = f"{run}-{self.number(0, 2**40):010x}"
         self._made = 0
         self._clients = list[HttpClient]()
@@ -87,6 +89,8 @@ class ServerContext:
 
     def client(self, token: str | None = None) -> HttpClient:
         """Another client, which lives as long as this context."""
+        # A client of its own is a connection of its own: what a server keeps for each connection
+        # must not decide who owns a slot.
         self._clients.append(
             HttpClient(
                 self.server.url,
@@ -106,6 +110,7 @@ class ServerContext:
         """Longest time until a slot that was let go is assigned again."""
         quarantine = self.server_info.limits.quarantine_seconds
         self.can_wait(quarantine, "the quarantine")
+        # The slack is what MD-LEASE-3 grants a server whose clock acts by a timer.
         return quarantine + SLACK_SECONDS
 
     @property
@@ -117,8 +122,9 @@ class ServerContext:
 
     @property
     def cleared_seconds(self) -> float | None:
-        """Longest time until a slot is assigned again that was reserved by the compatible part when
-        its scope was cleared.
+        """Longest time until a slot that was reserved when its scope was cleared is assigned again.
+
+        Reserved by the compatible part.
 
         Its writer may write as long as the reservation would have lasted. None for longer than a
         case may wait.
@@ -140,12 +146,16 @@ class ServerContext:
 
     @contextmanager
     def while_held(self) -> Generator[None]:
-        """For what is true only as long as reservations made inside last: where that took too long
-        here, nothing was found out."""
+        """Wrap checks that are true only as long as reservations made inside last.
+
+        Where that took too long here, nothing was found out.
+        """
         begin = time.monotonic()
         try:
             yield
         except Violation as violation:
+            # Only a violation asks for the time. A case that passed although its reservations may
+            # have ended has found nothing wrong all the same.
             took = time.monotonic() - begin
             if self.server_info.lease_seconds is not None and took > self.server_info.lease_seconds:
                 raise Inconclusive(
@@ -156,6 +166,8 @@ class ServerContext:
 
     def reserve_all(self, scope: SglangScope, keys: Sequence[str], rule: str) -> dict[str, int]:
         """The slots of those keys that get one, in batches that every server takes."""
+        # A server may refuse larger batches than it tells (MD-LIM-1), and one without `/v2` tells
+        # none.
         size, slots = min(BATCH, self.server_info.limits.keys), dict[str, int]()
         for start in range(0, len(keys), size):
             batch = keys[start : start + size]
@@ -172,8 +184,7 @@ class ServerContext:
         because: str,
         seconds: float | None = None,
     ) -> list[int]:
-        """Reserve keys, again and again while slots rest (by default, in quarantine), and return
-        their slots.
+        """Reserve keys, again and again while slots are in quarantine, and return their slots.
 
         Raises:
             Violation: of `rule`, where not all of them got a slot in time.
@@ -181,6 +192,8 @@ class ServerContext:
         slots = dict[str, int]()
 
         def all_have_slots() -> bool:
+            # Slots that were got stay reserved while the others are waited for: given back, they
+            # would begin a quarantine of their own.
             slots.update(self.reserve_all(scope, [key for key in keys if key not in slots], rule))
             return len(slots) == len(keys)
 
@@ -226,6 +239,8 @@ class ServerContext:
         limit = self.rest_seconds if seconds is None else seconds
         deadline = time.monotonic() + limit
         while not holds():
+            # Looked at after the condition, so that it is tried at least once, and once more after
+            # a sleep that took too long.
             if time.monotonic() > deadline:
                 raise Violation(rule, f"{what()} within {limit:.1f} s")
             time.sleep(POLL_SECONDS)
@@ -239,6 +254,8 @@ class ServerContext:
         self.must_be_ours()
         self.server.kill()
         self.server.start()
+        # The connection to the killed server is dead, and the next request would have no answer,
+        # which counts against the server (MD-HTTP-1).
         self.http.drop()
 
     def must_be_ours(self) -> None:

@@ -66,6 +66,8 @@ class HttpClient:
         self._base = parts.path.rstrip("/")
         self.token = token
         self.answer_seconds = answer_seconds
+        # `http.client` connections serve one request at a time. One for each thread lets the
+        # threads of a case overlap, as several engines do.
         self._local = threading.local()
         self._open: list[http.client.HTTPConnection] = []
 
@@ -96,9 +98,11 @@ class HttpClient:
         asked = f"{method} {path} {_shown(body or b'')}".rstrip()
         full = {"Content-Type": content_type, **(headers or {})}
         if self.token:
+            # Set only if the case gives none, because the cases of tokens send wrong ones.
             full.setdefault("Authorization", f"Bearer {self.token}")
         connection = self._connection()
         try:
+            # Not retried: a case that repeats a request does so to see what the second one does.
             connection.request(method, self._base + path, body, full)
             response = connection.getresponse()
             content = response.read()
@@ -133,9 +137,8 @@ class HttpClient:
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            connection = self._local.connection = kind(
-                self._host, self._port, timeout=self.answer_seconds
-            )
+            connection = kind(self._host, self._port, timeout=self.answer_seconds)
+            self._local.connection = connection
             self._open.append(connection)
         return connection
 
@@ -153,12 +156,15 @@ def expect(reply: Reply, rule: str, *statuses: int, because: str = "") -> Reply:
 
 
 def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
-    """See that a request was refused as the client's mistake, in JSON, naming the field where one
-    is given.
+    """Check that a request was refused as the client's mistake, in JSON.
+
+    The answer names the field where one is given.
 
     Raises:
         Violation: it was accepted, broke the server, or was refused without saying why.
     """
+    # A status of 5xx is told apart from an acceptance: clients take it for a passing fault and try
+    # again (MD-REQ-1).
     if not 400 <= reply.status < 500:
         what = "accepted" if reply.status < 400 else "taken for a fault of the server"
         raise Violation(rule, f"{because} is {what}: {reply}")
@@ -168,6 +174,7 @@ def refused(reply: Reply, rule: str, because: str, *, names: str = "") -> None:
             f"{because} is refused without a body of {JSON}: {reply} "
             f"({reply.content_type or 'no content type'})",
         )
+    # Anywhere in the body, because the compatible part prescribes no field for it.
     if names and names not in reply.body.decode("utf-8", "replace"):
         raise Violation(rule, f"{because} is refused without naming {names!r}: {reply}")
 

@@ -1,5 +1,6 @@
-"""Ownership model of a scope's slots, kept beside the server, and the invariants after each step of
-a history.
+"""Ownership model of a scope's slots, kept beside the server.
+
+And the invariants after each step of a history.
 """
 
 from __future__ import annotations
@@ -80,11 +81,14 @@ class OwnershipModel:
                     f"slot {index} is given to {self.name(key)} while "
                     f"{self.name(self.held[index][0])} has it reserved"
                 )
+            # Counted from before the request: the server's own clock begins later, so that the
+            # model lets go first and never blames a server for a lease that ended on time.
             self.held[index] = (key, begin + self.lease_seconds)
         self.check_invariants()
 
     def confirm(self, index: int, client: SglangScope) -> None:
         """Confirm a reservation."""
+        # Before the call, since the reservation ends with it, whatever is answered.
         key, _ = self.held.pop(index)
         client.confirm([(key, index)])
         self.note(f"confirm {self.name(key)} in {index}")
@@ -102,6 +106,7 @@ class OwnershipModel:
     def confirm_late(self, key: str, index: int, client: SglangScope) -> None:
         """Confirm a reservation that has ended."""
         reply = client.try_confirm([(key, index)])
+        # Any answer is right that is no fault; what counts is what the keys map to afterwards.
         self.note(f"late confirm {self.name(key)} in {index} -> {reply.status}")
         self.check_invariants()
 
@@ -120,12 +125,15 @@ class OwnershipModel:
         self.check_invariants()
 
     def check_invariants(self) -> None:
-        """Compare with what the server says: no slot of two keys, none that is elsewhere than it
-        was confirmed.
+        """Compare with what the server says.
+
+        No slot belongs to two keys, and none is elsewhere than it was confirmed.
 
         Raises:
             Violation: they differ.
         """
+        # All keys of the history after each step, in one request: the step that broke the map is
+        # then the last one in the report.
         found = self.scope.indices(self.keys, rule="MD-SLOT-1")
         self.forget_expired()
         owners = dict[int, str]()
@@ -134,12 +142,14 @@ class OwnershipModel:
                 if key in self.stored:
                     if self.has_room:
                         self.fail(f"{self.name(key)} is gone, and nobody deleted it or wanted room")
+                    # Evicted for a page that wanted room, which is legal in a full scope.
                     del self.stored[key]
                 continue
             if index in owners:
                 self.fail(
                     f"slot {index} belongs to {self.name(owners[index])} and to {self.name(key)}"
                 )
+            # A reserved slot is about to be written: a reader that is told of it reads half a page.
             if index in self.held:
                 self.fail(
                     f"slot {index} is announced for {self.name(key)} while "

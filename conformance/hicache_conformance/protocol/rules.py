@@ -61,7 +61,7 @@ def protocol_rules() -> dict[str, ProtocolRule]:
     return by_id(_manifest().rule, "protocol/rules.toml")
 
 
-def rules_of(parts: Collection[Part]) -> dict[str, Rule]:
+def rules_of(parts: Collection[str]) -> dict[str, Rule]:
     """The rules of some parts."""
     return {rule.id: rule for rule in protocol_rules().values() if rule.part in parts}
 

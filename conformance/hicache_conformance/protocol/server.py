@@ -1,5 +1,7 @@
-"""The server under test: one that runs somewhere, or one that the suite starts, kills and starts
-again."""
+"""The server under test: one that runs somewhere, or one that the suite starts.
+
+The suite kills its own and starts it again.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.harness.ports import accepts, free_ports
+from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import HttpClient, Unanswered
 
 if TYPE_CHECKING:
@@ -25,8 +28,11 @@ TMP: Final = "{tmp}"
 PORT: Final = "{port}"
 
 
-class CannotStartError(Exception):
+class CannotStartError(Violation):
     """The server does not come up."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("MD-HTTP-1", f"the server does not come up: {message}")
 
 
 @dataclass
@@ -85,6 +91,8 @@ class Served(RemoteServer):
 
     url: str = field(init=False)
     command: str
+    directory: Path | None = None
+    """For its files; the system's temporary directory if not given."""
     _process: subprocess.Popen[bytes] | None = None
     _home: tempfile.TemporaryDirectory[str] | None = None
     _log: BufferedWriter | None = None
@@ -94,6 +102,8 @@ class Served(RemoteServer):
             raise ValueError(
                 f"--start-server needs {PORT} in its command, where the server is told its port"
             )
+        # Chosen once and kept over restarts, since clients find the server again at the same
+        # address.
         [self.port] = free_ports(1)
         self.url = f"http://127.0.0.1:{self.port}"
 
@@ -114,9 +124,12 @@ class Served(RemoteServer):
             CannotStartError: it ended, or did not listen in time.
         """
         if self._home is None:
-            self._home = tempfile.TemporaryDirectory(prefix="hicache-metadata-")
+            self._home = tempfile.TemporaryDirectory(prefix="hicache-metadata-", dir=self.directory)
         home = Path(self._home.name)
+        # Kept over restarts, too: what the server finds there after a kill is what the durable
+        # cases are about.
         (home / "state").mkdir(exist_ok=True)
+        # Appended to, so that the reason why a restart failed stands below what happened before.
         self._log = (home / "log").open("ab")
         words = [
             word.replace(PORT, str(self.port)).replace(TMP, str(home / "state"))
@@ -128,12 +141,15 @@ class Served(RemoteServer):
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                start_new_session=True,
+                # Not a session of its own: `runner.child_process` kills by session what a run left.
+                process_group=0,
             )
         except OSError as error:
             raise CannotStartError(f"cannot run {words[0]!r}: {error}") from error
         deadline = time.monotonic() + START_SECONDS
         while not accepts(self.port):
+            # Looked at first: a server that ended says why in its log, and waiting for the port
+            # would hide it for minutes.
             if self._process.poll() is not None:
                 raise CannotStartError(
                     f"the server ended with {self._process.returncode} at its start: "
@@ -149,7 +165,10 @@ class Served(RemoteServer):
         """Kill -9, whatever it is doing."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
+                # The group and not only the process: the command may be a shell, or a server with
+                # workers.
                 os.killpg(self._process.pid, signal.SIGKILL)
+            # Reaped before `start`, which needs the port and the files of the old process.
             self._process.wait()
             self._process = None
         if self._log is not None:

@@ -56,15 +56,21 @@ def look(http: HttpClient, server: RemoteServer, lease_seconds: float | None) ->
     Raises:
         CannotBeginError: it wants a token that was not given, or refuses the one that was.
     """
+    # The first request of a run, before any case: whether cases apply must not depend on what
+    # earlier ones did to the server.
     reply = http.get("/v2")
     if reply.status in (401, 403):
         raise CannotBeginError(
             f"the server refuses {'the token' if http.token else 'to answer without --token'}: "
             f"{reply}"
         )
+    # Any other answer counts as a native part, also a broken one: otherwise a server whose `/v2`
+    # ends in 500 would have its rules not declared in place of broken.
     native = reply.status not in (404, 405)
     about = _about(reply.body) if reply.status == 200 else None
     limits = about.limits if about else UNKNOWN_LIMITS
+    # Where nothing is told, a server that was given a directory to keep its state in is taken at
+    # its word.
     durable = about.durability is not StoreDurability.NONE if about else server.keeps
     lease = limits.lease_seconds if about else lease_seconds
     found = {
@@ -81,4 +87,6 @@ def _about(body: bytes) -> About | None:
         about = decode(body, About)
     except (msgspec.DecodeError, UnicodeError):
         return None
+    # Another protocol at this path tells nothing about limits; MD-API-2 then fails on the
+    # introduction itself.
     return about if about.protocol == PROTOCOL else None

@@ -58,6 +58,7 @@ class SglangScope:
         self, keys: Sequence[str], prefixes: Sequence[str] = (), rule: str = "MD-RES-1"
     ) -> list[tuple[bool, int]]:
         """For each key, whether it is there already, and its slot or -1."""
+        # The unchanged client of the engine sends an empty prefix for the first page of a chain.
         pairs = list(zip(keys, prefixes or [""] * len(keys), strict=True))
         reply = self.post("reserve_and_allocate_page_indices", keys=pairs)
         answer = self._column(
@@ -119,6 +120,8 @@ class SglangScope:
         what: str,
     ) -> list[Any]:
         column = _listed(record(expect(reply, rule, 200), rule).get(name))
+        # The length first. An answer without the keys that are not there has the right entries in
+        # the wrong places (MD-FIND-1).
         if column is None or len(column) != length:
             raise Violation(rule, f"{reply}: expected {name!r} with {length} entries")
         wrong = next((i for i, entry in enumerate(column) if not is_right(entry)), None)
@@ -142,6 +145,7 @@ def _is_slot(entry: object) -> bool:
 
 
 def _is_int(entry: object) -> bool:
+    # A bool is an int in Python, and `true` in the place of a slot would pass for slot 1.
     return isinstance(entry, int) and not isinstance(entry, bool)
 
 

@@ -26,12 +26,12 @@ from hicache_conformance.protocol.cases.restarting import RestartingCases
 from hicache_conformance.protocol.cases.retrying import RetryingCases
 from hicache_conformance.protocol.cases.tokens import TokenCases
 from hicache_conformance.protocol.rules import rules_of
+from hicache_conformance.protocol.target import ServerTarget
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from hicache_conformance.model.case import Case
-    from hicache_conformance.protocol.rules import Part
 
 
 # The cases of the last base come first.
@@ -55,6 +55,7 @@ class MetadataConformance(
     ReservingCases,
     FindingCases,
     InitializingCases,
+    ServerTarget,
 ):
     """The whole suite."""
 
@@ -65,7 +66,7 @@ def protocol_cases() -> dict[str, Case]:
     return cases_of(MetadataConformance)
 
 
-def cases_of_parts(parts: Collection[Part]) -> dict[str, Case]:
+def cases_of_parts(parts: Collection[str]) -> dict[str, Case]:
     """The cases all of whose rules are of these parts."""
     rules = rules_of(parts)
     return {

@@ -87,6 +87,7 @@ class V2Client:
         Raises:
             Violation: there is none, or another content type than was asked in.
         """
+        # Before decoding: a msgpack body may decode as something by chance.
         if reply.content_type != self.content_type:
             raise Violation(
                 RULE,
@@ -130,6 +131,7 @@ class V2Scope:
             scope=self.name,
             slots=self.slots,
             slot_bytes=self.slot_bytes,
+            # Opaque to the server. It compares them and reads nothing out of them (MD-GEO-1).
             geometry="page_first",
             identity="cf-identity",
         )
@@ -163,6 +165,7 @@ class V2Scope:
 
     def live(self, keys: Sequence[str]) -> list[bool]:
         """Return which keys are live, without counting as use."""
+        # A lookup that counts as use would change the order of eviction that the case is about.
         return [slot >= 0 for slot in self.lookup(keys, touch=False).slots]
 
     def reserve(
@@ -188,6 +191,7 @@ class V2Scope:
         self, leases: Sequence[int], lengths: Sequence[int] = (), checksums: Sequence[int] = ()
     ) -> list[bool]:
         """Make pages live; says for which leases it did."""
+        # The whole slot and checksum 1, where the case is not about them.
         sizes, sums = (
             list(lengths) or [self.slot_bytes] * len(leases),
             list(checksums) or [1] * len(leases),
@@ -268,6 +272,8 @@ class V2Scope:
                 generation,
                 lease,
                 self._chance.randint(1, self.slot_bytes),
+                # All 64 bits: a server that keeps checksums as signed integers or doubles loses the
+                # upper ones.
                 self._chance.getrandbits(64),
             )
             for key, slot, generation, lease in zip(
@@ -298,6 +304,8 @@ class V2Scope:
         return parts[0]
 
     def _columns(self, operation: str, length: int, *columns: Sequence[object]) -> None:
+        # Checked in every answer and not in a case of its own, since clients take columns apart
+        # without looking (MD-API-1).
         lengths = [len(column) for column in columns]
         if any(found != length for found in lengths):
             raise Violation(RULE, f"{operation} of {length} answers columns of {lengths}")

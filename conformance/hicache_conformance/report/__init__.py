@@ -23,8 +23,9 @@ __all__ = ["write_report"]
 def write_report(
     directory: Path, header: Header, judgement: Judgement, cases: Mapping[str, Case]
 ) -> None:
-    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory, which is
-    made if need be.
+    """Write `results.json`, `junit.xml`, `index.html` and `badge.json` into a directory.
+
+    It is made if need be.
 
     Args:
         directory: where to.

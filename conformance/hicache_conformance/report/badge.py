@@ -22,6 +22,7 @@ COLOURS: Final = {
 def badge(header: Header, judgement: Judgement) -> dict[str, Any]:
     """A verdict and its levels; never a percentage, because a driver does not conform by 97%."""
     levels = "all levels" if len(header.levels) == len(Level) else ", ".join(header.levels)
+    # What is broken is told in the place of the levels; shields.io shows one line.
     failed = judgement.count(Outcome.FAIL)
     detail = f"{failed} rules broken" if failed else levels
     return {

@@ -41,6 +41,7 @@ def blank_header(
         capabilities: of the instance under test, as plain values; None while it is not known.
         options: of the driver, redacted.
     """
+    # From plain values, because under pytest-xdist they arrive as JSON.
     declared = msgspec.convert(capabilities or {}, Capabilities)
     return Header(
         driver=driver,
@@ -51,6 +52,8 @@ def blank_header(
         spec_version=spec_version(),
         suite_version=installed_version(SUITE),
         capabilities=asdict(declared) if capabilities else {},
+        # Of a driver that could not be asked nothing is undeclared: its rules stay untested, which
+        # no verdict hides.
         undeclared=undeclared(declared, all_needs()) if capabilities else [],
         options=dict(options or {}),
         environment={

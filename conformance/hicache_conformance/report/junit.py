@@ -1,5 +1,7 @@
-"""`junit.xml`: one suite for each level, one test for each rule and case, as CI systems show
-them."""
+"""`junit.xml`: one suite for each level, one test for each rule and case.
+
+As CI systems show them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ def _suite(root: Element, level: Level, results: list[RuleResult]) -> None:
     suite = SubElement(root, "testsuite", name=str(level))
     for result in results:
         cases = [case for case in result.cases if level in case.levels]
+        # A case of several rules and levels stands in each; CI systems group by class name, which
+        # is the rule.
         for case in cases:
             _case(suite, result, case.case, case.outcome, case)
+        # Otherwise an untested rule would not show at all.
         if not cases:
             _case(suite, result, "no case", result.levels[level], None)
     for name, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):

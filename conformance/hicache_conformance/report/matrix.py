@@ -1,5 +1,6 @@
-"""Conformance matrix: one table from the `results.json` of several drivers, and their failures with
-commands to reproduce them.
+"""Conformance matrix: one table from the `results.json` of several drivers.
+
+With their failures, and commands to reproduce them.
 
 Nothing but the results decides what is written: the same files give the same text.
 """
@@ -149,6 +150,8 @@ def _about(run: DriverRun) -> tuple[str, ...]:
 
 
 def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
+    # The union of the rules of all files, in the order of the first: results of an older suite may
+    # lack some.
     texts = {rule.id: rule.text for run in runs for rule in run.rules}
     found = [{rule.id: rule for rule in run.rules} for run in runs]
     for rule, text in texts.items():
@@ -173,6 +176,7 @@ def _findings(run: DriverRun) -> Iterable[str]:
         command = f"\n  `{first.reproduce}`" if first.reproduce else ""
         others = f"\n  Also found by {_cases(case.name for case in more)}." if more else ""
         yield f"- **{rule.id}**: {_sentence(first.reason, rule.id)}{command}{others}"
+    # By reason: one missing program leaves dozens of rules untested, and is worth one line.
     untested = dict[str, list[str]]()
     for rule in run.rules:
         if rule.selected and rule.outcome is Outcome.UNTESTED:
@@ -257,6 +261,7 @@ def _plain(text: str) -> str:
     """Text that a table and a list can hold."""
     return (
         " ".join(text.split())
+        # Reasons quote keys and options, which may hold any character.
         .replace("|", "\\|")
         .replace("<", "\\<")
         .replace("*", "\\*")

@@ -48,7 +48,12 @@ def page(header: Header, judgement: Judgement, cases: Mapping[str, Case]) -> str
 @cache
 def _template() -> Template:
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        # Reasons quote keys and bytes that a driver has answered, and undefined names must not
+        # become empty cells.
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["css"] = lambda outcome: str(outcome).replace(" ", "-")
     return environment.from_string(

@@ -49,6 +49,8 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "interface": header.interface,
         # What `hicache conformance repro` reads, beyond what stands above.
         "replay": header.replay and asdict(header.replay),
+        # All rules, those that were not selected included, so that two files always have the same
+        # rows.
         "rules": [_rule(header, result) for result in judgement.rules],
     }
 
@@ -95,8 +97,9 @@ def shrinking(header: Header, rule: str, file: str) -> str:
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:
-    """Return whether each run of a driver begins with an empty store, so that no page of an earlier
-    run is found.
+    """Return whether each run of a driver begins with an empty store.
+
+    Then no page of an earlier run is found.
     """
     texts = list(options.values())
     return (
@@ -114,6 +117,7 @@ def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
         "needs": result.rule.needs,
         "selected": result.selected,
         "outcome": str(result.outcome),
+        # By level as well, since one rule may hold in one process and fail between two.
         "outcome_by_level": {str(level): str(outcome) for level, outcome in result.levels.items()},
         "reason": result.reason,
         "seconds": round(result.seconds, 3),

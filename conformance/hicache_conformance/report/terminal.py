@@ -10,15 +10,20 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome, OutcomeStream
-from hicache_conformance.model.verdict import Verdict
+from hicache_conformance.model.verdict import Verdict, judge
 from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from rich.console import Console
 
+    from hicache_conformance.model.case import Case
+    from hicache_conformance.model.rules import Rule
+    from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement, RuleResult
+    from hicache_conformance.runner.child_process import Ran
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 STYLES: Final = {
@@ -35,12 +40,56 @@ STYLES: Final = {
 
 def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
     """Return the exit status of a command that judged a run."""
+    # A run that did not come to its end has no verdict, whatever it had found until then.
     if not stream.finished:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:
         return CONFORMANT
+    # A driver that broke a rule does not conform, also where the suite broke elsewhere.
     suite_broke = judgement.count(Outcome.ERROR) and not judgement.count(Outcome.FAIL)
     return BROKEN if suite_broke else NOT_CONFORMANT
+
+
+def conclude(
+    console: Console,
+    ran: Ran,
+    settings: Settings,
+    cases: Mapping[str, Case],
+    report: Path | None,
+    rules: Mapping[str, Rule] | None = None,
+) -> int:
+    """Judge a run, show and report the verdict, and return the command's exit status.
+
+    Args:
+        console: where to.
+        ran: the run.
+        settings: what was asked for.
+        cases: all cases of the suite by function name.
+        report: directory of the report; None for none.
+        rules: the rules to judge by; those of the contract if not given.
+    """
+    stream = ran.stream
+    if stream.broken or stream.header is None:
+        reason = stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}"
+        console.print(Text(reason, "red"))
+        return BROKEN
+    judgement = judge(stream, settings.levels, cases, rules)
+    if report is not None:
+        from hicache_conformance.report import write_report
+
+        write_report(report, stream.header, judgement, cases)
+        (report / "pytest.log").write_text(ran.log, encoding="utf-8")
+    show(console, judgement, stream, report and report / "results.json")
+    if not stream.finished:
+        reason = (
+            f"the run hung for {ran.case_seconds:.0f} s and was ended"
+            if ran.hung
+            else ran.log[-1500:]
+        )
+        console.print(Text(reason, "red"))
+    if report is not None:
+        console.print(f"report: {report / 'index.html'}", highlight=False, soft_wrap=True)
+    return exit_status(judgement, stream)
 
 
 def show(
@@ -68,6 +117,8 @@ def show(
             console.print(
                 Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True
             )
+        # Below each failure, because that is where it is read; wrapped by the terminal and not
+        # here, so that it can be copied.
         if result.outcome in (Outcome.FAIL, Outcome.ERROR):
             console.print(
                 Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True
@@ -86,8 +137,10 @@ def show(
 
 
 def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
-    """The command that repeats a failure: from the results, where they have been written, or of the
-    first failing case."""
+    """The command that repeats a failure.
+
+    From the results, where they have been written, or of the first failing case.
+    """
     assert stream.header is not None
     command = shrinking(stream.header, result.rule.id, str(results)) if results is not None else ""
     return command or reproduction(stream.header, result.failing()[0].case)

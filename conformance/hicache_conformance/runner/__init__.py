@@ -1,2 +1,1 @@
-"""A conformance run: the child process, the pytest session in it, and the repetition of a
-failure."""
+"""A conformance run: the child process, its pytest session, and the replay of failures."""

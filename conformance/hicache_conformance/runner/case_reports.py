@@ -53,6 +53,7 @@ class CaseReports:
         """Take a report; the class and the outcome of its case where it was the last one."""
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
+        # Three reports a case; a fixture that fails at the end decides as much as the call.
         if report.when != "teardown":
             return None
         del self._phases[report.nodeid]
@@ -68,6 +69,7 @@ def describe_violation(error: BaseException) -> dict[str, str] | None:
     violation = next((found for found in _unwrapped(error) if isinstance(found, Violation)), None)
     if violation is None:
         return None
+    # An exception group may carry the notes in the place of the violation in it.
     notes = getattr(violation, "__notes__", []) or getattr(error, "__notes__", [])
     detail = "\n".join([str(violation), *notes])
     return {"rule": violation.rule, "message": str(violation), "detail": detail[:DETAIL_LIMIT]}

@@ -1,5 +1,6 @@
-"""Run of the suite in a child process, isolated from the user's pytest
-configuration and from crashes.
+"""Run of the suite in a child process.
+
+It is isolated from the user's pytest configuration and from crashes.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStre
 from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from hicache_conformance.model.settings import Settings
+    from collections.abc import Callable
 
 POLL_SECONDS: Final = 0.05
 STARTING_SECONDS: Final = 240.0
@@ -43,51 +42,40 @@ class Ran:
     """What the child printed."""
     hung: bool
     """Whether it was ended because a case took too long."""
+    case_seconds: float
+    """How long a case might take."""
 
 
 def run(
-    driver: str,
-    config: dict[str, str],
-    settings: Settings,
+    request: RunFile,
     *,
-    cases: Sequence[str] = (),
     case_seconds: float = 300.0,
-    services: Sequence[str] | None = None,
-    interface: str = "",
     progress: Callable[[OutcomeStream], None] = lambda stream: None,
 ) -> Ran:
-    """Run the suite against a driver.
+    """Run the suite against a driver or a metadata server.
 
     A foreign driver that hangs, or takes the process down, fails that case, and the run goes on
     behind it in a new process.
 
     Args:
-        driver: as `hicache drivers` lists it.
-        config: its options; `{tmp}` stands for an empty directory.
-        settings: what and how.
-        cases: names that a case must contain one of; empty for all.
+        request: the driver or the server, the settings and the selected cases.
         case_seconds: a case that takes longer is taken for hanging, and the run for crashed.
-        services: commands of the servers that the driver needs; None for those that it names
-            itself.
-        interface: interface of a foreign driver; empty for the contract's own.
         progress: called whenever something has been written down.
     """
     with tempfile.TemporaryDirectory(prefix="hicache-conformance-") as directory:
         home = Path(directory)
-        file = RunFile(
-            driver=driver,
-            config=config,
-            settings=settings,
-            stream=str(home / "outcomes.jsonl"),
-            cases=list(cases),
-            services=None if services is None else list(services),
-            interface=interface,
-        )
+        file = replace(request, stream=str(home / "outcomes.jsonl"))
         stream = OutcomeStream()
         hung = _run_once(file, home, stream, case_seconds, progress)
+        # Only foreign drivers get another process: a driver of the contract that hangs or crashes
+        # ends the run, and leaves its verdict incomplete.
         for process in range(1, MAX_PROCESSES):
             done = [outcome.case for outcome in stream.outcomes]
-            if not interface or stream.finished or (stream.running is None and done == file.done):
+            if (
+                not request.interface
+                or stream.finished
+                or (stream.running is None and done == file.done)
+            ):
                 break
             if stream.running is not None:
                 stream.outcomes.append(_fallen(stream.running, hung, case_seconds))
@@ -95,7 +83,7 @@ def run(
                 stream.running = None
             file = replace(file, done=done, stream=str(home / f"outcomes-{process}.jsonl"))
             hung = _run_once(file, home, stream, case_seconds, progress)
-        return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung)
+        return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung, case_seconds)
 
 
 def _run_once(
@@ -105,14 +93,17 @@ def _run_once(
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Run what is not done yet in a process of its own; whether it was ended because a case took
-    too long."""
+    """Run what is not done yet in a process of its own.
+
+    Whether it was ended because a case took too long.
+    """
+    # Made anew and not overwritten, because `write` sets its mode when it creates it.
     (home / "run.json").unlink(missing_ok=True)
     file.write(home / "run.json")
     with (home / "log").open("ab") as log:
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
-            _command(home),
+            _command(home, "test_driver.py" if file.server is None else "test_server.py"),
             env=_environment(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -122,13 +113,17 @@ def _run_once(
         try:
             return _follow(child, Path(file.stream), stream, case_seconds, progress)
         finally:
+            # Also after a clean end: a driver may have left processes behind, and the run's
+            # directory is removed next.
             _end_session(child.pid)
             child.wait()
 
 
 def _end_session(leader: int) -> None:
-    """Kill what is left of a child and of what it has started, servers in process groups of their
-    own included."""
+    """Kill what is left of a child and of what it has started.
+
+    Servers in process groups of their own included.
+    """
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             # Behind the name, which may hold anything: state, parent, group, session.
@@ -157,7 +152,7 @@ def _suite() -> Path:
     return Path(str(files("hicache_conformance").joinpath("suite")))
 
 
-def _command(home: Path) -> list[str]:
+def _command(home: Path, cases: str) -> list[str]:
     suite = _suite()
     return [
         sys.executable,
@@ -168,11 +163,12 @@ def _command(home: Path) -> list[str]:
         str(suite / "pytest.ini"),
         "--rootdir",
         str(suite),
+        # A `conftest.py` of the user's directory must have no say in a verdict.
         "--noconftest",
         "--basetemp",
         str(home / "tmp"),
         "-q",
-        str(suite / "test_driver.py"),
+        str(suite / cases),
     ]
 
 
@@ -194,10 +190,13 @@ def _follow(
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
 ) -> bool:
-    """Read the outcomes as they are written, until the child has ended or a case takes too long;
-    whether it was that."""
+    """Read the outcomes as they are written, until the child has ended or a case takes too long.
+
+    Whether it was that.
+    """
     heard, position, rest = time.monotonic(), 0, ""
     while True:
+        # Before the file is read, so that what was written just before the end is read, too.
         ended = child.poll() is not None
         text = ""
         if path.exists():
@@ -207,12 +206,14 @@ def _follow(
                 position = file.tell()
         if text:
             heard = time.monotonic()
+            # The last line may be half written; it waits for the rest.
             *lines, rest = (rest + text).split("\n")
             for line in lines:
                 stream.feed(line)
             progress(stream)
         if ended:
             return False
+        # Between cases the longer limit counts: the process imports torch and starts servers then.
         if time.monotonic() - heard > (
             case_seconds if stream.running else max(case_seconds, STARTING_SECONDS)
         ):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_conformance.fixtures.context import FOREIGN_OPTIONS
+from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import TMP, filled_config
 from hicache_conformance.interfaces.profile import describe_interface
 from hicache_conformance.model.outcomes import Replay
@@ -20,21 +21,21 @@ from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
 from hicache_storage.tools.options import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
+    from hicache_conformance.fixtures.declaration import DriverDeclaration
     from hicache_conformance.model.outcomes import StreamWriter
     from hicache_conformance.model.settings import RunFile
 
 
 def check_driver(
-    run: RunFile, writer: StreamWriter, ports: Callable[[], Mapping[str, int]] = dict[str, int]
+    owner: type[DriverDeclaration], config: pytest.Config, run: RunFile, writer: StreamWriter
 ) -> None:
     """Construct, open and close the driver once, and write the header of the run.
 
     Args:
+        owner: the class that the run collected.
+        config: pytest's; the servers that the driver needs stay up for its cases.
         run: what was asked for.
         writer: where the header goes.
-        ports: starts the servers that the driver needs, and says where they listen.
 
     Raises:
         pytest.UsageError: that is not possible; the reason has been written down.
@@ -42,18 +43,25 @@ def check_driver(
     try:
         with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
             options = FOREIGN_OPTIONS if run.interface else None
-            config = filled_config(run.driver, run.config, directory, ports())
-            missing_ports = port_names(config.values())
+            commands = commands_of(owner.driver, owner.config, owner.services)
+            name = f"{owner.__module__}.{owner.__qualname__}"
+            ports = environment_of(config, name, commands).ports()
+            filled = filled_config(run.driver, run.config, directory, ports)
+            missing_ports = port_names(filled.values())
             if missing_ports:
                 raise Inconclusive(
                     f"no server listens on {{port:{missing_ports[0]}}}; start one with "
                     f"--start-server"
                 )
-            storage = create_storage(run.driver, _identity(), config, options=options)
+            # In this process and not from the command line's: a driver that ends the process ends
+            # the child only.
+            storage = create_storage(run.driver, _identity(), filled, options=options)
             try:
                 storage.open()
             finally:
                 storage.close()
+        # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
+        # equal.
         shown = redacted(filled_config(run.driver, run.config, TMP))
         header = blank_header(
             run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown

@@ -10,7 +10,7 @@ import msgspec
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.outcomes import Outcome, Replay, failing_cases
 from hicache_conformance.model.rules import parse_levels
-from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.report.results import store_is_fresh
 from hicache_conformance.runner.child_process import run
 
@@ -151,6 +151,7 @@ class Record(msgspec.Struct, frozen=True):
             run=run_id or self.how.run,
             profile=self.profile,
             levels=parse_levels(",".join(self.levels)),
+            # Whatever the profile says: a failure that is repeated is repeated to be understood.
             shrinks=True,
         )
 
@@ -170,9 +171,7 @@ class Repetition:
 
     @property
     def same_faults(self) -> bool:
-        """Return whether the faults below the driver were those of the file, as far
-        as the file goes.
-        """
+        """Return whether the faults below the driver were those of the file, as far as it goes."""
         return self.now is not None and self.now.plans[: len(self.then.plans)] == self.then.plans
 
     @property
@@ -205,17 +204,21 @@ def repeat(
 ) -> tuple[Ran, list[Repetition]]:
     """Run recorded cases again, in a process of their own."""
     ran = run(
-        record.driver.name,
-        config,
-        settings,
-        cases=[case.name for case in cases],
+        RunFile(
+            driver=record.driver.name,
+            config=config,
+            settings=settings,
+            cases=[case.name for case in cases],
+            services=record.how.services,
+            interface=record.how.interface,
+        ),
         case_seconds=case_seconds,
-        services=record.how.services,
-        interface=record.how.interface,
         progress=progress,
     )
     outcomes = {outcome.case: outcome for outcome in ran.stream.outcomes}
     running = ran.stream.running
+    # A crash leaves no outcome. It is the failure that was looked for as often as not, so it counts
+    # as one.
     if running is not None and not ran.stream.finished:
         what = (
             f"did not come back within {case_seconds:.0f} s"

@@ -53,8 +53,9 @@ def repro(
         float, typer.Option(help="A case that takes longer is taken for hanging.")
     ] = 300.0,
 ) -> None:
-    """Run the failing cases of a rule again: same driver, options, seed, profile and salts, and
-    shrink what leads to the failure.
+    """Run the failing cases of a rule again, and shrink what leads to the failure.
+
+    With the same driver, options, seed, profile and salts.
 
     Exits with 1 if one of them fails again, 0 if all pass now, 2 if they could not be run.
     """

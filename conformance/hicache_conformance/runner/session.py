@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
@@ -23,16 +21,17 @@ from hicache_conformance.model.session_settings import settings_of
 from hicache_conformance.model.settings import RunFile
 from hicache_conformance.model.verdict import Verdict, judge
 from hicache_conformance.model.violation import NotPromised
+from hicache_conformance.protocol.target import check_server
 from hicache_conformance.runner.case_reports import CaseReports, describe_violation, header_of
 from hicache_conformance.runner.preflight import check_driver
-from hicache_conformance.suite.driver_conformance import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hicache_conformance.fixtures.declaration import DriverDeclaration
+    from hicache_conformance.model.case import Case
     from hicache_conformance.model.outcomes import CaseOutcome
     from hicache_conformance.model.verdict import Judgement
-    from hicache_conformance.suite.driver_conformance import DriverConformance
 
 
 class Session:
@@ -51,23 +50,22 @@ class Session:
         self._streams = dict[str, OutcomeStream]()
         """By class."""
         self._verdicts: dict[str, Judgement] = {}
+        # Workers of pytest-xdist run cases and know only their own; the controller gets the reports
+        # of all.
         self._is_worker = hasattr(config, "workerinput")
         if self._run is not None:
             self._writer = StreamWriter(Path(self._run.stream))
 
     def select(self, items: list[pytest.Item], cases: list[pytest.Item]) -> None:
-        """Leave the cases of the selected levels in `items`, and tell each what its report has to
-        carry.
+        """Leave the cases of the selected levels in `items`, and give each its report properties.
 
         Raises:
             pytest.UsageError: a class names no driver, or an option has a bad value.
         """
         deselected = list[pytest.Item]()
         for item in cases:
-            home, mark = item.getparent(pytest.Class), item.get_closest_marker(CASE_MARK)
-            assert home is not None
+            owner, mark = _class_of(item), item.get_closest_marker(CASE_MARK)
             assert mark is not None
-            owner = cast("type[DriverConformance]", home.obj)
             require_driver(owner)
             rules, levels = tuple(mark.kwargs["rules"]), tuple(map(str, mark.kwargs["levels"]))
             if not self._wants(item, levels):
@@ -78,6 +76,8 @@ class Session:
                 "levels": levels,
                 "owner": f"{owner.__module__}.{owner.__qualname__}",
             }
+            # A property and not an attribute, because reports are serialized on their way from
+            # pytest-xdist's workers to the controller.
             item.user_properties.append((CASE_PROPERTY, json.dumps(record)))
             item.extra_keyword_matches.update(rules)
             self._starts[item.nodeid] = (item.name, rules, levels)
@@ -85,12 +85,19 @@ class Session:
             items[:] = [item for item in items if item not in deselected]
             self._config.hook.pytest_deselected(items=deselected)
         if self._writer and self._run:
-            check_driver(self._run, self._writer, partial(self._ports, cases))
+            if self._run.server is None:
+                check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
+            else:
+                check_server(self._config, self._run, self._writer)
+            # With those that an earlier process has run, so that the progress bar goes on where it
+            # was.
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))
 
     def note_violation(self, item: pytest.Item, error: BaseException) -> None:
-        """Write into the item's reports which rule was broken; the exception itself does not reach
-        the report."""
+        """Write into the item's reports which rule was broken.
+
+        The exception itself does not reach the report.
+        """
         if isinstance(error, NotPromised):
             item.user_properties.append((GATE_PROPERTY, str(error)))
         record = describe_violation(error)
@@ -120,16 +127,20 @@ class Session:
         if self._is_worker:
             return
         if self._writer:
+            # Without a footer the run counts as unfinished, and goes on in another process.
             if not session.shouldstop:
                 self._writer.footer()
             return
+        # Imports all cases of the driver suite, and with them torch: a server's run does without.
+        from hicache_conformance.suite.driver_conformance import catalogue
+
         directory = self._config.getoption("--hicache-report")
         for owner, stream in self._streams.items():
             stream.finished = True
             stream.header = header_of(self._reports.contexts.get(owner), self.settings)
             judgement = self._verdicts[owner] = judge(stream, self.settings.levels, catalogue())
             if directory:
-                self._write_report(Path(directory), stream, judgement)
+                self._write_report(Path(directory), stream, judgement, catalogue())
                 if (
                     judgement.verdict is not Verdict.CONFORMANT
                     and session.exitstatus == pytest.ExitCode.OK
@@ -154,26 +165,27 @@ class Session:
         begun_before = self._run is not None and item.name in self._run.done
         return not begun_before and (not wanted or any(text in item.name for text in wanted))
 
-    def _ports(self, cases: list[pytest.Item]) -> Mapping[str, int]:
-        """Return the ports of the servers of the class under test; they stay up for its cases."""
-        home = cases[0].getparent(pytest.Class)
-        assert home is not None
-        owner = cast("type[DriverConformance]", home.obj)
-        commands = commands_of(owner.driver, owner.config, owner.services)
-        return environment_of(
-            self._config, f"{owner.__module__}.{owner.__qualname__}", commands
-        ).ports()
-
     def _gathered(self, owner: str, outcome: CaseOutcome) -> None:
         self._streams.setdefault(owner, OutcomeStream()).outcomes.append(outcome)
         if self._writer:
             self._writer.outcome(outcome)
 
-    def _write_report(self, directory: Path, stream: OutcomeStream, judgement: Judgement) -> None:
+    def _write_report(
+        self,
+        directory: Path,
+        stream: OutcomeStream,
+        judgement: Judgement,
+        cases: Mapping[str, Case],
+    ) -> None:
         from hicache_conformance.report import write_report
 
         header = stream.header
         assert header is not None
         several = len(self._streams) > 1
-        place = directory / header.driver if several else directory
-        write_report(place, header, judgement, catalogue())
+        write_report(directory / header.driver if several else directory, header, judgement, cases)
+
+
+def _class_of(item: pytest.Item) -> type[DriverDeclaration]:
+    home = item.getparent(pytest.Class)
+    assert home is not None
+    return cast("type[DriverDeclaration]", home.obj)

@@ -1,5 +1,6 @@
-"""Conversion of SIGTERM and SIGHUP into SystemExit, so that child processes end
-with the program.
+"""Conversion of SIGTERM and SIGHUP into SystemExit.
+
+Child processes end with the program then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def exit_on_signals() -> Generator[None]:
-    """Within, these signals are raised as `SystemExit(128 + number)`, as SIGINT is as
-    `KeyboardInterrupt`. For the main thread only."""
+    """Raise these signals as `SystemExit(128 + number)`, as SIGINT is `KeyboardInterrupt`.
+
+    For the main thread only.
+    """
+    # Child processes and mounts are ended by `finally` blocks, which the default action of these
+    # signals skips.
     before = {number: signal.signal(number, _end) for number in SIGNALS}
     try:
         yield

@@ -1,2 +1,1 @@
-"""`DriverConformance`, and what `hicache conformance run` collects: the cases for one driver, and
-its `pytest.ini`."""
+"""`DriverConformance`, and the modules that the commands collect, with their `pytest.ini`."""

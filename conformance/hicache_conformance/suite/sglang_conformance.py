@@ -28,8 +28,10 @@ class ForeignConformance(DriverConformance):
     def corrupt(
         self, storage: HiCacheStorage, pool: str, key: str, damage: ObjectCorruption
     ) -> bool:
-        """Put a page of a wrong length in place of the right one; `False` for every other
-        damage."""
+        """Put a page of a wrong length in place of the right one.
+
+        `False` for every other damage.
+        """
         return _corrupt_length(storage, pool, key, damage)
 
 

@@ -7,7 +7,7 @@ import sys
 
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.settings import Settings
+from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.runner.child_process import run
 
 SERVE = (
@@ -33,7 +33,15 @@ CASES = [
 
 def test_the_driver_conforms_on_two_servers_and_a_redis():
     settings = Settings.fresh(1, "smoke", tuple(Level))
-    ran = run("hf3fs", {"metadata_url": URLS}, settings, services=SERVICES, cases=CASES)
+    ran = run(
+        RunFile(
+            driver="hf3fs",
+            config={"metadata_url": URLS},
+            settings=settings,
+            services=SERVICES,
+            cases=CASES,
+        )
+    )
     assert ran.stream.finished, ran.log[-3000:]
     assert [
         (case.case, case.reason) for case in ran.stream.outcomes if case.outcome is not Outcome.PASS

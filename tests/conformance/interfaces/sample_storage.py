@@ -1,5 +1,6 @@
-"""Drivers with SGLang's storage interface, each a class that a command line names: a right one, and
-wrong ones made of it.
+"""Drivers with SGLang's storage interface, each a class that a command line names.
+
+A right one, and wrong ones made of it.
 
 They need no SGLang: what they import of the contract has the names and fields of SGLang's own.
 """
@@ -136,8 +137,10 @@ class Compacts(SampleStorage):
 
 
 class Fragile(SampleStorage):
-    """Takes the process down when it is asked to clear, and does not come back from a key that
-    climbs directories."""
+    """Takes the process down when it is asked to clear.
+
+    It does not come back from a key that climbs directories.
+    """
 
     def clear(self):
         os._exit(7)

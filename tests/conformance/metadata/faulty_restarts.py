@@ -22,7 +22,8 @@ class WritesDownLater(Desk):
         self.late = list[tuple[float, str]]()
 
     def call(self, path, body, once):
-        kept, self.journal = self.journal, None
+        kept = self.journal
+        self.journal = None
         try:
             with self.lock:
                 now = time.time()

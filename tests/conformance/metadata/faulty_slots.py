@@ -1,5 +1,4 @@
-"""Servers with one planted fault each in how the compatible part gives slots away and takes them
-back."""
+"""Servers with one planted fault each in how the compatible part gives slots and takes them."""
 
 from __future__ import annotations
 
@@ -95,7 +94,10 @@ class ConfirmsAnything(Reference):
         if super().confirm_one(scope, key, index):
             return True
         slot = scope.slots[index]
-        scope.live[key], slot.state, slot.key, slot.prefix = index, LIVE, key, ""
+        scope.live[key] = index
+        slot.state = LIVE
+        slot.key = key
+        slot.prefix = ""
         return True
 
 

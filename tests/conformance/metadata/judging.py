@@ -9,58 +9,56 @@ from typing import TYPE_CHECKING
 
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.settings import Settings
-from hicache_conformance.model.verdict import Verdict
-from hicache_conformance.protocol.rules import Part
-from hicache_conformance.protocol.runner import RunRequest, judge_run, run
-from hicache_conformance.protocol.server import RemoteServer, Served
-from hicache_conformance.protocol.suite import protocol_cases
+from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
+from hicache_conformance.model.verdict import Verdict, judge
+from hicache_conformance.protocol.rules import rules_of
+from hicache_conformance.protocol.suite import cases_of_parts, protocol_cases
+from hicache_conformance.runner.child_process import run
 from tests.conformance.metadata.faulty import FAULTS, server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from hicache_conformance.model.verdict import Judgement
 
 
 @contextmanager
-def listening(fault: str = "", **options: object) -> Iterator[RemoteServer]:
-    """A reference server of this process."""
+def listening(fault: str = "", **options: object) -> Iterator[str]:
+    """The address of a reference server of this process."""
     made = server(fault, **options)
     thread = threading.Thread(
         target=made.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )
     thread.start()
     try:
-        yield RemoteServer(f"http://127.0.0.1:{made.server_address[1]}")
+        yield f"http://127.0.0.1:{made.server_address[1]}"
     finally:
         made.shutdown()
         made.server_close()
         thread.join()
 
 
-def served(fault: str = "") -> Served:
-    """One in a process of its own, which can be killed."""
+def served(fault: str = "") -> str:
+    """The command of one in a process of its own, which can be killed."""
     named = f" --fault {fault}" if fault else ""
-    command = f"{sys.executable} -m tests.conformance.metadata.reference_server --port {{port}} --journal {{tmp}}/journal{named}"
-    return Served(command=command)
+    return f"{sys.executable} -m tests.conformance.metadata.reference_server --port {{port}} --journal {{tmp}}/journal{named}"
 
 
 def judged(
-    place: RemoteServer,
     *,
     seed: int = 1,
     levels: tuple[Level, ...] = tuple(Level),
     tokens: bool = False,
+    cases: Sequence[str] = (),
     **options: object,
 ) -> Judgement:
     """The verdict on a server."""
     given = {"admin": "all", "read": "look", "write": "write"} if tokens else {}
+    server = ServerOptions(tokens=given, **options)
     settings = Settings.fresh(seed, "smoke", levels)
-    order = RunRequest(
-        server=place, settings=settings, tokens=given, **{"parts": tuple(Part), **options}
-    )
-    return judge_run(order, run(order))
+    ran = run(RunFile(settings=settings, server=server, cases=list(cases)))
+    assert ran.stream.header is not None, ran.log
+    return judge(ran.stream, levels, cases_of_parts(server.parts), rules_of(server.parts))
 
 
 def judged_fault(name: str, seed: int = 1) -> Judgement:
@@ -70,11 +68,10 @@ def judged_fault(name: str, seed: int = 1) -> Judgement:
         case.name for case in protocol_cases().values() if set(fault.breaks) & set(case.rules)
     ]
     if fault.restarts:
-        with served(name) as place:
-            return judged(place, seed=seed, cases=cases)
-    with listening(name) as place:
+        return judged(start_server=served(name), seed=seed, cases=cases)
+    with listening(name) as url:
         levels = tuple(level for level in Level if level is not Level.DURABLE)
-        return judged(place, seed=seed, cases=cases, levels=levels, tokens=bool(fault.tokens))
+        return judged(url=url, seed=seed, cases=cases, levels=levels, tokens=bool(fault.tokens))
 
 
 def broken(judgement: Judgement) -> dict[str, str]:

@@ -1,5 +1,7 @@
-"""What is known about a server with a planted fault, and how the modules `faulty_*.py` register
-theirs."""
+"""Facts about a server with a planted fault, and their registry.
+
+The modules `faulty_*.py` register theirs.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,10 @@ FAULTS: dict[str, Fault] = {}
 
 
 def plant(*breaks: str, field_fault: str = "", **options: Any):
-    """Register a class as a fault: of the scope, the operations, the desk or HTTP, by what it
-    inherits."""
+    """Register a class as a fault, by what it inherits.
+
+    Of the scope, the operations, the desk or HTTP.
+    """
 
     def register(made: type) -> type:
         kinds = {Scope: "scope", Reference: "reference", Desk: "desk", Handler: "handler"}

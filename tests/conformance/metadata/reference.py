@@ -1,5 +1,4 @@
-"""The operations of a metadata server that keeps the protocol: `docs/metadata-protocol.md` as a
-program."""
+"""Operations of a right metadata server: `docs/metadata-protocol.md` as a program."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ LIMITS = p.Limits(
 class Refused(Exception):
     def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
         super().__init__(message)
-        self.status, self.problem = status, p.Problem(code=code, message=message, field=field)
+        self.status = status
+        self.problem = p.Problem(code=code, message=message, field=field)
 
 
 @dataclass

@@ -30,7 +30,9 @@ class Desk:
     """From a path and a body to a status and a message: limits, idempotency keys, the journal."""
 
     def __init__(self, reference: Reference, journal: Path | None = None) -> None:
-        self.reference, self.lock, self.journal = reference, threading.Lock(), None
+        self.reference = reference
+        self.lock = threading.Lock()
+        self.journal = None
         if journal:
             for line in journal.read_text().splitlines() if journal.exists() else []:
                 now, *call = json.loads(line)
@@ -177,8 +179,10 @@ class Handler(BaseHTTPRequestHandler):
             self.say(refused.status, refused.problem)
 
     def foreign(self) -> str:
-        """The header that tells that a page of another site has sent a request, or may have; empty
-        for none."""
+        """The header that tells that a page of another site has sent a request, or may have.
+
+        Empty for none.
+        """
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             return "Sec-Fetch-Site"
@@ -241,7 +245,8 @@ class ReferenceServer(ThreadingHTTPServer):
         tokens: dict[str, p.Token] | None = None,
         handler: type[Handler] = Handler,
     ) -> None:
-        self.desk, self.tokens = desk, tokens or {}
+        self.desk = desk
+        self.tokens = tokens or {}
         super().__init__(("127.0.0.1", port), handler)
 
     def handle_error(self, *_: Any) -> None:

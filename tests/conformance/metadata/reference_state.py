@@ -1,5 +1,7 @@
-"""The state machine of `docs/metadata-protocol.md`, as short as it can be said: one scope, slots,
-leases, pins, chains."""
+"""The state machine of `docs/metadata-protocol.md`, as short as it can be said.
+
+One scope, slots, leases, pins, chains.
+"""
 
 from __future__ import annotations
 
@@ -85,20 +87,20 @@ class Scope:
         else:
             del self.live[slot.key]
             self.children[slot.prefix].discard(slot.key)
-        slot.state, slot.lease, slot.owner = QUARANTINED, 0, ""
+        slot.state = QUARANTINED
+        slot.lease = 0
+        slot.owner = ""
         self.resting += 1
         self.end_at(index, now + self.quarantine_seconds)
 
     def lease(self, key: str, prefix: str, owner: str, lease: int, until: float) -> int:
         index = self.free.popleft()
         slot = self.slots[index]
-        slot.state, slot.key, slot.prefix, slot.owner, slot.lease = (
-            LEASED,
-            key,
-            prefix,
-            owner,
-            lease,
-        )
+        slot.state = LEASED
+        slot.key = key
+        slot.prefix = prefix
+        slot.owner = owner
+        slot.lease = lease
         slot.generation += 1
         self.leasing[key] = self.leases[lease] = index
         self.end_at(index, until)
@@ -107,13 +109,17 @@ class Scope:
     def commit(self, index: int, length: int, checksum: int) -> None:
         slot = self.slots[index]
         del self.leasing[slot.key], self.leases[slot.lease]
-        slot.state, slot.length, slot.checksum = LIVE, length, checksum
+        slot.state = LIVE
+        slot.length = length
+        slot.checksum = checksum
         self.live[slot.key] = index
         self.children.setdefault(slot.prefix, set()).add(slot.key)
 
     def evict(self, wanted: int, now: float) -> None:
-        """Let pages go, least recently used first, but none that others build upon, and none that
-        is pinned."""
+        """Let pages go, least recently used first.
+
+        None that others build upon, and none that is pinned.
+        """
         found = True
         while wanted > 0 and found:
             found = False

@@ -40,11 +40,11 @@ def hicache(monkeypatch):
 
 
 def test_a_conforming_server(hicache, tmp_path):
-    with listening() as place:
+    with listening() as url:
         done = hicache(
             "metadata",
             "--url",
-            place.url,
+            url,
             "--level",
             "core",
             "--case",
@@ -64,7 +64,7 @@ def test_a_conforming_server(hicache, tmp_path):
     assert done.status == 1
     assert report["verdict"] == "incomplete"
     assert report["contract"] == "HiCache metadata"
-    assert report["driver"]["name"] == place.url
+    assert report["driver"]["name"] == url
     outcomes = {rule["id"]: rule["outcome"] for rule in report["rules"] if rule["selected"]}
     assert outcomes["MD-INIT-1"] == outcomes["MD-INIT-2"] == "pass"
     assert outcomes["MD-AUTH-1"] == "untested"
@@ -110,11 +110,11 @@ def test_a_faulty_server_and_the_way_to_see_it_again(hicache, tmp_path):
 
 
 def test_without_a_native_part_it_is_not_declared(hicache, tmp_path):
-    with listening("SpeaksTheOldPartOnly") as place:
+    with listening("SpeaksTheOldPartOnly") as url:
         done = hicache(
             "metadata",
             "--url",
-            place.url,
+            url,
             "--level",
             "core",
             "--case",
@@ -155,8 +155,8 @@ def test_what_cannot_begin(hicache, arguments, said):
 
 
 def test_a_server_that_wants_a_token(hicache):
-    with listening(tokens=True) as place:
-        done = hicache("metadata", "--url", place.url)
+    with listening(tokens=True) as url:
+        done = hicache("metadata", "--url", url)
     assert done.status == 2
     assert "without --token" in " ".join(done.output.split())
 

@@ -1,9 +1,9 @@
-"""Servers with one planted fault each are found out, by the rule that they break; the reference
-server is not blamed."""
+"""Servers with one planted fault each are found out, by the rule that they break.
+
+The reference server is not blamed.
+"""
 
 from __future__ import annotations
-
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -21,20 +21,10 @@ from tests.conformance.metadata.judging import (
     served,
 )
 
-# Most of a run waits for leases and quarantines to end, so that several share the processors.
-AT_ONCE = 6
-
-
-@pytest.fixture(scope="module")
-def judgements():
-    """The verdict on every faulty server."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return dict(zip(FAULTS, pool.map(judged_fault, FAULTS), strict=True))
-
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(judgements, name):
-    judgement = judgements[name]
+def test_a_planted_fault_is_found(name):
+    judgement = judged_fault(name)
     assert set(FAULTS[name].breaks) <= set(broken(judgement))
     assert not errors(judgement)
     assert judgement.verdict is Verdict.NON_CONFORMANT
@@ -52,9 +42,11 @@ def test_the_faults_of_the_shipped_server_are_among_them():
 
 def test_the_reference_server_conforms():
     # Killing takes a process of its own; tokens show only where they are given.
-    with listening(tokens=True) as place:
+    with listening(tokens=True) as url:
         judgement = judged(
-            place, levels=tuple(level for level in Level if level is not Level.DURABLE), tokens=True
+            url=url,
+            levels=tuple(level for level in Level if level is not Level.DURABLE),
+            tokens=True,
         )
     assert not broken(judgement)
     assert not errors(judgement)
@@ -68,7 +60,6 @@ def test_the_reference_server_conforms():
 
 
 def test_the_reference_server_survives_kills():
-    with served() as place:
-        judgement = judged(place, levels=(Level.DURABLE,))
+    judgement = judged(start_server=served(), levels=(Level.DURABLE,))
     assert judgement.verdict is Verdict.CONFORMANT
     assert judgement.count(Outcome.PASS) == 6

@@ -56,7 +56,8 @@ class ReadsPageByPage(Objects):
             for index, key in enumerate(keys):
                 size = len(slots) // len(keys)
                 page = copy.copy(transfer)
-                page.keys, page.host_indices = [key], slots[index * size : (index + 1) * size]
+                page.keys = [key]
+                page.host_indices = slots[index * size : (index + 1) * size]
                 answers[transfer.name] += super().batch_get_v2([page], extra_info)[transfer.name]
         return answers
 

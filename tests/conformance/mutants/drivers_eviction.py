@@ -33,8 +33,10 @@ class BoundedFilesConfig(SharedFilesConfig, frozen=True, kw_only=True):
 
 
 class BoundedFiles(SharedFiles):
-    """Evicts the least recently used files of the whole directory. Files' times tell all processes
-    what was used."""
+    """Evicts the least recently used files of the whole directory.
+
+    Files' times tell all processes what was used.
+    """
 
     promises: ClassVar[Capabilities] = replace(BETWEEN_PROCESSES, evicts=True)
     moment: ClassVar[int] = 0
@@ -230,8 +232,10 @@ class HeadsFirst(BoundedFiles):
 
 
 class ForgetsPrefixes(BoundedFiles):
-    """Tails first within a call; of chains that were written in several it evicts the head
-    first."""
+    """Tails first within a call.
+
+    Of chains that were written in several it evicts the head first.
+    """
 
     def write_batch(self, batch: WriteBatch, call: Call) -> list[bool]:
         call.prefix_keys = ()

@@ -124,8 +124,10 @@ class PoisonedByTornFiles(SteadyFiles):
 
 
 class PublishesLate(SteadyFiles):
-    """Reads the host page when its file is open at last, and asks nobody whether it is still
-    wanted."""
+    """Reads the host page when its file is open at last.
+
+    It does not check whether the page is still wanted.
+    """
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         path = self.path(write.namespace, write.key)

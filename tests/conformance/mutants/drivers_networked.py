@@ -44,8 +44,10 @@ class NetworkedConfig(DriverConfig, frozen=True, kw_only=True):
 
 
 class Networked(ObjectStorage):
-    """Keeps pages on a server; each call is one request on a connection that is kept for the
-    next."""
+    """Keeps pages on a server.
+
+    Each call is one request on a connection that is kept for the next.
+    """
 
     promises: ClassVar[Capabilities] = ACROSS
 
@@ -118,7 +120,8 @@ class Networked(ObjectStorage):
     def disconnect(self) -> None:
         with self.lock:
             self.gone = True
-            idle, self.idle = self.idle, []
+            idle = self.idle
+            self.idle = []
         for connection in idle:
             connection.close()
 

@@ -1,5 +1,7 @@
-"""Drivers over `ObjectStorage`: right ones, and ones with one planted fault each in damage,
-promises and counters."""
+"""Drivers over `ObjectStorage`: right ones, and ones with one planted fault each.
+
+Of damage, promises and counters.
+"""
 
 from __future__ import annotations
 

@@ -174,7 +174,8 @@ class FlattensPages(Plain):
 
 class FlatPages(PageAccess):
     def __init__(self, pool: Any, geometry: PageGeometry) -> None:
-        self.pool, self.geometry = pool, geometry
+        self.pool = pool
+        self.geometry = geometry
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [[byte_view(self.pool.get_data_page(slot))] for slot in first_slots]

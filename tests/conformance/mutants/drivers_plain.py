@@ -47,8 +47,10 @@ class FileControlConfig(PlainConfig, frozen=True, kw_only=True):
 
 
 class Plain(HiCacheStorage):
-    """Keeps the bytes of each page in a dictionary, without an envelope; so nothing notices what a
-    fault does to them."""
+    """Keeps the bytes of each page in a dictionary, without an envelope.
+
+    So nothing notices what a fault does to them.
+    """
 
     promises: ClassVar[Capabilities] = CAPABILITIES
     stores: ClassVar[dict[str, dict[tuple[object, ...], bytes]]] = {}

@@ -1,5 +1,6 @@
-"""A pytest plugin: runs of each sample only what it is tried with, and of a mutant no more than it
-takes to find it.
+"""A pytest plugin: runs of each sample only what it is tried with.
+
+Of a mutant no more than it takes to find it.
 
 Where the environment variable `HICACHE_SAMPLES` is `mutants`, the cases that are left when a mutant
 was found by every rule meant for it are skipped, unless the sample asks for `every_case`.
@@ -24,7 +25,8 @@ class _Found:
     """What is known about one mutant so far."""
 
     def __init__(self, sample: SampleDriver) -> None:
-        self._left, self._told = set(sample.breaks), not sample.expect_message
+        self._left = set(sample.breaks)
+        self._told = not sample.expect_message
         self._sample = sample
 
     def note(self, violation: dict[str, str], rules: tuple[str, ...]) -> None:
@@ -74,8 +76,10 @@ def _driver(item: pytest.Item) -> str:
 
 
 def _is_wanted(item: pytest.Item) -> bool:
-    """Whether a sample names this case, with its parameters or without, and its injector, or names
-    none."""
+    """Return whether a sample names this case and its injector, or names none.
+
+    The case with its parameters or without.
+    """
     sample = SAMPLES.get(_driver(item))
     if sample is None:
         return True

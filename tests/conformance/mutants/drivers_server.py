@@ -1,5 +1,6 @@
-"""A tiny page server for `drivers_networked`: a dictionary behind a TCP port, and a log that a
-restarted server reads again.
+"""A tiny page server for `drivers_networked`: a dictionary behind a TCP port.
+
+A restarted server reads its log again.
 
 A message is four bytes of length, eight of checksum, and a list in msgpack. A request is an
 operation and its arguments; a message that does not fit its checksum ends the connection.

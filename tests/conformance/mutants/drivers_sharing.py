@@ -1,5 +1,7 @@
-"""Drivers for several processes with one planted fault each; small pauses make their races long
-enough to be met."""
+"""Drivers for several processes with one planted fault each.
+
+Small pauses make their races long enough to be met.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,10 @@ class Trusting(SharedFiles):
 
 
 class WritesInPlace(SharedFiles):
-    """Makes room for the page under its own name, then fills it; and leaves there what was never
-    filled."""
+    """Makes room for the page under its own name, then fills it.
+
+    And leaves there what was never filled.
+    """
 
     def discard(self, read: ObjectRead) -> None:
         """Leave it to the next writer, who will find that it exists."""
@@ -183,8 +187,10 @@ class LearnsNothingOfOthers(SharedFiles):
 
 
 class TrustsItsList(SharedFiles):
-    """Remembers what was there, for good: a set of what another process has removed answers True
-    and writes nothing."""
+    """Remembers what was there, for good.
+
+    A set of what another process has removed answers True and writes nothing.
+    """
 
     def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
         super().__init__(identity, config)
@@ -202,8 +208,10 @@ class TrustsItsList(SharedFiles):
 
 
 class SetsOnItsOwn(SharedFiles):
-    """Asks of existing pages what it has itself seen, and writes what others have written once
-    more."""
+    """Asks of existing pages what it has itself seen.
+
+    It writes once more what others have written.
+    """
 
     def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
         super().__init__(identity, config)
@@ -213,7 +221,8 @@ class SetsOnItsOwn(SharedFiles):
         return self.path(namespace, key) in self.written and super().there(namespace, key)
 
     def batch_exists_v2(self, *arguments: Any, **options: Any) -> Any:
-        written, self.written = self.written, Everything()  # type: ignore[assignment]
+        written = self.written
+        self.written = Everything()  # type: ignore[assignment]
         try:
             return super().batch_exists_v2(*arguments, **options)
         finally:
@@ -283,8 +292,10 @@ class NeverForgetsDamage(SharedFiles):
 
 
 class SlotFiles(ObjectStorage):
-    """Keeps pages in numbered files, and an index of which page has which number. Right, but for
-    its faults below."""
+    """Keeps pages in numbered files, and an index of which page has which number.
+
+    Right, but for its faults below.
+    """
 
     promises: ClassVar[Capabilities] = SharedFiles.promises
 

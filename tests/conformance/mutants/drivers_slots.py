@@ -1,5 +1,7 @@
-"""Stores of fixed places in memory: a right driver that evicts, one that refuses, and what goes
-wrong with places."""
+"""Stores of fixed places in memory: right drivers, and what goes wrong with places.
+
+One of the right ones evicts, one refuses.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,7 @@ class Medium:
 
 
 class Slots(ObjectStorage):
-    """Gives each page a place, and takes the place of the least recently used page when there is
-    none left."""
+    """Gives each page a place; that of the least recently used page when there is none left."""
 
     promises: ClassVar[Capabilities] = replace(CAPABILITIES, evicts=True)
     media: ClassVar[dict[str, Medium]] = {}
@@ -161,8 +162,10 @@ class _Unsealed(Slots):
 
 
 class ReusesSlots(_Unsealed):
-    """Looks up the places of a batch, and reads them some time later; they may have been given to
-    other pages by then."""
+    """Looks up the places of a batch, and reads them some time later.
+
+    They may have been given to other pages by then.
+    """
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         slots = [[self.find(read.namespace, read.key) for read in batch.reads] for batch in batches]

@@ -1,5 +1,7 @@
-"""Transfer engines with one planted fault each, and drivers that use host pages when they no longer
-may."""
+"""Transfer engines with one planted fault each.
+
+And drivers that use host pages when they no longer may.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,8 @@ class FreesUnderALoad(Engine):
     """Keeps the host pages of write-backs, and forgets those of loads."""
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        hold, self.host_slots.hold = self.host_slots.hold, lambda indices, until, **_: None  # type: ignore[method-assign]
+        hold = self.host_slots.hold
+        self.host_slots.hold = lambda indices, until, **_: None  # type: ignore[method-assign]
         try:
             return super().load(host_indices, device_indices)
         finally:

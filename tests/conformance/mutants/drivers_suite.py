@@ -1,5 +1,6 @@
-"""The suite against the samples, in one pytest; run by `test_mutants.py` and `soak.py`, which read
-the reports.
+"""The suite against the samples, in one pytest.
+
+Run by `test_mutants.py` and `soak.py`, which read the reports.
 
 The environment variable `HICACHE_SAMPLES` chooses: `all` samples, each with all cases of its
 classes; `mutants`, each with the cases of the rules that it breaks; `right` ones; or `own`, the

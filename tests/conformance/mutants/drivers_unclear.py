@@ -1,5 +1,7 @@
-"""Drivers that take an error, or a silence, for more than it says, and two right ones that do
-not."""
+"""Drivers that take an error, or a silence, for more than it says.
+
+And two right ones that do not.
+"""
 
 from __future__ import annotations
 
@@ -85,12 +87,16 @@ def by_stem(paths: list[Path]) -> dict[str, str]:
 
 
 class ReusesNumbers(SteadyFiles):
-    """Numbers its files, and gives the number of a rename that failed to the next one; one number
-    stands for one file."""
+    """Numbers its files, and gives the number of a rename that failed to the next one.
+
+    One number stands for one file.
+    """
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
-        self.writer, self.next, self.turn = uuid4().hex[:8], 0, threading.RLock()
+        self.writer = uuid4().hex[:8]
+        self.next = 0
+        self.turn = threading.RLock()
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
@@ -128,12 +134,16 @@ class RaisesWhatStopsAClear(SteadyFiles):
 
 
 class OneFaultForAll(SteadyFiles):
-    """Refuses everything for a while after five calls in a row during which the store has failed,
-    whichever of them it was."""
+    """Refuses everything for a while after five calls in a row during which the store failed.
+
+    Whichever of them it was.
+    """
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
-        self.row, self.until, self.turn = 0, 0.0, threading.Lock()
+        self.row = 0
+        self.until = 0.0
+        self.turn = threading.Lock()
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -215,7 +225,8 @@ class ComparesAbsence(SteadyFiles):
 
     def __init__(self, identity: StorageIdentity, config: object) -> None:
         super().__init__(identity, config)
-        self.absent, self.known = False, set[Path]()
+        self.absent = False
+        self.known = set[Path]()
 
     def there(self, namespace: Namespace, key: str) -> bool:
         if self.root.exists():
@@ -233,8 +244,10 @@ class ComparesAbsence(SteadyFiles):
 
 
 class BelievesFileNames(SteadyFiles):
-    """Says in a file's name how long its page is, and takes the longest that stands there for the
-    page."""
+    """Says in a file's name how long its page is.
+
+    It takes the longest that stands there for the page.
+    """
 
     def path(self, namespace: Namespace, key: str) -> Path:
         plain = super().path(namespace, key)
@@ -253,8 +266,10 @@ class FileMedium(Medium):
 
 
 class FileSlots(Slots):
-    """Right: places of a file. What a writer was given stays its own until it has written, whatever
-    others do meanwhile."""
+    """Right: places of a file.
+
+    What a writer was given stays its own until it has written, whatever others do meanwhile.
+    """
 
     promises: ClassVar[Capabilities] = replace(
         Slots.promises, may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER

@@ -1,5 +1,7 @@
-"""Samples of the level stream: engines that order too little or too much, drivers that use host
-pages too late."""
+"""Samples of the level stream.
+
+Engines that order too little or too much, drivers that use host pages too late.
+"""
 
 from __future__ import annotations
 

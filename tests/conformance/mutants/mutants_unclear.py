@@ -1,5 +1,7 @@
-"""Samples of what is not known: requests that failed after they took effect, writers that are late,
-deadlines that are none."""
+"""Samples of unclear answers.
+
+Requests that failed after they took effect, late writers, deadlines that are none.
+"""
 
 from __future__ import annotations
 

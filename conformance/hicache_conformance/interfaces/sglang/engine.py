@@ -58,8 +58,7 @@ def has_sglang() -> bool:
 
 
 def types() -> Any:
-    """The module that `PoolTransfer`, `PoolName` and the others are taken from: SGLang's, or else
-    the contract's.
+    """The module of `PoolTransfer`, `PoolName` and others: SGLang's, or else the contract's.
 
     The contract's have the same names, fields and texts.
     """
@@ -80,14 +79,16 @@ def storage_config(identity: StorageIdentity, layout: str, extra_config: Mapping
         enable_storage_metrics=False,
         is_page_first_layout=layout == "page_first",
         model_name=identity.model,
+        # Ranks that hold equal bytes are one rank to the engine.
         dp_rank=0 if identity.dp_replicated else identity.dp_rank,
         extra_config=dict(extra_config),
     )
 
 
 def namespace_suffix(identity: StorageIdentity) -> str:
-    """Return the tenant, adapter and salt that an engine hashes into every key, since its driver is
-    not told of them.
+    """Digest of the tenant, adapter and salt, which an engine hashes into every key.
+
+    Its driver is not told of them.
     """
     text = repr((identity.tenant, identity.adapter, identity.salt)).encode()
     return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
@@ -100,6 +101,7 @@ def load_class(target: str) -> type:
         DriverUnavailableError: it cannot be imported, or is no class.
     """
     module, _, name = target.partition(":")
+    # At the end of the path, so that a file there does not hide an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -112,8 +114,9 @@ def load_class(target: str) -> type:
 
 
 def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
-    """Make a driver as the engine makes it: by its factory, or, a dynamic one, by calling its
-    class.
+    """Make a driver as the engine makes it.
+
+    By its factory, or, a dynamic one, by calling its class.
 
     Raises:
         DriverUnavailableError: it, or the engine it is a part of, cannot be imported.
@@ -138,8 +141,10 @@ def overrides(setup: Setup, method: str) -> bool:
 
 @contextmanager
 def environment(name: str, value: str) -> Generator[None]:
-    """An environment variable, for as long as a driver is constructed; nothing is set without a
-    name."""
+    """An environment variable, for as long as a driver is constructed.
+
+    Nothing is set without a name.
+    """
     before = os.environ.get(name)
     if name:
         os.environ[name] = value

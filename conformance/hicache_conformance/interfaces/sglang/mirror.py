@@ -39,7 +39,11 @@ class Mirror:
         self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[
             : source.geometry.page_bytes
         ]
+        # Counted, because two calls may use one page at the same time; the mark comes back with the
+        # last of them.
         self._borrowed = Counter[int]()
+        # Guards `_borrowed` and the bytes of both pools. It is not held while the driver works,
+        # since calls of several threads have to overlap.
         self._lock = threading.Lock()
         for page in range(self._pages):
             self._put(page, self._idle)
@@ -59,8 +63,10 @@ class Mirror:
 
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
-        """Pages that a set reads; their host pages are used for something else as soon as it has
-        returned."""
+        """Pages that a set reads.
+
+        Their host pages are used for something else as soon as it has returned.
+        """
         self._borrow(pages)
         try:
             yield
@@ -74,6 +80,8 @@ class Mirror:
         try:
             yield
         finally:
+            # All that was borrowed is carried back, pages that were missed included: what a missed
+            # destination holds is nobody's business (GET-2).
             with self._lock:
                 for page in pages:
                     self._write_source(page, self.content(page))

@@ -1,5 +1,4 @@
-"""The options of the foreign driver of this process's run, as the config model that every driver
-has."""
+"""The options of the foreign driver of this process's run, as a config model."""
 
 from __future__ import annotations
 
@@ -20,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def plain_options(setup: Setup, options: Mapping[str, object]) -> dict[str, Any]:
-    """Options as the engine would have read them: JSON where they are JSON, numbers of bytes for
-    sizes, else text.
+    """Options as the engine would have read them.
+
+    JSON where they are JSON, numbers of bytes for sizes, else text.
 
     Raises:
         ValueError: a size is none.
@@ -37,14 +37,18 @@ def _json_or_text(value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
+        # The engine's own command line takes `extra_config` as JSON, so that `true` and `3` arrive
+        # as such.
         return json.loads(value)
     except ValueError:
         return value
 
 
 def _model() -> type[DriverConfig]:
-    """A model with a field for each option that this run may set: what else stands on a command
-    line is a mistake."""
+    """A model with a field for each option that this run may set.
+
+    What else stands on a command line is a mistake.
+    """
     run, setup = RunFile.of_environment(), current()
     names = {*(setup.options if setup else ()), *(run.config if run else ())}
     if setup is not None and setup.capacity_option:

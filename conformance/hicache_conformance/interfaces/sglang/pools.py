@@ -25,8 +25,10 @@ _UNTOLD_DTYPE: Final = "uint8"
 
 
 class PlainPool:
-    """A pool with the methods of SGLang's, over one row of pages, for drivers that work without
-    SGLang."""
+    """A pool with the methods of SGLang's, over one row of pages.
+
+    For drivers that work without SGLang.
+    """
 
     def __init__(
         self, *, pages: int, page_size: int, page_bytes: int, dtype: torch.dtype, layout: str

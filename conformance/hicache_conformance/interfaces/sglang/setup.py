@@ -89,8 +89,10 @@ def known() -> dict[str, Setup]:
 
 
 def _here(services: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-    """Commands with `{bin}` filled in: programs of this environment, which need not be on the
-    path."""
+    """Commands with `{bin}` filled in.
+
+    It stands for programs of this environment, which need not be on the path.
+    """
     programs = str(Path(sys.executable).parent)
     return tuple(tuple(word.replace("{bin}", programs) for word in command) for command in services)
 
@@ -107,6 +109,7 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
         module, colon, name = driver.partition(":")
         if not (module and colon and name.isidentifier()):
             raise ValueError(f"{driver!r} is neither MODULE:CLASS nor one of {', '.join(known())}")
+        # The option by which the engine, too, is told that a dynamic class takes addresses.
         zero_copy = config.get("interface_v1", "") not in ("", "0", "false")
         setup = Setup(name=driver, target=driver, zero_copy=zero_copy)
     if setup.not_judged:
@@ -119,7 +122,9 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
 
 @cache
 def current() -> Setup | None:
-    """The setup of the driver that this process's run is about; None where it is a driver of the
-    contract's own."""
+    """The setup of the driver that this process's run is about.
+
+    None where it is a driver of the contract's own.
+    """
     run = RunFile.of_environment()
     return setup_of(run.driver, run.config) if run is not None and run.interface else None

@@ -1,5 +1,6 @@
-"""`EngineStorage`: adapts a driver with SGLang's interface to the contract, as SGLang's cache
-controller calls it.
+"""`EngineStorage`: adapts a driver with SGLang's interface to the contract.
+
+It calls the driver as SGLang's cache controller does.
 
 KV goes in batches of 128 pages through `batch_get_v1` and `batch_set_v1`, or through copies in
 `batch_get` and `batch_set`; side pools through `batch_get_v2` and `batch_set_v2`, before KV in a
@@ -89,8 +90,9 @@ _lingering: Final = _Lingering()
 
 
 def process_is_full() -> bool:
-    """Return whether too many closed drivers linger in this process, so that the run should go on
-    in another.
+    """Return whether too many closed drivers linger in this process.
+
+    The run should go on in another.
     """
     return _lingering.too_many
 
@@ -103,6 +105,7 @@ def _rank_of(options: Mapping[str, Any]) -> int:
 
 
 def _leave_at_once() -> None:
+    # Flushed by hand, because `os._exit` runs no handlers.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
@@ -132,7 +135,11 @@ class EngineStorage(HiCacheStorage):
         self._driver: Any = None
         self._closed = False
         self._companions = list[EngineStorage]()
+        # Guards the construction of the driver. Reentrant, because a pool that is registered
+        # meanwhile attaches by itself.
         self._attaching = threading.RLock()
+        # One lock for each of the three threads that the engine calls its driver from: calls of one
+        # kind never overlap there, calls of different kinds do.
         self._looking = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
@@ -166,8 +173,10 @@ class EngineStorage(HiCacheStorage):
         return self._mirrors[pool].source.geometry
 
     def companion(self) -> EngineStorage:
-        """Another rank of equal identity and options, closed with this one: some stores keep pages
-        no longer than their writer."""
+        """Another rank of equal identity and options, closed with this one.
+
+        Some stores keep pages no longer than their writer.
+        """
         companion = EngineStorage(self._identity, self._config)
         self._companions.append(companion)
         return companion
@@ -176,8 +185,10 @@ class EngineStorage(HiCacheStorage):
     # -------------------------------------------------------------------------------------
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a pool of the engine's for it; one that comes after the others reaches the driver at
-        once."""
+        """Make a pool of the engine's for it.
+
+        One that comes after the others reaches the driver at once.
+        """
         self._check_open()
         mirror = Mirror(host_pool_name, host_pool, self._identity, self._layout(host_pool))
         with self._attaching:
@@ -202,6 +213,8 @@ class EngineStorage(HiCacheStorage):
             self._closed = True
         for companion in self._companions:
             companion.close()
+        # Kept alive, because its destructor would take seconds here; the memory that it has
+        # registered has to live as long.
         if driver is not None and self._setup.lingers:
             _lingering.keep(driver, [mirror.pool for mirror in self._mirrors.values()])
         if driver is None or not hasattr(driver, "close"):
@@ -217,6 +230,8 @@ class EngineStorage(HiCacheStorage):
             super().clear()
         driver = self._attached()
         with ExitStack() as quiet:
+            # Always in this order. The data path takes one lock at a time, so that there is no
+            # deadlock.
             for lock in (self._looking, self._reading, self._writing):
                 quiet.enter_context(lock)
             driver.clear()
@@ -238,8 +253,7 @@ class EngineStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Ask in batches where there is KV alone, and for the whole chain at once where there are
-        side pools."""
+        """Ask in batches for KV alone, and for the whole chain at once with side pools."""
         driver, asked = self._attached(), list(pool_transfers or ())
         named = [self._key(key) for key in keys]
         with self._looking:
@@ -331,6 +345,7 @@ class EngineStorage(HiCacheStorage):
             for name, value in self._options.items()
             if name not in self._setup.config_keys
         }
+        # The driver divides by these, and each rank shall get what was written.
         for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
@@ -364,8 +379,10 @@ class EngineStorage(HiCacheStorage):
         return path
 
     def _layout(self, host_pool: object) -> str:
-        """The layout that is asked for, or, where the driver does not serve it, another that is not
-        the usual one."""
+        """The layout that is asked for, where the driver serves it.
+
+        Elsewhere another that is not the usual one.
+        """
         asked = getattr(getattr(host_pool, "geometry", None), "layout", self._identity.layout)
         if asked == "page_first":
             asked = self._identity.layout
@@ -425,6 +442,7 @@ class EngineStorage(HiCacheStorage):
             )
             if found is None:
                 return 0
+            # Batch by batch until one is not there in full, as the engine's prefetch does.
             hit += found
             if found < len(batch):
                 break
@@ -526,8 +544,10 @@ def _listed(answer: Any) -> list[bool]:
 
 
 def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolTransfer]]:
-    """Side pools' transfers in as few calls as may be: two of one pool would overwrite each other's
-    answer."""
+    """Side pools' transfers in as few calls as may be.
+
+    Two of one pool would overwrite each other's answer.
+    """
     calls = list[dict[int, PoolTransfer]]()
     for index, transfer in shares:
         if transfer.name == PoolName.KV:

@@ -28,9 +28,11 @@ class BrowserCases:
 
     @covers("MD-AUTH-3", needs=[Need.NATIVE])
     def test_pages_of_other_sites(self, context: ServerContext) -> None:
-        """Requests that a page of another site can make a browser send are refused in both parts,
-        and nothing is done.
+        """Requests that a page of another site can make a browser send are refused.
+
+        In both parts, and nothing is done.
         """
+        # Without a token, as a browser would send it: a page of another site does not know one.
         scope, keys, http = context.v2_scope(4), context.keys(2), context.client("")
         scope.store(keys)
         rank, _, namespace = scope.name.partition(":")
@@ -55,6 +57,8 @@ class BrowserCases:
                 403,
                 because=because,
             )
+        # Content types that a form sends without asking the server first (no CORS preflight). 415
+        # will do as well, since nothing is done.
         for kind in FORMS:
             for path, body in clears.items():
                 because = f"{path}: a form sends it as {kind}"
@@ -67,6 +71,7 @@ class BrowserCases:
                     because=because,
                 )
         expect(http.send("GET", "/healthz", None, content_type=JSON), "MD-AUTH-3", 200)
+        # Looked at behind all of them: a server may answer 403 after it has done what was asked.
         if not all(scope.live(keys)):
             raise Violation(
                 "MD-AUTH-3",

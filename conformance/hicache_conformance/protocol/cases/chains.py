@@ -25,6 +25,8 @@ class ChainCases:
         lengths = [context.number(3, 6) for _ in range(3)]
         scope, chains = context.v2_scope(sum(lengths)), [context.keys(length) for length in lengths]
         pairs = [pair for chain in chains for pair in zip(chain, ["", *chain[:-1]], strict=True)]
+        # Out of order, so that neither the order of the batch nor the age of a page tells what its
+        # prefix is.
         context.chance.shuffle(pairs)
         scope.store([key for key, _ in pairs], [prefix for _, prefix in pairs])
         # Tails are used last, so that plain recency would take the heads of all chains first.
@@ -37,6 +39,7 @@ class ChainCases:
             f"a scope is full with chains of {lengths}",
         )
         for chain in chains:
+            # A prefix of the chain and nothing behind it; how long it is, is the server's choice.
             live = scope.live(chain)
             if live != sorted(live, reverse=True):
                 raise Violation(
@@ -62,8 +65,10 @@ class ChainCases:
 
     @covers("MD-EV-5", needs=[Need.NATIVE])
     def test_looking_up_is_use(self, context: ServerContext) -> None:
-        """Pages that were looked up stay while others go; those looked up without touch do not
-        count as used."""
+        """Pages that were looked up stay while others go.
+
+        Those looked up without touch do not count as used.
+        """
 
         def look_up(scope: V2Scope, keys: Sequence[str]) -> None:
             scope.lookup(keys)

@@ -26,8 +26,12 @@ class ClientCases:
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_histories_with_room(self, context: ServerContext) -> None:
-        """Random steps of three clients in a scope that has room for all: after each, every key is
-        where it was confirmed."""
+        """Random steps of three clients in a scope that has room for all.
+
+        After each, every key is where it was confirmed.
+        """
+        # A sixteenth, because each step of such a history is a request, and another one compares
+        # all keys.
         for _ in range(max(3, context.profile.histories // 16)):
             self._history(context, pages=512, keys=8, has_room=True)
 
@@ -35,12 +39,16 @@ class ClientCases:
     def test_histories_in_a_full_scope(self, context: ServerContext) -> None:
         """The same in a scope of fewer slots than keys, which evicts."""
         for _ in range(max(3, context.profile.histories // 16)):
+            # Fewer slots than keys, so that nearly every reserve has to evict, and slots change
+            # hands all the time.
             self._history(context, pages=6, keys=14, has_room=False)
 
     @covers("MD-SLOT-1", "MD-SLOT-2", levels=[Level.SHARED])
     def test_clients_at_once(self, context: ServerContext) -> None:
-        """Threads reserve, confirm, release, delete and look up the same keys: what one holds is
-        never another's."""
+        """Threads reserve, confirm, release, delete and look up the same keys.
+
+        What one holds is never another's.
+        """
         pages, scope = 16, context.scope(16)
         keys = context.keys(24)
         shared = _SharedOwnership(scope, keys, context.server_info.lease_seconds or FOR_EVER)
@@ -71,10 +79,13 @@ class ClientCases:
             for _ in range(2 * context.profile.steps):
                 self._step(context, model, context.chance.choice(clients))
             scope.try_confirm([], [*model.held, *model.expired])
+            # A slot that leaked shows only when all are wanted at once.
             _check_no_slot_lost(
                 context, scope, model.keys, pages, f"a history of {len(model.steps)} steps ended"
             )
         except Violation as violation:
+            # The model lets a reservation count for 0.8 of its time. A step that took longer than
+            # the rest of it makes the comparison worthless.
             if model.slowest > 0.1 * lease_seconds:
                 raise Inconclusive(
                     f"reservations last {lease_seconds:g} s here and one step took "
@@ -88,6 +99,8 @@ class ClientCases:
         match context.number(0, 5):
             case 2 | 3 if model.held:
                 model.confirm(chance.choice(list(model.held)), client)
+            # Half of the time, so that reservations that ended earlier are confirmed and released
+            # late as well.
             case 4 if model.held and chance.random() < 0.5:
                 model.release(chance.choice(list(model.held)), client)
             case 4 if model.released:
@@ -148,6 +161,8 @@ class _SharedOwnership:
             for key, (exists, index) in zip(keys, answer, strict=True)
             if index >= 0 and not exists
         ]
+        # Guards `holders`. It is not held during a request: threads that take turns would never
+        # meet in the server.
         with self.lock:
             for key, index in mine:
                 if index in self.holders:
@@ -162,6 +177,7 @@ class _SharedOwnership:
             # Before the call: as soon as the server has it, the slot may be somebody else's.
             for _, index in mine:
                 del self.holders[index]
+        # Mostly confirmed, so that the scope is full and slots come back by eviction, too.
         if chance.random() < 0.7:
             scope.confirm(mine)
         else:

@@ -46,6 +46,8 @@ class ConfirmingCases:
             free = [index for index in range(16) if index != right]
             pairs = list(zip(keys[1:], context.chance.sample(free, 3), strict=True))
             _no_fault(
+                # The right pair stands between wrong ones: a server that stops at the first wrong
+                # one loses it, one that stops at the last maps too much.
                 scope.try_confirm([pairs[0], (keys[0], right), *pairs[1:]]),
                 "MD-CONF-2",
                 "a confirm of free slots",
@@ -77,12 +79,15 @@ class ConfirmingCases:
                     "MD-CONF-2",
                     f"slots {slots} became {scope.indices(live)} when others confirmed them",
                 )
+            # The rightful reservations still hold: a wrong confirm must not have used them up.
             scope.confirm(list(zip(held, reserved, strict=True)))
 
     @covers("MD-CONF-2", "MD-DEL-2")
     def test_a_confirm_after_a_clear(self, context: ServerContext) -> None:
-        """A reservation that a clear has ended cannot be confirmed, also where somebody else has
-        the slot by now."""
+        """A reservation that a clear has ended cannot be confirmed.
+
+        Also where another key has the slot by now.
+        """
         with context.while_held():
             pages = context.number(4, 10)
             scope, late = context.scope(pages), context.keys(pages)
@@ -94,6 +99,8 @@ class ConfirmingCases:
             _check_unmapped(
                 scope, late, "a slot was confirmed that had been reserved before a clear"
             )
+        # Reservations last longer than the case may wait, so that the slots are with nobody else
+        # yet.
         if context.cleared_seconds is None:
             return
         keys, because = context.keys(pages), "a scope with everything reserved was cleared"
@@ -104,6 +111,7 @@ class ConfirmingCases:
             ),
         )
         with context.while_held():
+            # The late confirm now meets slots of others, which is how it does harm.
             now = context.reserve_soon(scope, keys, "MD-DEL-2", because)
             scope.confirm(list(zip(keys, now, strict=True)))
             _no_fault(
@@ -135,9 +143,13 @@ class ConfirmingCases:
 
     @covers("MD-CONF-3", levels=[Level.FAULTS])
     def test_a_slot_outside_the_file(self, context: ServerContext) -> None:
-        """Slots beyond the end or below zero are refused, for confirm and for release, and never
-        handed out."""
+        """Slots beyond the end or below zero are refused, for confirm and for release.
+
+        They are never handed out.
+        """
         scope, keys = context.scope(8), context.keys(8)
+        # The first one outside, negative ones that a Python list would take from its end, and one
+        # that no signed 64-bit integer holds.
         for index in (8, 9, -1, -8, 10**9, 2**63):
             for pairs, released in (([(keys[0], index)], []), ([], [index])):
                 reply = scope.try_confirm(pairs, released)
@@ -193,6 +205,8 @@ class ConfirmingCases:
                 "a slot released twice in one call",
             )
             _no_fault(scope.try_confirm([], slots), "MD-CONF-4", "a slot released again")
+        # After the quarantine: a server that has put a slot into its free list twice gives it out
+        # twice only then.
         time.sleep(context.rest_seconds - SLACK_SECONDS)
         with context.while_held():
             again = context.reserve_soon(

@@ -22,12 +22,15 @@ class DeletingCases:
 
     @covers("MD-DEL-1")
     def test_deleting_some(self, context: ServerContext) -> None:
-        """Deleted keys are gone, the others keep their slots, unknown ones are no error, and all
-        slots return."""
+        """Deleted keys are gone, the others keep their slots, and all slots return.
+
+        Unknown keys are no error.
+        """
         pages = context.number(6, 20)
         scope, keys = context.scope(pages), context.keys(pages)
         slots = scope.store(keys)
         gone = context.chance.sample(keys, pages // 2)
+        # Twice in one call, since freeing a slot twice would give it to two keys.
         scope.delete([*gone, *context.keys(2), *gone])
         wanted = [None if key in gone else index for key, index in zip(keys, slots, strict=True)]
         if (found := scope.indices(keys)) != wanted:
@@ -41,8 +44,10 @@ class DeletingCases:
 
     @covers("MD-DEL-2")
     def test_clearing(self, context: ServerContext) -> None:
-        """After a clear nothing is there, and every slot can be reserved again: those that were
-        reserved when their reservation would have ended."""
+        """After a clear nothing is there, and every slot can be reserved again.
+
+        Those that were reserved come back when their reservation would have ended.
+        """
         with context.while_held():
             pages = context.number(6, 20)
             scope, keys, held = (
@@ -78,8 +83,7 @@ class DeletingCases:
 
     @covers("MD-EV-1")
     def test_what_was_read_stays(self, context: ServerContext) -> None:
-        """A full scope makes room, and takes no page that get_page_indices has found while there
-        are others."""
+        """A full scope takes no page that get_page_indices has found while there are others."""
         self._keeps_what_was_used(context, "MD-EV-1", lambda scope, keys: scope.indices(keys))
 
     @covers("MD-EV-2")
@@ -89,8 +93,7 @@ class DeletingCases:
 
     @covers("MD-BIG-2", levels=[Level.BUDGET])
     def test_freeing_costs_the_same_however_many_are_free(self, context: ServerContext) -> None:
-        """Batches of released slots take no longer when most of 30,000 slots are free than when few
-        are."""
+        """To release a batch takes no longer with most of 30,000 slots free than with few."""
         batch, pages = 2000, 30_000
         scope = context.scope(pages)
         slots = list[list[int]]()
@@ -108,6 +111,8 @@ class DeletingCases:
             scope.try_confirm([], indices)
             seconds.append(time.perf_counter() - begin)
         # The third slowest: a machine that is busy elsewhere slows one or two.
+        # Reserved batch by batch and released in the same order, so that the free list grows from
+        # batch to batch.
         few, many = min(seconds[:2]), sorted(seconds)[-3]
         if many > 6 * few + 0.15:
             raise Violation(

@@ -49,6 +49,7 @@ class DocumentCases:
                 f"a lease lasts {limits.lease_seconds} s by default, which is not within the "
                 f"limits {limits}",
             )
+        # What ID-5 promises to engines.
         if limits.key_bytes < 512:
             raise Violation("MD-API-2", f"keys of {limits.key_bytes} bytes only; 512 is the least")
 
@@ -65,8 +66,9 @@ class DocumentCases:
 
     @covers("MD-API-1", needs=[Need.NATIVE])
     def test_msgpack_says_the_same(self, context: ServerContext) -> None:
-        """Pages written by JSON are found by msgpack and the other way round, 64-bit checksums
-        included.
+        """Pages written by JSON are found by msgpack, and the other way round.
+
+        64-bit checksums included.
         """
         scope = context.v2_scope(16)
         packed = V2Scope(
@@ -134,11 +136,12 @@ class DocumentCases:
 
     @covers("MD-API-3", needs=[Need.NATIVE])
     def test_one_unknown_scope_among_several(self, context: ServerContext) -> None:
-        """A call with an unknown scope is refused by its place, and nothing is done in the
-        others."""
+        """A call with an unknown scope is refused by its place, and does nothing in the others."""
         scope, keys = context.v2_scope(8), context.keys(3)
         request = Reserve(
             scopes=[
+                # The known scope stands first, so that a server which begins before it has checked
+                # all has leased something.
                 ReserveScope(scope=name, keys=keys)
                 for name in (scope.name, context.unused_scope().name)
             ]
@@ -182,6 +185,8 @@ class DocumentCases:
         with context.while_held():
             key = context.keys(1)[0]
             compatible.reserve([key])
+            # Busy, and not `exists`: the page is not written yet, and a reader must not be sent
+            # there.
             if (state := scope.reserve([key]).states[0]) != "busy":
                 raise Violation(
                     "MD-API-4",
@@ -190,8 +195,10 @@ class DocumentCases:
 
     @covers("MD-GEO-1", needs=[Need.NATIVE])
     def test_another_geometry_is_refused(self, context: ServerContext) -> None:
-        """Other slots, slot bytes, geometry or identity are refused by name; the call's new scope
-        is not made."""
+        """Other slots, slot bytes, geometry or identity are refused by name.
+
+        The call's new scope is not made.
+        """
         import msgspec
 
         scope, keys = context.v2_scope(16), context.keys(3)
@@ -206,6 +213,8 @@ class DocumentCases:
             wrong = msgspec.structs.replace(right, **{field: value})
             reply = context.native.send(
                 "/v2/initialize",
+                # The new scope comes first: a server that works through the list has made it when
+                # it meets the wrong one.
                 Initialize(scopes=[msgspec.structs.replace(right, scope=fresh), wrong]),
             )
             expect(

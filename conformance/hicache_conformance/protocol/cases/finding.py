@@ -24,6 +24,8 @@ class FindingCases:
         stored, missing = context.keys(context.number(2, 10)), context.keys(context.number(1, 10))
         where = dict(zip(stored, scope.store(stored), strict=True))
         for _ in range(5):
+            # Drawn with repetitions: duplicates and holes in one request, where a compacted answer
+            # goes wrong.
             asked = context.chance.choices([*stored, *missing], k=context.number(1, 30))
             if (flags := scope.exists(asked)) != [key in where for key in asked]:
                 raise Violation(
@@ -49,8 +51,7 @@ class FindingCases:
 
     @covers("MD-FIND-2")
     def test_keys_are_opaque(self, context: ServerContext) -> None:
-        """Long keys, Unicode, slashes, case, spaces, control characters: each is a key of its
-        own."""
+        """Long keys, Unicode, slashes, case, spaces, controls: each is a key of its own."""
         stem = context.keys(1)[0][:24]
         keys = [
             stem,
@@ -68,6 +69,8 @@ class FindingCases:
             f"{stem}'--",
             f'{stem}"',
             f"{stem}é",
+            # The same letter as one code point and as two: a server that normalizes makes them one
+            # key.
             f"{stem}e\u0301",
             f"{stem}ß",
             f"{stem}ss",
@@ -110,6 +113,8 @@ class FindingCases:
         where = dict(zip(stored, scope.store(stored, rule="MD-BIG-1"), strict=True))
         for size in LARGE:
             asked = [*stored, *context.keys(size - len(stored))]
+            # Stored keys all over the batch, so that an answer which is cut or split at a limit is
+            # wrong somewhere.
             context.chance.shuffle(asked)
             reply = scope.post("exists", keys=asked)
             if reply.status != 200:

@@ -50,6 +50,8 @@ class InitializingCases:
         """Another number of slots is refused with 409, and keys keep their slots."""
         scope, keys = context.scope(16), context.keys(5)
         slots = scope.store(keys)
+        # One more, one less, and a number of another magnitude: a server may compare digits, or
+        # refuse only what shrinks.
         for pages in (17, 15, context.number(100, 10**6)):
             reply = scope.post("initialize", num_pages=pages)
             expect(
@@ -73,6 +75,7 @@ class InitializingCases:
                 f"num_pages {size!r}",
                 names="num_pages",
             )
+            # Refused and made all the same would show here: an unknown scope is answered with 404.
             expect(
                 scope.post("exists", keys=context.keys(1)),
                 "MD-INIT-3",
@@ -82,8 +85,10 @@ class InitializingCases:
 
     @covers("MD-SCOPE-1")
     def test_scopes_do_not_show_in_each_other(self, context: ServerContext) -> None:
-        """The same keys in another rank, or another namespace, are other keys; deleting and
-        clearing there leaves these alone."""
+        """The same keys in another rank, or another namespace, are other keys.
+
+        Deleting and clearing there leaves these alone.
+        """
         scope, keys = context.scope(8), context.keys(4)
         other_rank = SglangScope(context.http, scope.rank + 1, scope.namespace)
         other_space = SglangScope(context.http, scope.rank, f"{scope.namespace}-mamba")
@@ -95,6 +100,8 @@ class InitializingCases:
                     "MD-SCOPE-1", f"keys stored in {scope.name} are there in {other.name}"
                 )
             other.store(keys)
+            # Deleting and clearing under the same keys: a server that keys its maps by the key
+            # alone loses the first scope's pages.
             other.delete(keys[:2])
             other.clear()
             if (now := scope.indices(keys)) != slots:
@@ -107,6 +114,8 @@ class InitializingCases:
     @covers("MD-SCOPE-1")
     def test_the_namespace_is_kv_where_none_is_named(self, context: ServerContext) -> None:
         """A body without a namespace means `kv`."""
+        # A rank that nobody uses, since the namespace has to be `kv` itself here and the server may
+        # be in use.
         rank = context.number(10**5, 10**8)
         kv = SglangScope(context.http, rank, "kv")
         expect(context.http.post(f"/{rank}/initialize", {"num_pages": 8}), "MD-SCOPE-1", 204)
@@ -126,8 +135,7 @@ class InitializingCases:
 
     @covers("MD-SCOPE-2")
     def test_an_unknown_scope_is_not_found(self, context: ServerContext) -> None:
-        """Every call but initialize answers 404 for a scope that nobody has made, and does not make
-        it."""
+        """Every call but initialize answers 404 for an unknown scope, and does not make it."""
         scope, keys = context.unused_scope(), context.keys(2)
         bodies: dict[str, dict[str, Any]] = {
             "exists": {"keys": keys},
@@ -137,6 +145,8 @@ class InitializingCases:
             "delete_keys": {"keys": keys},
             "clear": {},
         }
+        # Each operation twice, because a server may make the scope on the first call and find it on
+        # the second.
         for operation, body in [*bodies.items(), *bodies.items()]:
             expect(
                 scope.post(operation, **body),

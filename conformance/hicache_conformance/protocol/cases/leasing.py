@@ -22,8 +22,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-1", needs=[Need.NATIVE])
     def test_what_reserve_says_of_each_key(self, context: ServerContext) -> None:
-        """Stored keys exist, keys twice in a batch are busy, new ones are leased until there is no
-        room, then full."""
+        """Stored keys exist, keys twice in a batch are busy, new ones are leased.
+
+        Until there is no room: then they are full.
+        """
         slots = context.number(6, 12)
         scope, stored, new = context.v2_scope(slots), context.keys(2), context.keys(slots)
         pages = scope.store(stored)
@@ -91,8 +93,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-2", needs=[Need.NATIVE])
     def test_stale_leases(self, context: ServerContext) -> None:
-        """Leases that were aborted, cleared or never given commit nothing; a held one in the same
-        call does."""
+        """Leases that were aborted, cleared or never given commit nothing.
+
+        A held one in the same call does.
+        """
         scope, keys = context.v2_scope(32), context.keys(6)
         aborted, held, invented, cleared = (
             scope.reserve(keys[i : i + 1], lease_seconds=20.0).leases[0] for i in range(4)
@@ -113,8 +117,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-2", needs=[Need.NATIVE])
     def test_committing_again(self, context: ServerContext) -> None:
-        """A repeated commit is done while the page is live, stale with other values or when the
-        page is gone, and changes nothing."""
+        """A repeated commit is done while the page is live, and changes nothing.
+
+        With other values, or when the page is gone, it is stale.
+        """
         scope, keys = context.v2_scope(8), context.keys(2)
         page = scope.store(keys[:1])[0]
         if scope.commit([page.lease], [page.length], [page.checksum]) != [True]:
@@ -135,8 +141,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-3", "MD-LEASE-2", needs=[Need.NATIVE])
     def test_a_lease_ends(self, context: ServerContext) -> None:
-        """Until its end a lease keeps its key busy; then it is stale, and key and slot can be
-        leased again."""
+        """Until its end a lease keeps its key busy.
+
+        Then it is stale, and key and slot can be leased again.
+        """
         seconds = max(0.6, context.server_info.limits.min_lease_seconds)
         context.can_wait(seconds, "the shortest lease")
         slots = context.number(3, 6)
@@ -167,8 +175,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-4", needs=[Need.NATIVE])
     def test_renewing(self, context: ServerContext) -> None:
-        """A renewed lease can be committed after its first end, one that was not cannot be renewed
-        any more."""
+        """A renewed lease can be committed after its first end.
+
+        One that was not renewed in time cannot be renewed any more.
+        """
         seconds = max(0.6, context.server_info.limits.min_lease_seconds)
         context.can_wait(seconds, "the shortest lease")
         scope, keys = context.v2_scope(8), context.keys(2)
@@ -191,8 +201,10 @@ class LeasingCases:
 
     @covers("MD-LEASE-5", needs=[Need.NATIVE])
     def test_aborting(self, context: ServerContext) -> None:
-        """After an abort the key is leased anew, in another slot or after the quarantine; a second
-        abort is stale."""
+        """After an abort the key is leased anew, in another slot or after the quarantine.
+
+        A second abort is stale.
+        """
         scope, keys = context.v2_scope(8), context.keys(3)
         leases = scope.reserve(keys, lease_seconds=20.0).leases
         if scope.abort(leases) != [True] * 3 or scope.abort(leases) != [False] * 3:
@@ -201,8 +213,7 @@ class LeasingCases:
 
     @covers("MD-GEN-1", needs=[Need.NATIVE])
     def test_generations_grow(self, context: ServerContext) -> None:
-        """Each time that a slot is leased its generation is greater, however the last lease
-        ended."""
+        """A slot's generation grows with each lease, however the last lease ended."""
         context.can_wait(3 * context.rest_seconds, "three times the quarantine")
         slots = 4
         scope, last = context.v2_scope(slots), dict[int, int]()

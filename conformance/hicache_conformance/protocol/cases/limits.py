@@ -84,8 +84,10 @@ class LimitCases:
 
     @covers("MD-LIM-1", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_keys_and_batches_at_their_limits(self, context: ServerContext) -> None:
-        """The longest key, the largest batch and the most scopes are served; one more is refused by
-        name."""
+        """The longest key, the largest batch and the most scopes are served.
+
+        One more is refused by name.
+        """
         limits, scope = context.server_info.limits, context.v2_scope(8)
         longest = context.keys(1)[0][:16] + "k" * (limits.key_bytes - 16)
         scope.store([longest])
@@ -129,8 +131,10 @@ class LimitCases:
 
     @covers("MD-LIM-1", "MD-HTTP-1", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_a_body_over_the_limit(self, context: ServerContext) -> None:
-        """A body of more bytes than the limit is refused with 413, and the server goes on; one just
-        below is read."""
+        """A body of more bytes than the limit is refused with 413, and the server goes on.
+
+        One just below is read.
+        """
         limits, scope = context.server_info.limits, context.v2_scope(8)
         body = b'{"scopes": []' + b" " * (limits.body_bytes - 14) + b"}"
         expect(
@@ -184,8 +188,10 @@ class LimitCases:
 
     @covers("MD-REQ-6", "MD-HTTP-1", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_unreadable_bodies_and_other_types(self, context: ServerContext) -> None:
-        """Bodies that cannot be read are refused with 400, other content types with 415, unknown
-        routes with 404, as Problems."""
+        """Unreadable bodies are refused with 400, other content types with 415.
+
+        Unknown routes with 404, all as Problems.
+        """
         for body in (b"", b"{", b"\xff\xff", b"{'a': 1}", b'{"scopes": [}'):
             reply = context.http.send("POST", "/v2/lookup", body)
             _problem(expect(reply, "MD-REQ-6", 400, because=f"the body {body!r}"))

@@ -18,8 +18,10 @@ class LookingCases:
 
     @covers("MD-LOOK-1", needs=[Need.NATIVE])
     def test_lookups_give_back_what_was_committed(self, context: ServerContext) -> None:
-        """Slot, generation, length and checksum of stored keys, -1 and zeros for others, in any
-        order and twice."""
+        """Slot, generation, length and checksum of stored keys, -1 and zeros for others.
+
+        In any order and twice.
+        """
         scope, missing = context.v2_scope(40), context.keys(5)
         pages = {page.key: page for page in scope.store(context.keys(10))}
         for _ in range(5):
@@ -58,8 +60,10 @@ class LookingCases:
 
     @covers("MD-DEL-3", needs=[Need.NATIVE])
     def test_deleting_by_generation(self, context: ServerContext) -> None:
-        """A page of another generation stays, one of this generation goes; without generations all
-        go."""
+        """A page of another generation stays, one of this generation goes.
+
+        Without generations all go.
+        """
         scope, keys = context.v2_scope(16), context.keys(6)
         pages = scope.store(keys)
         meant = [page.generation if i % 2 else page.generation + 1 for i, page in enumerate(pages)]

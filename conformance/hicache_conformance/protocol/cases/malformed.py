@@ -131,8 +131,7 @@ class MalformedCases:
 
     @covers("MD-REQ-3", levels=[Level.FAULTS])
     def test_a_text_for_keys(self, context: ServerContext) -> None:
-        """A text in the place of a list of keys is refused, and not taken for a list of
-        characters."""
+        """A text for a list of keys is refused, and not taken for a list of characters."""
         scope = context.scope(8)
         for operation in (
             "exists",

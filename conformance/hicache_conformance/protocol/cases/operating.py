@@ -39,8 +39,10 @@ class OperatingCases:
 
     @covers("MD-OPS-1", needs=[Need.NATIVE])
     def test_scopes_are_listed(self, context: ServerContext) -> None:
-        """The list tells the scope's geometry, and how many slots are in each state; they add
-        up."""
+        """The list tells the scope's geometry, and how many slots are in each state.
+
+        They add up.
+        """
         slots = context.number(8, 20)
         scope, keys = context.v2_scope(slots), context.keys(6)
         scope.store(keys[:4])
@@ -111,8 +113,7 @@ class OperatingCases:
 
     @covers("MD-OPS-3", needs=[Need.NATIVE])
     def test_fsck(self, context: ServerContext) -> None:
-        """After a history of everything fsck has looked at every slot of a scope and finds nothing
-        wrong."""
+        """After a history of everything fsck looks at every slot and finds nothing wrong."""
         scope = context.v2_scope(12)
         for _ in range(10):
             keys = context.keys(3)
@@ -127,8 +128,10 @@ class OperatingCases:
 
     @covers("MD-OPS-4", needs=[Need.NATIVE])
     def test_draining(self, context: ServerContext) -> None:
-        """While it drains, leases that are out can be committed and pages be found, and no new
-        leases are given."""
+        """While it drains, leases that are out can be committed and pages be found.
+
+        No new leases are given.
+        """
         scope, keys = context.v2_scope(8), context.keys(3)
         page = scope.store(keys[:1])[0]
         lease = scope.reserve(keys[1:2], lease_seconds=20.0).leases[0]
@@ -185,8 +188,10 @@ class OperatingCases:
 
     @covers("MD-OPS-6", needs=[Need.NATIVE])
     def test_scopes_in_use_are_not_dropped(self, context: ServerContext) -> None:
-        """A live, a leased and a quarantined slot each keep their scope, and with it those that are
-        named beside it."""
+        """A live, a leased and a quarantined slot each keep their scope.
+
+        And with it those that are named beside it.
+        """
         empty, live, leased = (context.v2_scope(4) for _ in range(3))
         live.store(context.keys(1))
         leases = leased.reserve(context.keys(1), lease_seconds=20.0).leases
@@ -213,8 +218,10 @@ class OperatingCases:
 
     @covers("MD-OPS-6", needs=[Need.NATIVE])
     def test_dropped_scopes_are_made_anew(self, context: ServerContext) -> None:
-        """Two scopes that are empty go together; one of another size under the name has no page,
-        and refuses the leases of the first."""
+        """Two scopes that are empty go together.
+
+        One of another size under the name has no page, and refuses the leases of the first.
+        """
         scope, other, keys = context.v2_scope(6), context.v2_scope(3), context.keys(4)
         limit = context.rest_seconds
         pages = scope.store(keys)

@@ -37,8 +37,10 @@ class QuarantineCases:
     def test_cleared_leases_rest_as_long_as_they_would_have_lasted(
         self, context: ServerContext
     ) -> None:
-        """A clear asks no writer: a slot that was leased is given to nobody before its lease would
-        have ended, one that was live is."""
+        """A slot that a clear takes from its writer rests as long as the lease would have lasted.
+
+        A clear asks no writer. A slot that was live is given again before.
+        """
         limits = context.server_info.limits
         seconds = max(limits.quarantine_seconds + SLACK_SECONDS + 1.0, limits.min_lease_seconds)
         context.can_wait(seconds + context.rest_seconds, "a lease and a quarantine")
@@ -121,8 +123,7 @@ class QuarantineCases:
 
     @covers("MD-PIN-1", needs=[Need.NATIVE])
     def test_pinned_slots_stay(self, context: ServerContext) -> None:
-        """Pinned slots are leased to nobody after their pages were deleted or cleared, until they
-        are unpinned."""
+        """Pinned slots are leased to nobody after a delete or a clear, until they are unpinned."""
         context.can_wait(2 * context.rest_seconds, "twice the quarantine")
         for way in ("delete", "clear"):
             slots = context.number(4, 8)

@@ -30,8 +30,10 @@ class RefusingCases:
 
     @covers("MD-REQ-7", levels=[Level.FAULTS], needs=[Need.NATIVE])
     def test_bodies_that_are_refused_cost_no_more_than_others(self, context: ServerContext) -> None:
-        """Of the longest lookups, one with a wrong last key is refused in the time in which a right
-        one is served; health goes on."""
+        """Of the longest lookups, a wrong one is refused in the time that a right one takes.
+
+        Its last key is wrong; health goes on meanwhile.
+        """
         limits, scope = context.server_info.limits, context.v2_scope(4)
         count = min(limits.keys, MAX_KEYS)
         length = min(limits.key_bytes, (min(limits.body_bytes, MAX_BYTES) - 1000) // count - 8)

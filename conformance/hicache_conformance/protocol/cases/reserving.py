@@ -18,8 +18,10 @@ class ReservingCases:
 
     @covers("MD-RES-1")
     def test_new_keys_get_slots_and_old_ones_keep_theirs(self, context: ServerContext) -> None:
-        """A batch of stored and new keys: the stored are said to be there, in their slots; the new
-        get slots that nobody has."""
+        """A batch of stored and new keys: the stored are said to be there, in their slots.
+
+        The new get slots that nobody has.
+        """
         with context.while_held():
             scope, stored, new = context.scope(40), context.keys(10), context.keys(10)
             where = dict(zip(stored, scope.store(stored), strict=True))
@@ -49,8 +51,10 @@ class ReservingCases:
 
     @covers("MD-RES-2")
     def test_a_batch_that_does_not_fit(self, context: ServerContext) -> None:
-        """A batch larger than the scope: as many keys get slots as there are, the others -1, and
-        the slots serve."""
+        """A batch larger than the scope: as many keys get slots as there are, the others -1.
+
+        The slots serve.
+        """
         with context.while_held():
             pages = context.number(4, 20)
             scope, keys = context.scope(pages), context.keys(pages + context.number(1, 20))
@@ -73,8 +77,10 @@ class ReservingCases:
 
     @covers("MD-RES-2")
     def test_a_batch_that_does_not_fit_into_a_scope_in_use(self, context: ServerContext) -> None:
-        """With pages live and others reserved, a batch larger than the scope is answered, and the
-        scope goes on."""
+        """A batch larger than a scope with live and reserved slots is answered.
+
+        The scope goes on.
+        """
         with context.while_held():
             pages = context.number(6, 20)
             scope = context.scope(pages)
@@ -95,8 +101,10 @@ class ReservingCases:
 
     @covers("MD-RES-3")
     def test_everything_reserved_and_nothing_confirmed(self, context: ServerContext) -> None:
-        """With all slots reserved, further keys get -1, lookups work, and released slots come
-        back."""
+        """With all slots reserved, further keys get -1, and released slots come back.
+
+        Lookups work meanwhile.
+        """
         with context.while_held():
             pages = context.number(4, 20)
             scope = context.scope(pages)
@@ -131,8 +139,10 @@ class ReservingCases:
 
     @covers("MD-RES-4", levels=[Level.CORE, Level.SHARED])
     def test_two_clients_reserve_one_key(self, context: ServerContext) -> None:
-        """While one client has a key reserved another gets -1; once it is confirmed, the other is
-        told that it is there."""
+        """While one client has a key reserved another gets -1.
+
+        Once it is confirmed, the other is told that it is there.
+        """
         with context.while_held():
             scope, keys = context.scope(8), context.keys(3)
             mine = [index for _, index in scope.reserve(keys)]
@@ -152,8 +162,10 @@ class ReservingCases:
 
     @covers("MD-SLOT-2", levels=[Level.CORE, Level.SHARED])
     def test_no_slot_is_lost_to_two_writers(self, context: ServerContext) -> None:
-        """Two clients write the same keys at once; when all is deleted and released, every slot can
-        be reserved again."""
+        """Two clients write the same keys at once.
+
+        When all is deleted and released, every slot can be reserved again.
+        """
         pages = context.number(8, 20)
         with context.while_held():
             scope, keys = context.scope(pages), context.keys(pages // 2)
@@ -175,8 +187,10 @@ class ReservingCases:
 
     @covers("MD-RES-5")
     def test_a_reserved_key_is_not_there(self, context: ServerContext) -> None:
-        """Neither exists nor get_page_indices knows a key that is only reserved, nor one that was
-        released."""
+        """A key that is only reserved is not there for exists and get_page_indices.
+
+        Nor is one that was released.
+        """
         with context.while_held():
             scope, keys = context.scope(8), context.keys(4)
             slots = [index for _, index in scope.reserve(keys)]
@@ -186,8 +200,10 @@ class ReservingCases:
 
     @covers("MD-RES-6", needs=[Need.LEASES])
     def test_an_abandoned_reservation_ends(self, context: ServerContext) -> None:
-        """A client reserves everything and is never heard of again: its keys and slots come back by
-        themselves."""
+        """A client reserves everything and is never heard of again.
+
+        Its keys and slots come back by themselves.
+        """
         seconds, pages = context.abandoned_seconds + context.rest_seconds, context.number(4, 12)
         scope, keys = context.scope(pages), context.keys(pages)
         scope.through(context.client()).reserve(keys)

@@ -27,8 +27,9 @@ class RestartingCases:
 
     @covers("MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_confirmed_keys_are_there_after_a_kill(self, context: ServerContext) -> None:
-        """Keys that were confirmed a moment before kill -9 are there after the restart, in their
-        slots."""
+        """Keys confirmed a moment before kill -9 are there after the restart, in their slots."""
+        # Asked first, so that a case on a server that cannot be killed is told apart before it
+        # writes anything.
         context.must_be_ours()
         scope, keys = context.scope(32), context.keys(12)
         slots = scope.store(keys)
@@ -41,12 +42,16 @@ class RestartingCases:
 
     @covers("MD-DUR-1", "MD-DUR-2", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_deleted_keys_do_not_come_back(self, context: ServerContext) -> None:
-        """Keys deleted before kill -9, and their slots given to others, do not point there after
-        the restart."""
+        """Keys deleted before kill -9 are not back after the restart.
+
+        Their slots were given to others by then.
+        """
         context.must_be_ours()
         pages = context.number(8, 16)
         scope, old, new = context.scope(pages), context.keys(pages), context.keys(pages)
         scope.store(old)
+        # The snapshot now holds the old keys. A server that restores it as it is puts them onto
+        # slots that belong to others by then (the fault that MD-DUR-1 is about).
         time.sleep(SETTLE_SECONDS)
         scope.delete(old)
         slots = context.reserve_soon(scope, new, "MD-DUR-1", f"{pages} keys were deleted")
@@ -67,8 +72,10 @@ class RestartingCases:
 
     @covers("MD-DUR-2", "MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_killed_under_load(self, context: ServerContext) -> None:
-        """kill -9 at a random instant while clients write and delete: afterwards all that was
-        acknowledged holds, and all slots are there."""
+        """kill -9 at a random instant while clients write and delete.
+
+        Afterwards all that was acknowledged holds, and all slots are there.
+        """
         context.must_be_ours()
         # So many that nothing is evicted while they write.
         pages = 2048
@@ -76,6 +83,8 @@ class RestartingCases:
         writers = [_Writer(scope.through(context.client()), context.keys(16)) for _ in range(3)]
         for writer in writers:
             writer.start()
+        # Drawn, so that the kill falls into a write, a sync or a snapshot, and not always into the
+        # same one.
         time.sleep(context.chance.uniform(0.05, 0.5))
         context.restart()
         for writer in writers:
@@ -85,6 +94,8 @@ class RestartingCases:
         keys = [key for writer in writers for key in writer.keys]
         found = [index for index in scope.indices(keys) if index is not None]
         fresh = context.keys(pages)
+        # Reserving everything that the server takes for free: a slot of its free list that is live
+        # as well is handed out here.
         given = list(context.reserve_all(scope, fresh, "MD-DUR-2").values())
         left = [index for index in scope.indices(keys) if index is not None]
         if len(set(found)) != len(found) or set(given) & set(left):
@@ -116,10 +127,13 @@ class RestartingCases:
 
     @covers("MD-IDEM-2", levels=[Level.DURABLE], needs=[Need.NATIVE, Need.DURABLE])
     def test_a_retry_over_a_restart(self, context: ServerContext) -> None:
-        """A reserve that is sent again after kill -9 gets the leases of the first time, and they
-        can be committed."""
+        """A reserve that is sent again after kill -9 gets the leases of the first time.
+
+        They can be committed.
+        """
         context.must_be_ours()
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
+        # A minute, so that the lease outlasts a slow restart.
         first = scope.reserve(keys, lease_seconds=60.0, once=once)
         context.restart()
         again = scope.reserve(keys, lease_seconds=60.0, once=once)
@@ -157,12 +171,16 @@ class RestartingCases:
 
     @covers("MD-LEASE-6", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_no_lease_is_given_twice(self, context: ServerContext) -> None:
-        """After kill -9 leases have other numbers than before, whatever is left of the scope; an
-        old one names no new slot."""
+        """After kill -9 leases have other numbers than before, whatever is left of the scope.
+
+        An old one names no new slot.
+        """
         context.must_be_ours()
         scope, keys = context.v2_scope(8), context.keys(2)
         old = scope.reserve(keys, lease_seconds=60.0)
         context.restart()
+        # The rule binds servers that keep nothing, too: they have to avoid old numbers without
+        # knowing them.
         is_lost = scope.initialize()
         new = scope.reserve(context.keys(4), lease_seconds=60.0)
         again = set(old.leases) & set(new.leases)
@@ -180,12 +198,15 @@ class RestartingCases:
 
     @covers("MD-QUAR-3", levels=[Level.DURABLE], needs=[Need.NATIVE])
     def test_a_scope_of_earlier_leases_is_closed(self, context: ServerContext) -> None:
-        """A scope that is made after a restart gives no slot as long as leases of an earlier server
-        may last, if its client says so."""
+        """A scope made after a restart gives no slot while leases of an earlier server may last.
+
+        If its client says so.
+        """
         context.must_be_ours()
         seconds = 2.0
         limit = seconds + context.rest_seconds
         context.can_wait(limit, "earlier leases and a quarantine")
+        # From before the kill, the earliest instant at which the server's own clock can begin.
         begin = time.monotonic()
         context.restart()
         fresh, closed = context.v2_scope(4), context.v2_scope(4, earlier_lease_seconds=seconds)
@@ -221,8 +242,10 @@ class RestartingCases:
 
 
 class _Writer(threading.Thread):
-    """Stores and deletes its own keys one after the other, until the server is gone, and knows what
-    was acknowledged."""
+    """Stores and deletes its own keys one after the other, until the server is gone.
+
+    It remembers what was acknowledged.
+    """
 
     def __init__(self, scope: SglangScope, keys: list[str]) -> None:
         super().__init__(daemon=True)
@@ -257,6 +280,7 @@ class _Writer(threading.Thread):
     def check_survivors(self, scope: SglangScope) -> None:
         """Compare what was acknowledged with what is there."""
         for key, index in zip(self.keys, scope.indices(self.keys, rule="MD-DUR-1"), strict=True):
+            # The request without an answer may have taken effect or not; both are right.
             if key != self.unsure and index != self.acknowledged.get(key):
                 told = self.acknowledged.get(key)
                 raise Violation(

@@ -26,8 +26,10 @@ class RetryingCases:
 
     @covers("MD-IDEM-1", needs=[Need.NATIVE])
     def test_a_reserve_sent_again(self, context: ServerContext) -> None:
-        """The second time the same leases are answered, also to another connection, and no more
-        slots are leased."""
+        """The second time the same leases are answered, and no more slots are leased.
+
+        Also to another connection.
+        """
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
         first = scope.reserve(keys, lease_seconds=20.0, once=once)
         context.http.drop()
@@ -49,8 +51,10 @@ class RetryingCases:
 
     @covers("MD-IDEM-1", needs=[Need.NATIVE])
     def test_a_delete_sent_again(self, context: ServerContext) -> None:
-        """A delete that is sent again tells what the first one did, and spares a page that was
-        stored in between."""
+        """A delete that is sent again tells what the first one did.
+
+        It spares a page that was stored in between.
+        """
         scope, keys, once = context.v2_scope(8), context.keys(2), context.keys(1)[0]
         scope.store(keys[:1])
         request = Delete(scopes=[DeleteScope(scope=scope.name, keys=keys)])
@@ -66,8 +70,7 @@ class RetryingCases:
 
     @covers("MD-IDEM-1", needs=[Need.NATIVE])
     def test_an_idempotency_key_for_another_request(self, context: ServerContext) -> None:
-        """An idempotency key with another body or another route is refused with 422, and does
-        nothing."""
+        """An idempotency key with another body or route is refused with 422, and does nothing."""
         scope, keys, once = context.v2_scope(8), context.keys(3), context.keys(1)[0]
         scope.store(keys[:1])
         scope.reserve(keys[1:2], once=once)

@@ -28,8 +28,10 @@ class TokenCases:
 
     @covers("MD-AUTH-1", needs=[Need.NATIVE, Need.TOKENS])
     def test_without_a_token(self, context: ServerContext) -> None:
-        """Both parts refuse calls without a token, and with one that nobody gave out, with 401;
-        health asks for none."""
+        """Both parts refuse calls without a token, and with one that nobody gave out, with 401.
+
+        Health asks for none.
+        """
         scope, keys = context.v2_scope(4), context.keys(1)
         rank, _, namespace = scope.name.partition(":")
         for token, what in (("", "without a token"), (context.keys(1)[0], "with an unknown token")):
@@ -39,13 +41,16 @@ class TokenCases:
                 expect(client.send(path, request), "MD-AUTH-1", 401, because=f"{path} {what}")
             reply = http.post(f"/{rank}/exists", {"keys": keys, "namespace": namespace})
             expect(reply, "MD-AUTH-1", 401, because=f"the compatible part {what}")
+            # Orchestrators have no token (MD-OPS-5).
             for path in ("/healthz", "/readyz"):
                 expect(http.get(path), "MD-AUTH-1", 200, because=f"{path} {what}")
 
     @covers("MD-AUTH-2", needs=[Need.NATIVE, Need.TOKENS])
     def test_tokens_that_permit_less(self, context: ServerContext) -> None:
-        """A read token looks up and is refused to reserve, a write token reserves and is refused to
-        drain, with 403."""
+        """A read token looks up and cannot reserve, a write token reserves and cannot drain.
+
+        They are refused with 403.
+        """
         missing = [kind for kind in (Token.READ, Token.WRITE) if not context.tokens.get(kind)]
         if missing:
             raise Inconclusive(f"no token of less rights was given: --{missing[0]}-token")
@@ -70,5 +75,7 @@ class TokenCases:
             "/v2": None,
             "/v2/lookup": Lookup(scopes=[LookupScope(scope=scope, keys=keys)]),
             "/v2/reserve": Reserve(scopes=[ReserveScope(scope=scope, keys=keys)]),
+            # Off, so that a server which lets it through wrongly does not stop serving the cases
+            # that follow.
             "/v2/drain": Drain(enabled=False),
         }
