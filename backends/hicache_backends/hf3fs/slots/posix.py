@@ -89,6 +89,8 @@ class PosixEngine(SlotEngine):
                 return
         except OSError as error:
             fault = detached(error)
+            # A deadline of this process says nothing about the descriptor; any other error may come
+            # from a dead mount.
             if handle is not None and error.errno != errno.ETIMEDOUT:
                 file.forget(handle)
         if len(extent) == 1 or handle is None or call.expired():
@@ -183,6 +185,7 @@ def _fill_in_place(extent: Sequence[SlotRead], descriptor: int, call: Call) -> b
         job.read.envelope = bytearray(ENVELOPE_BYTES)
         targets += job.read.parts
         targets.append(gap)
+    # The read writes into the caller's memory: a cancellation waits for its end.
     with call.shield() as active:
         raise_if_cancelled(active)
         if not read_into(descriptor, targets[:-1], file.offset(extent[0].slot)):
@@ -205,6 +208,7 @@ def _write_extent(extent: Sequence[SlotWrite], call: Call) -> None:
         handle = file.borrow()
         _put(extent, handle.descriptor, call)
     except OSError as error:
+        # A full file system says nothing about the descriptor, either.
         if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             file.forget(handle)
         if len(extent) == 1:
