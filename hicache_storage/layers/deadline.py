@@ -7,11 +7,11 @@ import threading
 import time
 from contextvars import copy_context
 from dataclasses import replace
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.objects.namespace import check_keys
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
     CallInfoScope,
@@ -57,7 +57,8 @@ class DeadlineLayer(MissAnsweringLayer):
         super().__init__(inner)
         self._seconds = seconds
         self._default = HiCacheStorageExtraInfo(deadline_seconds=seconds)
-        self._workers = _Workers(type(inner).__name__)
+        self._thread_name = f"hicache-call-{type(inner).__name__}"
+        self._thread_pool = ThreadPool(self._thread_name, max_hung=MAX_HUNG_CALLS)
         self._deadlines_missed = 0
         self._answers = True
         self._closes = False
@@ -175,9 +176,15 @@ class DeadlineLayer(MissAnsweringLayer):
         if not self.capabilities.may_hang:
             super().close()
         elif first:
-            job = _Job(self._close_inner)
-            if self._workers.run(job, self._seconds, last=True):
-                job.result()
+            # A thread of its own: `MAX_HUNG_CALLS` others may hang, and nobody else would ever
+            # close the storage.
+            closer = ThreadPool(self._thread_name)
+            context = copy_context()
+            task = closer.submit(lambda: context.run(self._close_inner))
+            ended = task is not None and task.wait(self._seconds)
+            closer.close(JOIN_SECONDS if ended else 0)
+            if task is not None and ended:
+                task.result()
             else:
                 logger.warning(
                     "%s: a call hangs; the storage is closed when it returns",
@@ -185,7 +192,7 @@ class DeadlineLayer(MissAnsweringLayer):
                 )
         else:
             self._closed.wait(self._seconds)
-        self._workers.close()
+        self._thread_pool.close(JOIN_SECONDS)
 
     def _close_inner(self) -> None:
         try:
@@ -231,16 +238,21 @@ class DeadlineLayer(MissAnsweringLayer):
         # The request id is drawn here at the latest, because the log line about a late call names
         # it.
         bounded = replace(info, cancellation=token, request_id=call_request_id(info.request_id))
-        job = _Job(lambda: ask(bounded))
+        # In the caller's context: its request id and its span.
+        context = copy_context()
         try:
-            in_time = self._workers.run(job, seconds)
+            task = self._thread_pool.submit(lambda: context.run(ask, bounded))
+            if task is None and self._thread_pool.closed:
+                # A closed storage refuses at once, so the call needs no thread.
+                return ask(bounded)
+            late = task is None or (not task.wait(seconds) and self._thread_pool.abandon(task))
         except BaseException:
             # Interrupted, as by Ctrl-C: the memory is the caller's again, as after the deadline.
             token.cancel()
             raise
-        if in_time:
+        if task is not None and not late:
             self._answers = True
-            return job.result()
+            return task.result()
         # From here on nothing is written to the caller's memory, and nothing of it is published.
         token.cancel()
         self._deadlines_missed += 1
@@ -255,125 +267,3 @@ class DeadlineLayer(MissAnsweringLayer):
             extra={"request_id": bounded.request_id, "seconds": seconds},
         )
         return miss()
-
-
-class _Job(Generic[AnswerT]):
-    """A call and its result. `done` is released when the call has returned and its worker is idle
-    again."""
-
-    __slots__ = ("_answer", "_ask", "_context", "_error", "abandoned", "done", "finished")
-
-    def __init__(self, ask: Callable[[], AnswerT]) -> None:
-        self._ask = ask
-        # The caller's context: its request id and its span.
-        self._context = copy_context()
-        self._answer: list[AnswerT] = []
-        self._error: BaseException | None = None
-        self.finished = False
-        self.abandoned = False
-        self.done = threading.Lock()
-        self.done.acquire()
-
-    def run(self) -> None:
-        try:
-            self._answer.append(self._context.run(self._ask))
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            self._error = error
-
-    def result(self) -> AnswerT:
-        if self._error is not None:
-            raise self._error
-        return self._answer[0]
-
-
-class _Workers:
-    """A thread pool that abandons hung threads; a hung thread ends when its call returns.
-
-    The lock guards the lists, the count and the flags of the jobs; it is never held during a job.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._closed = False
-        self.begin_in_child()
-        begin_in_children(self)
-
-    def begin_in_child(self) -> None:
-        """Start with a new lock and without threads: a fork copies none of them."""
-        self._lock = threading.Lock()
-        self._idle: list[SimpleQueue[_Job[object] | None]] = []
-        self._threads: dict[SimpleQueue[_Job[object] | None], threading.Thread] = {}
-        self._hung = 0
-
-    def run(self, job: _Job[AnswerT], seconds: float, *, last: bool = False) -> bool:
-        """Run a job in a worker.
-
-        Args:
-            last: take a worker also where `MAX_HUNG_CALLS` hang, as `close` does.
-
-        Returns:
-            False if the job has not returned in time.
-        """
-        if self._closed:
-            # A closed storage refuses at once, so the call needs no worker.
-            job.run()
-            return True
-        inbox = self._acquire(last)
-        if inbox is None:
-            return False
-        inbox.put(job)  # type: ignore[arg-type]  # an inbox takes jobs of any answer type
-        if job.done.acquire(timeout=seconds):
-            return True
-        with self._lock:
-            if not job.finished:
-                job.abandoned = True
-                self._hung += 1
-            return job.finished
-
-    def close(self) -> None:
-        """End the workers; a hung one ends by itself when its call returns."""
-        with self._lock:
-            self._closed = True
-            idle = self._idle
-            self._idle = []
-            threads = list(self._threads.values())
-        for inbox in idle:
-            inbox.put(None)
-        until = time.monotonic() + JOIN_SECONDS
-        for thread in threads:
-            thread.join(timeout=max(0.0, until - time.monotonic()))
-
-    def _acquire(self, last: bool) -> SimpleQueue[_Job[object] | None] | None:
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-            if self._hung >= MAX_HUNG_CALLS and not last:
-                return None
-            inbox: SimpleQueue[_Job[object] | None] = SimpleQueue()
-            thread = threading.Thread(
-                target=self._serve, args=(inbox,), name=f"hicache-call-{self._name}", daemon=True
-            )
-            # Within the lock, so that `close` joins every thread that was started.
-            try:
-                thread.start()
-            except RuntimeError as error:
-                # The process may have no more threads: a fault like any other.
-                logger.debug("cannot start a thread: %s", error)
-                return None
-            self._threads[inbox] = thread
-        return inbox
-
-    def _serve(self, inbox: SimpleQueue[_Job[object] | None]) -> None:
-        while (job := inbox.get()) is not None:
-            job.run()
-            with self._lock:
-                job.finished = True
-                self._hung -= job.abandoned
-                closed = self._closed
-                if not closed:
-                    self._idle.append(inbox)
-            job.done.release()
-            if closed:
-                break
-        with self._lock:
-            self._threads.pop(inbox, None)

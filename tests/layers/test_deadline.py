@@ -8,6 +8,7 @@ import pytest
 
 from hicache_storage.layers import DeadlineLayer, StorageOptions, wrap
 from hicache_storage.layers.deadline import MAX_HUNG_CALLS
+from hicache_storage.objects.thread_pool import Task
 from hicache_storage.spec import (
     Capabilities,
     ConfigError,
@@ -299,14 +300,14 @@ def test_who_is_interrupted_has_left(hanging, monkeypatch):
     layer, _storage, pool, release = hanging("read", hung_reads=HungReads.BOUNCE_BUFFER)
     pool.fill(0, 1)
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-    run = layer._workers.run
+    wait = Task.wait
 
-    def interrupted(job, seconds):
-        run(job, SHORT_SECONDS)
+    def interrupted(task, seconds):
+        wait(task, SHORT_SECONDS)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(layer._workers, "run", interrupted)
+        patch.setattr(Task, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             layer.batch_get_v2([pool.transfer("kv", ["a"], [1])])
     page = pool.fill(1, 7)

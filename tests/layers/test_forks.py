@@ -19,7 +19,7 @@ LOCKS = {
     "recorder": "inner.inner.recorder._lock",
     "breaker": "breaker._lock",
     "closing": "inner._closing",
-    "workers": "inner._workers._lock",
+    "thread_pool": "inner._thread_pool._lock",
 }
 
 

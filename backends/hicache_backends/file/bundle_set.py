@@ -95,7 +95,8 @@ class BundleSet:
         """Being added; left non-empty only by an interrupt."""
         self.index: Callable[[Callable[[], bool]], bool] = lambda expired: True
         """Reads the indexes of new bundles, without the lock; returns `False` if files are gone."""
-        self._generation = self._epoch = -1
+        self._generation = -1
+        self._epoch = -1
         self._invalidations = 0
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
@@ -220,7 +221,8 @@ class BundleSet:
         Such as a bundle whose writer was killed before its announcement, or a file deleted by hand.
         """
         with self.lock:
-            self._generation = self._epoch = -1
+            self._generation = -1
+            self._epoch = -1
             self._invalidations += 1
 
     def force_relist(self) -> None:
@@ -266,8 +268,10 @@ class BundleSet:
             listener.bundles_added(bundles)
         used = self.used + sum([bundle.size for bundle in bundles])
         self.bundles.update(self._adding)
-        # In one statement, so that no interrupt comes between the two assignments.
-        self.used, self._adding = used, {}
+        # No call between these two, because an interrupt may come with a call: the repetition
+        # would add the sizes again.
+        self.used = used
+        self._adding = {}
 
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Remove bundles whose files are gone."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.change_feed import FeedSnapshot
     from hicache_backends.file.temp_files import ServerClock
     from hicache_backends.posix.descriptors import Descriptors
-    from hicache_backends.posix.thread_pool import IoThreadPool
     from hicache_storage.objects import Namespace
+    from hicache_storage.objects.thread_pool import ThreadPool
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class PageIndex:
         namespace: Namespace,
         bundle_set: BundleSet,
         descriptors: Descriptors,
-        thread_pool: IoThreadPool,
+        thread_pool: ThreadPool,
         clock: ServerClock,
         *,
         parallel: bool,

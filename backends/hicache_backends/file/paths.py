@@ -70,8 +70,10 @@ def is_birth(text: str) -> bool:
 
 
 class BundleId(msgspec.Struct, frozen=True, gc=False):
-    """Identity of a bundle within its namespace; never used twice. Not tracked by the garbage
-    collector."""
+    """Identity of a bundle within its namespace; never used twice.
+
+    Not tracked by the garbage collector.
+    """
 
     writer: str
     sequence: int

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle import Bundle
     from hicache_backends.posix.buffers import Buffers
     from hicache_backends.posix.descriptors import Descriptors, Handle
-    from hicache_backends.posix.thread_pool import IoThreadPool
     from hicache_storage.objects import Call
+    from hicache_storage.objects.thread_pool import ThreadPool
 
     ReadAll = Callable[[int, Sequence[memoryview], int], bool | None]
     """Fills buffers from an offset of a file, as `read_into` and `read_cached_into`."""
@@ -101,7 +101,7 @@ class Reader:
     def __init__(
         self,
         descriptors: Descriptors,
-        thread_pool: IoThreadPool,
+        thread_pool: ThreadPool,
         buffers: Buffers | None,
         *,
         threads: int,

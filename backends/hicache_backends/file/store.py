@@ -23,7 +23,7 @@ from hicache_backends.file.writer import CHUNK_BYTES, MAX_BUNDLE_BYTES, Writer
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.descriptors import Descriptors
 from hicache_backends.posix.paths import mount_of
-from hicache_backends.posix.thread_pool import IoThreadPool
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Store:
         asks_server, writer_name = not mount.is_local, random_writer()
         direct = mount.favours_direct_reads if config.direct_io is None else config.direct_io
         threads = config.threads or _default_threads(mount.is_local and not direct)
-        self.thread_pool = IoThreadPool(threads - 1)
+        self.thread_pool = ThreadPool("hicache-file", threads - 1)
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
         self._counter = ChangeCounter(self.paths.counter, asks_server=asks_server)
@@ -201,13 +201,13 @@ class Store:
         if may_wait:
             self.descriptors.expire()
         elif self.descriptors.has_idle():
-            self.thread_pool.submit(self.descriptors.expire)
+            self.thread_pool.run_in_background(self.descriptors.expire)
         if time.monotonic() >= self._collect_at:
             self._collect_at = time.monotonic() + COLLECT_SECONDS
-            self.thread_pool.submit(self.collect_logs)
+            self.thread_pool.run_in_background(self.collect_logs)
         if self.capacity is not None and time.monotonic() >= self._flush_at:
             self._flush_at = time.monotonic() + FLUSH_SECONDS
-            self.thread_pool.submit(self.flush_touches)
+            self.thread_pool.run_in_background(self.flush_touches)
 
     def collect_logs(self) -> None:
         """Remove event logs of bundles that are gone, and ask for the time of the file server."""

@@ -100,6 +100,7 @@ class Hf3fsStorage(ObjectStorage):
 
     def disconnect(self) -> None:
         store = self.store
+        # First: from now on calls are refused.
         self._store = None
         store.close()
 
@@ -158,6 +159,7 @@ class Hf3fsStorage(ObjectStorage):
                 if left is not None and left <= POLL_SECONDS:
                     return False
             time.sleep(POLL_SECONDS)
+        # After the drop: until then other clients use the slots.
         for scope in scopes:
             scope.file.remove()
         return True
@@ -191,6 +193,7 @@ class Hf3fsStorage(ObjectStorage):
                 )
                 job = SlotRead(again, scope.file, slot)
                 store.engine.read([job], Call(call.remaining()))
+                # A page that cannot be read may be whole: it is not deleted.
                 certain &= job.fault is None
                 if job.fault is not None or (
                     job.whole and again.verify() and stored_checksum(again.envelope) == checksum

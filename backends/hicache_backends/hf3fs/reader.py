@@ -56,6 +56,8 @@ class PageReader:
             try:
                 wrong = self._read_found(scopes, left, located, wrong, outcome, call)
             finally:
+                # Also after an error: writers cannot have pinned slots before `pin_seconds` have
+                # passed.
                 self._store.metadata.unpin(located.pins)
             if not wrong or call.expired():
                 break
@@ -77,6 +79,7 @@ class PageReader:
             LookupScope(scope=scope.name, keys=metadata_keys([read.key for read in reads]))
             for scope, reads in zip(scopes, left, strict=True)
         ]
+        # One use for the LRU order, however often the page is read again.
         return self._store.metadata.lookup(
             asked, call, pin_seconds=self._store.config.pin_seconds, touch=first
         )
@@ -90,8 +93,10 @@ class PageReader:
         outcome: ReadOutcome,
         call: Call,
     ) -> dict[ObjectRead, _Location]:
-        """Read the found slots. Returns the reads that failed verification, with their
-        locations."""
+        """Read the found slots.
+
+        Returns the reads that failed verification, with their locations.
+        """
         jobs, locations = list[SlotRead](), list[_Location]()
         for scope, reads, found in zip(scopes, left, located.scopes, strict=True):
             columns = zip(
@@ -100,6 +105,7 @@ class PageReader:
             for read, location in zip(reads, columns, strict=True):
                 slot, _, length, _ = location
                 if before and read in before and before[read] != location:
+                    # The page has moved: what was read and found wrong was another one's.
                     read.retract()
                 if slot < 0:
                     continue
@@ -120,5 +126,7 @@ class PageReader:
             elif job.whole and read.verify() and stored_checksum(read.envelope) == location[3]:
                 outcome.arrived.add(read)
             else:
+                # The slot may have been given to another page during the read: only the next lookup
+                # tells.
                 wrong[read] = location
         return wrong

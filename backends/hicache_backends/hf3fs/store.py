@@ -54,6 +54,7 @@ class Store:
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
         try:
+            # First: without a server no rings and no shared memory are needed.
             self.metadata.refresh(Call(config.timeout_seconds))
             self.engine = self._open_engine()
         except BaseException:
@@ -64,6 +65,7 @@ class Store:
 
     def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
         """Return the scopes of namespaces; declare the new ones to the metadata client."""
+        # Every call comes here, so the lock is only taken for a new scope; none is ever removed.
         return [
             self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
         ]
@@ -85,6 +87,7 @@ class Store:
                 lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
                 model = namespace.identity.model
                 self.metadata.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
+                # Last: a scope that could not be declared is declared again by the next call.
                 self._scopes[namespace.name] = scope
             return scope
 

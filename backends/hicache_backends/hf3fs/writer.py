@@ -123,6 +123,7 @@ class PageWriter:
         try:
             self._put(batches, outcome, call)
         except BaseException:
+            # Otherwise other writers would wait for these keys until the leases end.
             self._abort(batches, set())
             raise
         replaced = self._settle_existing(batches, outcome, call)
@@ -142,6 +143,7 @@ class PageWriter:
             ReserveScope(scope=name, keys=keys, prefixes=_prefixes(keys, call))
             for name, keys in named
         ]
+        # Before the request: the server counts from its receipt, so that a lease ends here first.
         begin = time.monotonic()
         answer = self._store.metadata.reserve(
             asked, call, owner=self._owner, lease_seconds=config.lease_seconds
@@ -188,6 +190,7 @@ class PageWriter:
         outcome.faults += [
             job.fault for batch in batches for job in batch.jobs if job.fault is not None
         ]
+        # The caller may have overwritten the bytes while they were written (rule SET-8).
         if call.expired():
             self._abort(batches, set())
             return
@@ -211,6 +214,7 @@ class PageWriter:
             for (lease, job), flag in zip(pairs, flags, strict=True):
                 if flag:
                     outcome.stored.add(job.write)
+                # Answered, so settled either way: one that was refused is not held any more.
                 live.add(lease)
         self._abort(batches, live)
 
@@ -272,6 +276,7 @@ class PageWriter:
         keys, generations = list[str](), list[int]()
         try:
             for status in self._store.metadata.inspect(scope.name, list(late), call):
+                # With the generation of the lease the slot still has this writer's own page.
                 if (
                     status.state is not SlotState.LIVE
                     or status.generation == late[status.slot].generation
@@ -288,6 +293,7 @@ class PageWriter:
         finally:
             file.close()
         if keys:
+            # With generations: a page that was stored under the key meanwhile stays.
             self._store.metadata.delete(
                 [DeleteScope(scope=scope.name, keys=keys, generations=generations)], call
             )

@@ -91,6 +91,7 @@ class Blocks:
             block = self._spare.pop() if self._spare else None
         if block is None:
             block = Block(self._size)
+            # Outside the lock: pinning memory takes long, and other calls only need a spare block.
             self._register(block.address, self._size)
         try:
             yield block

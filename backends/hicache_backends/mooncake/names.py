@@ -22,8 +22,10 @@ def object_name(namespace: Namespace, key: str) -> str:
 
 
 def object_names(namespace: Namespace, keys: Sequence[str]) -> list[str]:
-    """Return the names of many keys. Plain keys, as engines make them, are not hashed, for
-    speed."""
+    """Return the names of many keys.
+
+    Plain keys, as engines make them, are not hashed, for speed.
+    """
     if not _is_plain(keys):
         return [object_name(namespace, key) for key in keys]
     prefix = f"{namespace.name}-_"

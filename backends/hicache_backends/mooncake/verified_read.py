@@ -34,6 +34,7 @@ def read_verified(
     before = dict[ObjectRead, bytes]()
     doubtful = _not_verified(outcome.arrived, call)
     for _ in range(ATTEMPTS):
+        # The same wrong bytes twice: such a page stays in the result, as damaged.
         settled = {read for read, content in doubtful.items() if before.get(read) == content}
         again = [read for read in doubtful if read not in settled]
         if not again or call.expired():
@@ -57,6 +58,8 @@ def read_verified(
 
 def _not_verified(reads: set[ObjectRead], call: Call) -> dict[ObjectRead, bytes]:
     """Map the arrived reads that fail verification to digests of their bytes."""
+    # A cancelled call's memory is its caller's again: what is there now says nothing about the
+    # store.
     with call.shield() as active:
         return {read: _digest(read) for read in reads if not read.verify()} if active else {}
 

@@ -73,6 +73,7 @@ class Buffers:
                     buffer = (
                         self._spare.pop() if self._spare else memoryview(mmap.mmap(-1, self._size))
                     )
+                    # By identity: a writable memoryview has no hash.
                     self._lent[id(buffer)] = call
                     return buffer
                 if self._count_stuck() == self._limit:
@@ -80,6 +81,7 @@ class Buffers:
                         errno.EBUSY,
                         f"{self._limit} reads hang; no more are begun until some come back",
                     )
+                # With a time limit, because a deadline that passes notifies nobody.
                 self._changed.wait(LOOK_SECONDS)
 
     def _put_back(self, buffer: memoryview) -> None:
@@ -87,6 +89,8 @@ class Buffers:
             del self._lent[id(buffer)]
             if id(buffer) in self._retired:
                 self._retired.remove(id(buffer))
+                # Referenced until the process ends: unmapped, its addresses could be given to other
+                # memory.
                 _retired.append(buffer)
             else:
                 self._spare.append(buffer)

@@ -51,7 +51,8 @@ class Descriptors:
     """
 
     def __init__(self, limit: int) -> None:
-        self._max_limit = self._limit = limit
+        self._max_limit = limit
+        self._limit = limit
         self._recovers_at = 0.0
         self._lock = threading.Lock()
         self._open: OrderedDict[tuple[str, int], Handle] = OrderedDict()
@@ -72,6 +73,8 @@ class Descriptors:
         handle.used = time.monotonic()
         closing = list[Handle]()
         with self._lock:
+            # Another thread may have opened the file too: its handle closes with its last
+            # reference.
             self._open[path, flags] = handle
             self._flags.add(flags)
             if len(self._open) > self._limit:

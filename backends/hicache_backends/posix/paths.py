@@ -99,4 +99,5 @@ def _is_below(path: str, point: str) -> bool:
 
 
 def _unescape(text: str) -> str:
+    # The kernel writes white space and backslashes of a path in octal.
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -26,6 +26,7 @@ class ProcessId(NamedTuple):
 def current_process() -> ProcessId:
     """The identity of this process."""
     started = 0
+    # Without /proc it stays 0: the scope is random then, and nobody compares the number.
     with contextlib.suppress(OSError):
         started = _started(os.getpid()) or 0
     return ProcessId(_pid_scope(), os.getpid(), started)

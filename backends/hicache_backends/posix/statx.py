@@ -18,6 +18,7 @@ _STATX_NLINK, _STATX_MTIME, _STATX_INO = 0x04, 0x40, 0x100
 _STATX = struct.Struct("16xI12xQ72xqI")
 _STATX_BYTES = 256
 
+# Missing in glibc before 2.28.
 _statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
 
 

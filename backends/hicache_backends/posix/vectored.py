@@ -65,6 +65,7 @@ def _move_all(move: Move, descriptor: int, buffers: Sequence[memoryview], offset
         wanted = sum(map(len, some))
         moved = move(descriptor, some, offset)
         offset += moved
+        # The system moves less at the end of a file, at its limit of 2 GiB, and after a signal.
         while moved < wanted:
             step = move(descriptor, _after(some, moved), offset)
             if not step:

@@ -7,11 +7,14 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
+
+from hicache_storage.objects.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from hicache_storage.hybrid.stats import StatsCounter
+    from hicache_storage.objects.thread_pool import Task
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,9 @@ class Job(ABC):
 
     def end(self) -> None:
         """Mark the job as ended."""
-        self._ended.set()
+        # Under the lock, so that either the thread or `abandon` sees what the other has done.
+        with self.lock:
+            self._ended.set()
 
     def overdue(self, seconds: float) -> bool:
         """Return whether the running call has taken longer than that."""
@@ -95,10 +100,10 @@ class Job(ABC):
 
 
 class StorageWorker:
-    """Runs jobs in the order of submission, in one thread of its own.
+    """Runs jobs in the order of submission, in one thread.
 
-    A call that hangs is abandoned with its thread, and another thread takes over. `submit`,
-    `expire` and `stop` are called by the owner's thread.
+    A call that hangs is abandoned with its thread, and another thread takes over. All methods are
+    called by the owner's thread.
 
     Args:
         name: name of the threads.
@@ -110,109 +115,58 @@ class StorageWorker:
         self._name = name
         self._call_seconds = call_seconds
         self._stats = stats
-        self._changed = threading.Condition()
-        # Guarded by the condition.
-        self._queue: deque[Job] = deque()
-        self._running: Job | None = None
-        self._thread: threading.Thread | None = None
-        self._stuck = 0
-        self._stopped = False
+        self._thread_pool = ThreadPool(name, 1, MAX_STUCK_THREADS)
+        self._tasks: dict[Job, Task[None]] = {}
+        """Jobs in the order of submission; those that have ended are removed by `expire`."""
 
     def submit(self, job: Job) -> None:
         """Queue a job. If no thread can run it, it ends at once, without a call."""
         # A storage whose calls hang would take one thread after the other. Beyond the limit jobs
         # miss at once, until a hanging call returns.
-        with self._changed:
-            accepted = (
-                not self._stopped and self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
-            )
-            if accepted:
-                self._queue.append(job)
-                self._changed.notify_all()
-        if not accepted:
+        task = self._thread_pool.submit(partial(self._run, job))
+        if task is None:
             job.end()
+        else:
+            self._tasks[job] = task
 
     def expire(self) -> None:
         """Abandon the running call if it takes too long.
 
         To be called regularly while a job is awaited.
         """
-        with self._changed:
-            running = self._running
-        # The job may end between this check and the next line; `_abandon` looks again under both
-        # locks.
-        if running is not None and running.overdue(self._call_seconds):
-            self._abandon(running)
+        for job, task in list(self._tasks.items()):
+            if job.query():
+                # `_abandon` may have removed it in this loop.
+                self._tasks.pop(job, None)
+            elif task.begun and job.overdue(self._call_seconds):
+                self._abandon(job)
 
     def stop(self, seconds: float) -> None:
         """End all queued jobs; abandon the running one if it does not end in time."""
-        with self._changed:
-            self._stopped = True
-            waiting, running, thread = list(self._queue), self._running, self._thread
-            self._queue.clear()
-            self._changed.notify_all()
-        # Outside of the condition, which the thread needs to finish its job.
-        for job in waiting:
-            job.end()
-        if running is not None:
-            running.cancel()
-            if not running.wait(seconds):
-                self._abandon(running)
-                return
-        if thread is not None:
-            thread.join(seconds)
+        self._end_queued()
+        for job in list(self._tasks):
+            job.cancel()
+            if not job.wait(seconds):
+                self._abandon(job)
+        self._thread_pool.close(seconds)
 
     def _abandon(self, job: Job) -> None:
-        with self._changed:
-            if self._running is not job or not job.abandon():
-                return
-            # The hanging thread keeps the job; the next job gets a thread of its own.
-            self._running = None
-            self._thread = None
-            self._stuck += 1
-            has_thread = not self._queue or (
-                self._stuck < MAX_STUCK_THREADS and self._ensure_thread()
-            )
-            refused = [] if has_thread else list(self._queue)
-            if refused:
-                self._queue.clear()
+        if not job.abandon():
+            return
         self._stats.count(abandoned_calls=1, stuck_calls=1)
         logger.warning("%s: a call of the storage has not returned; it is abandoned", self._name)
-        for waiting in refused:
-            waiting.end()
+        self._thread_pool.abandon(self._tasks.pop(job))
+        if not self._thread_pool.has_threads:
+            self._end_queued()
 
-    def _ensure_thread(self) -> bool:
-        """Start a thread if there is none; False if the system cannot start one."""
-        if self._thread is None:
-            # A daemon: a call that hangs for ever must not keep the process from exiting.
-            thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                logger.exception("%s: no thread could be started; counted as a miss", self._name)
-                return False
-            self._thread = thread
-        return True
+    def _end_queued(self) -> None:
+        for job, task in list(self._tasks.items()):
+            if self._thread_pool.withdraw(task):
+                del self._tasks[job]
+                job.end()
 
-    def _serve(self) -> None:
-        while (job := self._next()) is not None:
-            job.run()
-            with self._changed:
-                if job.abandoned:
-                    # Another thread serves the queue by now; this one exits.
-                    self._stuck -= 1
-                    break
-                self._running = None
-        else:
-            return
-        self._stats.count(stuck_calls=-1)
-        logger.warning("%s: an abandoned call of the storage has returned", self._name)
-
-    def _next(self) -> Job | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._stopped)
-            if self._stopped:
-                return None
-            job = self._queue.popleft()
-            self._running = job
-            return job
+    def _run(self, job: Job) -> None:
+        job.run()
+        if job.abandoned:
+            self._stats.count(stuck_calls=-1)
+            logger.warning("%s: an abandoned call of the storage has returned", self._name)

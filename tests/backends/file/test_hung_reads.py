@@ -13,7 +13,6 @@ from hicache_backends.file import store
 from hicache_backends.posix import vectored
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.paths import Mount
-from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
 from hicache_storage.spec import CancellationToken, HungReads
@@ -256,13 +255,3 @@ def test_no_buffer_is_waited_for_that_only_hung_reads_have():
         with pytest.raises(OSError, match="deadline"), buffers.lend(late):
             pass
     assert buffers.stuck() == 0
-
-
-def test_hung_workers_keep_no_call_waiting():
-    thread_pool, release, done = IoThreadPool(2), threading.Event(), []
-    for _ in range(2):
-        thread_pool.submit(lambda: release.wait(2 * PATIENCE_SECONDS))
-    thread_pool.run([lambda number=number: done.append(number) for number in range(5)])
-    assert done == [0, 1, 2, 3, 4]
-    release.set()
-    thread_pool.close(10)

@@ -15,7 +15,6 @@ from hicache_backends.file.paths import TemporaryName
 from hicache_backends.posix import paths
 from hicache_backends.posix.descriptors import Descriptors
 from hicache_backends.posix.process_id import ProcessId, current_process, has_exited
-from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_storage.spec import (
     ConfigError,
     Durability,
@@ -286,28 +285,6 @@ def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
         os.fstat(number)
 
 
-def test_tasks_run_side_by_side_and_errors_do_not_end_the_threads(caplog):
-    before = set(threading.enumerate())
-    thread_pool, meeting = IoThreadPool(3), threading.Barrier(4, timeout=60)
-    for _ in range(5):
-        thread_pool.run([meeting.wait] * 4)
-    failed = threading.Event()
-
-    def fail():
-        failed.set()
-        raise RuntimeError("x")
-
-    thread_pool.submit(fail)
-    assert failed.wait(60)
-    thread_pool.run([meeting.wait] * 4)
-    thread_pool.close(60)
-    assert set(threading.enumerate()) <= before
-    assert "a background task failed" in caplog.text
-    done = list[int]()
-    thread_pool.run([lambda: done.append(1), lambda: done.append(2)])
-    assert sorted(done) == [1, 2]
-
-
 def test_a_mount_point_is_not_made(rig, tmp_path):
     a = rig(tmp_path / "not-mounted" / "store")
     assert "mount what belongs there" in a.storage.health().detail
@@ -349,33 +326,6 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
         (tmp_path / f"{number}").touch()
         made.borrow(str(tmp_path / f"{number}"))
     assert len(made._open) == 8
-
-
-def test_what_is_only_started_has_a_thread_also_where_callers_have_none():
-    """`threads: 1`, or one core."""
-    thread_pool, done = IoThreadPool(0), threading.Event()
-    thread_pool.submit(done.set)
-    assert done.wait(60)
-    names = list[str]()
-    thread_pool.run([lambda: names.append(threading.current_thread().name)] * 2)
-    assert names == [threading.current_thread().name] * 2
-    thread_pool.close(60)
-
-
-def test_without_a_thread_to_be_had_the_caller_does_it_all(monkeypatch):
-    thread_pool, done, later = IoThreadPool(2), list[int](), threading.Event()
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        thread_pool.run([lambda: done.append(1)] * 4)
-        thread_pool.submit(later.set)
-    assert done == [1] * 4
-    thread_pool.submit(lambda: None)
-    assert later.wait(60)
-    thread_pool.close(60)
 
 
 def test_a_file_that_goes_is_closed_however_it_was_opened(tmp_path):

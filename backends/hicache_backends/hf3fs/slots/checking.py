@@ -135,6 +135,7 @@ class CheckedFile:
 
     def _read(self, descriptor: int, page: ExpectedPage) -> SlotVerdict:
         page_bytes, offset = page.length - ENVELOPE_BYTES, page.slot * self._scope.slot_bytes
+        # The envelope first: a slot that holds another page is found without reading all of it.
         envelope = bytearray(ENVELOPE_BYTES)
         if not read_into(descriptor, [memoryview(envelope)], offset + page_bytes):
             return SlotVerdict.SHORT

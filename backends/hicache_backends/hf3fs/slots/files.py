@@ -49,6 +49,7 @@ class SlotFile:
         self._adopt = adopt
         self._preallocates = preallocates
         self._lock = threading.Lock()
+        # The lock guards all that follows.
         self._handle: Handle | None = None
         self._next_check = 0.0
         self._is_new = False
@@ -81,6 +82,7 @@ class SlotFile:
             OSError: the file cannot be opened or extended.
         """
         with self._lock:
+            # The borrower may write to it: from now on the file counts as written.
             self._is_new = False
             handle, now = self._handle, time.monotonic()
             if handle is not None and now < self._next_check:
@@ -93,6 +95,7 @@ class SlotFile:
             handle = self._adopt(os.open(self.path, FLAGS, 0o666))
             self._lengthen(handle.descriptor)
             self._describe()
+            # Last: a file that could not be lengthened is opened and lengthened again.
             self._handle = handle
             return handle
 
@@ -125,8 +128,10 @@ class SlotFile:
             os.ftruncate(descriptor, self.geometry.file_bytes)
 
     def _describe(self) -> None:
-        """Write the description, if there is none: a fingerprint alone says nothing to an
-        operator."""
+        """Write the description, if there is none.
+
+        A fingerprint alone says nothing to an operator.
+        """
         with (
             contextlib.suppress(OSError),
             open(f"{self.path.removesuffix(SUFFIX)}.json", "xb") as file,

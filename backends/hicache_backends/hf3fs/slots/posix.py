@@ -11,10 +11,10 @@ from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, JobT, extents, split_buffers
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import detached, raise_if_cancelled
-from hicache_backends.posix.thread_pool import IoThreadPool
 from hicache_backends.posix.vectored import read_into, scatter, write_from
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.envelope import checksum
+from hicache_storage.objects.thread_pool import ThreadPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class PosixEngine(SlotEngine):
         self._threads = threads
         self._bytes_per_thread = bytes_per_thread
         self._verifies = verifies
-        self._workers = IoThreadPool(threads - 1, "hicache-hf3fs")
+        self._thread_pool = ThreadPool("hicache-hf3fs", threads - 1)
         self._buffers = Buffers(MAX_BUFFERED_BYTES) if buffered else None
 
     def read(self, jobs: Sequence[SlotRead], call: Call) -> None:
@@ -62,7 +62,7 @@ class PosixEngine(SlotEngine):
         return 0 if self._buffers is None else self._buffers.stuck()
 
     def close(self) -> None:
-        self._workers.close(CLOSE_SECONDS)
+        self._thread_pool.close(CLOSE_SECONDS)
 
     def _share(self, jobs: Sequence[JobT], do: Callable[[Sequence[JobT]], None]) -> None:
         """Divide jobs among threads, with about equal bytes for each."""
@@ -75,7 +75,7 @@ class PosixEngine(SlotEngine):
         for job in jobs:
             parts[min(count - 1, done * count // total)].append(job)
             done += job.size
-        self._workers.run([partial(do, part) for part in parts if part])
+        self._thread_pool.run([partial(do, part) for part in parts if part])
 
     def _read_some(self, jobs: Sequence[SlotRead], *, call: Call) -> None:
         for extent in extents(jobs):
@@ -89,6 +89,8 @@ class PosixEngine(SlotEngine):
                 return
         except OSError as error:
             fault = detached(error)
+            # A deadline of this process says nothing about the descriptor; any other error may come
+            # from a dead mount.
             if handle is not None and error.errno != errno.ETIMEDOUT:
                 file.forget(handle)
         if len(extent) == 1 or handle is None or call.expired():
@@ -183,6 +185,7 @@ def _fill_in_place(extent: Sequence[SlotRead], descriptor: int, call: Call) -> b
         job.read.envelope = bytearray(ENVELOPE_BYTES)
         targets += job.read.parts
         targets.append(gap)
+    # The read writes into the caller's memory: a cancellation waits for its end.
     with call.shield() as active:
         raise_if_cancelled(active)
         if not read_into(descriptor, targets[:-1], file.offset(extent[0].slot)):
@@ -205,6 +208,7 @@ def _write_extent(extent: Sequence[SlotWrite], call: Call) -> None:
         handle = file.borrow()
         _put(extent, handle.descriptor, call)
     except OSError as error:
+        # A full file system says nothing about the descriptor, either.
         if handle is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             file.forget(handle)
         if len(extent) == 1:

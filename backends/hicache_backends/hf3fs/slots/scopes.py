@@ -85,6 +85,7 @@ def store_id(directory: str) -> str:
         pass
     with contextlib.suppress(FileExistsError):
         os.symlink(secrets.token_hex(4), link)
+    # Read again: of several processes that draw an id, the first one's is the directory's.
     return os.readlink(link)
 
 

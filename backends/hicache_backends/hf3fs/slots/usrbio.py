@@ -134,8 +134,9 @@ class _Request:
 
 
 class UsrbioEngine(SlotEngine):
-    """Engine with several rings for reads, and as many for writes. A ring serves one call at a
-    time.
+    """Engine with several rings for reads, and as many for writes.
+
+    A ring serves one call at a time.
 
     Args:
         library: `hf3fs_fuse.io`.
@@ -170,6 +171,7 @@ class UsrbioEngine(SlotEngine):
         try:
             self._library.register_fd(descriptor)
         except OSError:
+            # The handle, which would close it, is not made.
             os.close(descriptor)
             raise
         return _RegisteredHandle(descriptor, self._library)
@@ -243,6 +245,7 @@ class _IoRing:
         self._ring.prepare(
             self._iovec[start:end], self.for_read, request.handle.descriptor, offset, request
         )
+        # Not only at `submit`: the daemon may use the memory from now on.
         self.in_flight += 1
 
     def submit(self) -> None:
@@ -316,15 +319,20 @@ class _RingPool:
         until = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
         with self._changed:
             while True:
+                # Nobody else collects the results of abandoned requests.
                 self._reclaim()
+                # Draining rings count: a daemon that hangs would take one ring after the other.
                 if self._free or self._lent + len(self._draining) < self._limit:
                     ring = self._free.pop() if self._free else self._make()
                     self._lent += 1
                     return ring
                 if call.expired() or time.monotonic() > until:
                     raise OSError(errno.ETIMEDOUT, "all rings are busy")
+                # No call will return a ring: a wait would last as long as the daemon hangs.
                 if not self._lent:
                     raise OSError(errno.EBUSY, "the requests in all rings hang")
+                # With a time limit, because a deadline that passes and a request that returns
+                # notify nobody.
                 self._changed.wait(POLL_SECONDS)
 
     def release(self, ring: _IoRing) -> None:
@@ -340,8 +348,10 @@ class _RingPool:
             return sum(ring.in_flight for ring in self._draining)
 
     def close(self) -> None:
-        """Close all rings. Memory of requests that still hang stays mapped until the process
-        ends."""
+        """Close all rings.
+
+        Memory of requests that still hang stays mapped until the process ends.
+        """
         until = time.monotonic() + CLOSE_SECONDS
         with self._changed:
             while self._draining and time.monotonic() < until:
@@ -434,8 +444,10 @@ class _Transfer:
         job = request.job
         if result < 0:
             job.fault = OSError(-result, os.strerror(-result))
+            # The descriptor may belong to a dead mount.
             job.file.forget(request.handle)
             return True
+        # A write that moves nothing would be repeated for ever.
         if result == 0 and isinstance(job, SlotWrite):
             job.fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return True
@@ -470,6 +482,8 @@ class _Transfer:
                 for target in read.buffers:
                     target[:] = page[start : start + len(target)]
                     start += len(target)
+        # Also if it is not valid: the reader decides whether that is damage or a slot with a new
+        # page.
         job.whole = True
 
 
@@ -479,6 +493,7 @@ def _fill(page: memoryview, job: SlotWrite) -> None:
     for source in job.write.buffers:
         page[start : start + len(source)] = source
         start += len(source)
+    # Of the copy: the caller's memory may change after its deadline.
     checksum = running_checksum()
     checksum.update(page[:start])
     job.write.seal(checksum.intdigest())

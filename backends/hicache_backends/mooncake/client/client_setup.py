@@ -67,6 +67,7 @@ def set_up(settings: ClientSettings) -> Store:
     library.set_transfer_timeouts()
     variables = {
         **_time_limits(settings),
+        # The master has answered the probe, and each further attempt would hold the GIL.
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     }
     with library.environment(variables):
@@ -122,6 +123,7 @@ def warm_up(ask: Callable[[list[str]], object]) -> None:
     Args:
         ask: sends a request to the master; may raise StorageUnavailableError.
     """
+    # Requests that overlap need a connection each.
     together = threading.Barrier(WARM_THREADS)
 
     def ask_often() -> None:

@@ -47,6 +47,8 @@ class Connection:
             check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
         self._store = set_up(settings)
         self._lock = threading.Lock()
+        # The lock guards these two, and changes of `_unrevoked`. `_suspect` is set without it: a
+        # race costs or saves a probe.
         self._calls = 0
         self._closing = False
         self._suspect = False
@@ -59,6 +61,7 @@ class Connection:
         """Names that running calls have looked up."""
         self._unrevoked = set[str]()
         """Names of begun writes that could neither be published nor revoked."""
+        # Last, because the requests of the warm-up use everything above.
         warm_up(self.exist)
 
     def close(self) -> None:
@@ -66,6 +69,7 @@ class Connection:
         with self._lock:
             self._closing = True
             idle = not self._calls
+        # Never under a call, which would use a client that is gone: otherwise `_leave` closes it.
         if idle:
             self._store.close()
 
@@ -147,6 +151,8 @@ class Connection:
         if not names:
             yield []
             return
+        # Before `_call`, so that a call that waits for another one does not keep `close` from
+        # closing.
         self._claim(names, call)
         try:
             with self._call() as store:
@@ -155,6 +161,7 @@ class Connection:
                         lambda store: store.batch_get_session_start(names), len(names)
                     )
                 finally:
+                    # Also if the start has failed for some names: the others are looked up.
                     store.batch_get_session_end(names)
         finally:
             with self._unclaimed:
@@ -219,6 +226,7 @@ class Connection:
         try:
             codes = self._asked(lambda store: store.batch_put_session_end(names), len(names))
         except StorageUnavailableError:
+            # Only the response may be lost: `revoke_pending` finds out whether they are visible.
             self._revoke_later(names)
             raise
         failed = [name for name, code in zip(names, codes, strict=True) if code]
@@ -304,6 +312,8 @@ class Connection:
         """
         with self._call() as store:
             code = store.remove_by_regex(f"^{prefix}.*", True)
+            # A dead connection, as in `_asked`. A request that has timed out is not repeated: the
+            # master may still be at work on the first one.
             if code == library.RPC_FAILED and self._master_responds():
                 code = store.remove_by_regex(f"^{prefix}.*", True)
         if code == library.RPC_TIMED_OUT:
@@ -322,6 +332,8 @@ class Connection:
         with self._lock:
             if self._closing:
                 raise StorageUnavailableError("the connection is closed")
+            # Counted before the probe, which takes up to `PROBE_SECONDS`: `close` must see this
+            # call.
             self._calls += 1
             suspect = self._suspect
         if suspect and self.settings.master is not None:
@@ -350,6 +362,7 @@ class Connection:
             if not _any_failed(codes):
                 self._suspect = False
                 return codes
+            # A request that was served in part is not repeated: some of its objects have changed.
             if codes.count(library.RPC_FAILED) == count and self._master_responds():
                 codes = _checked_length(request(store), count)
         self._suspect = any(code in library.UNREACHABLE for code in codes)

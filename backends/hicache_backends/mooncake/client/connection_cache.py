@@ -56,6 +56,7 @@ class _Connections:
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
+                # Also if the set-up fails: the library may have started threads by then.
                 self._used = True
                 entry = self._entries[settings] = _Entry(Connection(settings))
             entry.users += 1
@@ -80,6 +81,7 @@ class _Connections:
         idle = [settings for settings, entry in self._entries.items() if not entry.users]
         lending = [settings for settings in idle if settings.global_segment_size]
         spare = [settings for settings in idle if not settings.global_segment_size]
+        # Lent memory is the cluster's to fill: a client without a user must not go on lending it.
         return [self._entries.pop(settings).connection for settings in lending + spare[:-MAX_IDLE]]
 
     def _reset(self) -> None:

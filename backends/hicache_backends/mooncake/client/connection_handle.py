@@ -42,6 +42,8 @@ class ConnectionHandle:
     def __init__(self, settings: ClientSettings) -> None:
         self._connection = connections.acquire(settings)
         self._lock = threading.Lock()
+        # The lock guards all that follows. It is never held during a call of the library, which
+        # takes long to pin or release the memory of a large pool.
         self._calls = 0
         self._closing = False
         self._released = False
@@ -67,9 +69,11 @@ class ConnectionHandle:
             InvalidPoolError: the transport refuses memory that it needs; the former memory stays.
             StorageUnavailableError: `close` has begun.
         """
+        # Before the lock, and before the former memory is given up: a refusal changes nothing.
         memory = _Memory(self._registered(pool, regions), owner)
         with self._lock:
             former, closing = self._pools.pop(pool, None), self._closing
+            # After a `close` that began meanwhile nobody else would release the new memory.
             self._retired += [memory] if closing else [former] if former else []
             if not closing:
                 self._pools[pool] = memory
@@ -125,11 +129,13 @@ class ConnectionHandle:
                 return
             retired = self._retired
             self._retired = []
+            # Decided within the lock, so that one thread releases the connection, and once.
             ends = self._closing and not self._released
             self._released |= ends
         for memory in retired:
             self._unregister(memory.regions)
         if ends:
+            # Before the release, which may close the client.
             self._unregister(self._blocks.regions)
             connections.release(self._connection)
 

@@ -53,8 +53,10 @@ A transfer that fails sooner has ended."""
 
 
 class Store(Protocol):
-    """The used methods of `mooncake.store.MooncakeDistributedStore`. They return lengths or
-    codes."""
+    """The used methods of `mooncake.store.MooncakeDistributedStore`.
+
+    They return lengths or codes.
+    """
 
     def setup(
         self,

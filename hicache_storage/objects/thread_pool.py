@@ -1,0 +1,332 @@
+"""A thread pool for calls that may hang."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from hicache_storage.spec.forks import begin_in_children
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class Task(Generic[ResultT_co]):
+    """A call in a thread of a pool, and its result."""
+
+    __slots__ = ("_calls", "_done", "_error", "_result", "abandoned", "ended", "worker")
+
+    def __init__(self, call: Callable[[], ResultT_co]) -> None:
+        # At most one call: the thread that takes it and the caller that withdraws it both `pop`,
+        # which is atomic.
+        self._calls = [call]
+        self._result: ResultT_co
+        self._error: BaseException | None = None
+        # A lock takes a fifth of the time of an `Event`, and a task is made for every call.
+        self._done = threading.Lock()
+        self._done.acquire()
+        # Guarded by the lock of the pool.
+        self.worker: _Worker | None = None
+        """Thread that makes the call; None before and afterwards."""
+        self.ended = False
+        self.abandoned = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether a thread has taken the call, or it was withdrawn."""
+        return not self._calls
+
+    def wait(self, seconds: float = -1) -> bool:
+        """Wait for the end of the call, without limit by default; returns whether it has ended.
+
+        Its thread is free for another call by then.
+        """
+        if self._done.acquire(timeout=seconds):
+            self._done.release()
+            return True
+        return False
+
+    def result(self) -> ResultT_co:
+        """Return the result of a call that has ended, or raise its error; to be called once."""
+        error = self._error
+        if error is not None:
+            # The error's traceback refers to this frame and to those of the callers, which have
+            # the task: a cycle would keep the call's buffers until the next garbage collection.
+            self._error = None
+            try:
+                raise error
+            finally:
+                del error
+        return self._result
+
+    def withdraw(self) -> bool:
+        """Drop the call; False if it has begun."""
+        try:
+            self._calls.pop()
+        except IndexError:
+            return False
+        return True
+
+    def run(self) -> None:
+        """Make the call in this thread, unless it was withdrawn."""
+        try:
+            call = self._calls.pop()
+        except IndexError:
+            return
+        try:
+            self._result = call()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
+            # A cycle otherwise, as in `result`.
+            del self
+
+    def release(self) -> None:
+        """Let `wait` return."""
+        self._done.release()
+
+
+class ThreadPool:
+    """A thread pool for calls that may hang. Thread-safe; a forked child starts without threads.
+
+    A thread is started where none is idle. A call that is given up (`abandon`) keeps its thread
+    until it returns, and another thread takes the place of that one. Neither `close` nor the end
+    of the process waits for such a thread.
+
+    Used by the deadline layer, the hybrid controller, `file` and `hf3fs`. The conformance suite has
+    threads of its own: it judges storages that may use this class, so that a defect here must not
+    hide in both.
+
+    Args:
+        name: of the threads.
+        max_threads: threads that are not abandoned; a further call waits for one. With 0, `run`
+            leaves all calls to its caller, and one thread runs the calls of others, whose callers
+            must not wait. None: no limit, and no call waits.
+        max_hung: abandoned calls from which on no thread is started.
+    """
+
+    def __init__(
+        self, name: str, max_threads: int | None = None, max_hung: int | None = None
+    ) -> None:
+        self._name = name
+        self._max_helpers = max_threads
+        self._max_threads = None if max_threads is None else max(1, max_threads)
+        self._max_hung = max_hung
+        self._closed = False
+        self.begin_in_child()
+        begin_in_children(self)
+
+    def begin_in_child(self) -> None:
+        """Start with a new lock and without threads: a fork copies none of them."""
+        self._lock = threading.Lock()
+        # Guarded by the lock, which is never held during a call.
+        self._idle: list[_Worker] = []
+        self._threads: set[_Worker] = set()
+        """All threads except those of abandoned calls."""
+        self._queue: deque[Task[object]] = deque()
+        """Calls that wait for a thread; empty while one is idle."""
+        self._hung = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def has_threads(self) -> bool:
+        """Whether a thread is idle, or will be after its call, as far as is known."""
+        return bool(self._threads)
+
+    def submit(self, call: Callable[[], ResultT]) -> Task[ResultT] | None:
+        """Run a call in a thread, or queue it while `max_threads` are busy.
+
+        Returns:
+            None if the pool is closed or no thread can be started: the call is not made.
+        """
+        task = Task(call)
+        with self._lock:
+            if self._closed:
+                return None
+            if not self._assign(task):
+                if len(self._threads) != self._max_threads:
+                    return None
+                self._queue.append(task)
+        return task
+
+    def run_in_background(self, call: Callable[[], object]) -> None:
+        """Run a call that nobody waits for; its errors are logged.
+
+        It is dropped if the pool is closed or no thread can be started.
+        """
+        self.submit(partial(_log_errors, call))
+
+    def run(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Make all calls, in the caller's thread and in others, and return when all have ended.
+
+        The caller makes every call that no thread has begun, so that hung threads do not delay it.
+
+        Raises:
+            BaseException: the error of one of the calls. Those that had not begun are dropped.
+        """
+        if len(calls) < 2 or not self._max_helpers:
+            for call in calls:
+                call()
+            return
+        left = deque(calls)
+        begin = partial(_make_calls, left)
+        begun = [
+            task
+            for _ in calls[1 : self._max_helpers + 1]
+            if (task := self.submit(begin)) is not None
+        ]
+        try:
+            _make_calls(left)
+        finally:
+            # Also after an interrupt: the others use buffers that the caller gets back.
+            left.clear()
+            begun = [task for task in begun if not self.withdraw(task)]
+            for task in begun:
+                task.wait()
+        for task in begun:
+            task.result()
+
+    def withdraw(self, task: Task[object]) -> bool:
+        """Drop a call; False if it has begun."""
+        if not task.withdraw():
+            return False
+        # Behind hung calls the empty task would stay in the queue.
+        if self._queue:
+            with self._lock, suppress(ValueError):
+                self._queue.remove(task)
+        return True
+
+    def abandon(self, task: Task[object]) -> bool:
+        """Give up a running call: its thread does not count until the call returns.
+
+        Returns:
+            False if it has ended.
+        """
+        with self._lock:
+            if task.worker is None:
+                return False
+            task.abandoned = True
+            self._threads.discard(task.worker)
+            self._hung += 1
+            while self._queue and self._assign(self._queue[0]):
+                self._queue.popleft()
+        return True
+
+    def close(self, seconds: float) -> None:
+        """Refuse further calls, and end the threads after those that are running or queued.
+
+        Args:
+            seconds: limit for all threads together; one whose call hangs ends when that returns.
+        """
+        with self._lock:
+            self._closed = True
+            threads = list(self._threads)
+            self._threads.difference_update(self._idle)
+            while self._idle:
+                self._idle.pop().inbox.put(None)
+        until = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _assign(self, task: Task[object]) -> bool:
+        """Hand a call to an idle or new thread, if there is one."""
+        # The thread that was idle for the shortest time still has its stack in the CPU cache.
+        worker = self._idle.pop() if self._idle else self._start_worker()
+        if worker is None:
+            return False
+        task.worker = worker
+        worker.inbox.put(task)
+        return True
+
+    def _start_worker(self) -> _Worker | None:
+        if self._max_hung is not None and self._hung >= self._max_hung:
+            return None
+        if self._max_threads is not None and len(self._threads) >= self._max_threads:
+            return None
+        worker = _Worker(self._name, self._finish)
+        # Within the lock, so that `close` joins every thread that was started.
+        try:
+            worker.start()
+        except RuntimeError as error:
+            # The process may have no more threads: a fault like any other.
+            logger.debug("%s: cannot start a thread: %s", self._name, error)
+            return None
+        self._threads.add(worker)
+        return worker
+
+    def _finish(self, worker: _Worker, task: Task[object]) -> None:
+        """Give a thread its next call, None if it is to exit, or let it be idle."""
+        with self._lock:
+            task.ended = True
+            task.worker = None
+            if task.abandoned:
+                self._hung -= 1
+                # Another thread may have taken its place.
+                if len(self._threads) != self._max_threads:
+                    self._threads.add(worker)
+            if worker not in self._threads:
+                worker.inbox.put(None)
+            elif self._queue:
+                following = self._queue.popleft()
+                following.worker = worker
+                worker.inbox.put(following)
+            elif self._closed:
+                self._threads.discard(worker)
+                worker.inbox.put(None)
+            else:
+                self._idle.append(worker)
+        # Last, so that the caller's next call finds this thread idle and starts no other.
+        task.release()
+
+
+class _Worker(threading.Thread):
+    """A thread of a pool."""
+
+    def __init__(self, name: str, finish: Callable[[_Worker, Task[object]], None]) -> None:
+        # A daemon: a call that hangs for ever must not keep the process from exiting.
+        super().__init__(name=name, daemon=True)
+        # One for each thread: of several threads that wait at one `SimpleQueue`, each item wakes
+        # two.
+        self.inbox: SimpleQueue[Task[object] | None] = SimpleQueue()
+        self._finish = finish
+
+    def run(self) -> None:
+        while (task := self.inbox.get()) is not None:
+            task.run()
+            self._finish(self, task)
+            # A reference kept while waiting would keep the call's files and buffers.
+            del task
+
+
+def _make_calls(left: deque[Callable[[], object]]) -> None:
+    """Make calls of a common queue until it is empty or one fails."""
+    while True:
+        try:
+            call = left.popleft()
+        except IndexError:
+            return
+        try:
+            call()
+        except BaseException:
+            left.clear()
+            raise
+
+
+def _log_errors(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except BaseException:
+        logger.exception("a background task failed")
