@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hicache_conformance.metadata_cli import list_protocol_rules, metadata
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import RunFile, Settings
-from hicache_conformance.protocol.command import list_protocol_rules, metadata
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
 from hicache_conformance.runner.child_process import run as run_suite
 from hicache_conformance.runner.repro import repro

@@ -227,3 +227,16 @@ class StreamWriter:
         # the next case does to this process.
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode((kind, content)) + b"\n")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Results of a run: its stream, its log, and whether it hung."""
+
+    stream: OutcomeStream
+    log: str
+    """What the child printed."""
+    hung: bool
+    """Whether it was ended because a case took too long."""
+    case_seconds: float
+    """How long a case might take."""

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hicache_conformance.model.case import Case
+    from hicache_conformance.model.outcomes import RunResult
     from hicache_conformance.model.rules import Rule
     from hicache_conformance.model.settings import Settings
     from hicache_conformance.model.verdict import Judgement, RuleResult
-    from hicache_conformance.runner.child_process import Ran
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
 STYLES: Final = {
@@ -52,7 +52,7 @@ def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
 
 def conclude(
     console: Console,
-    ran: Ran,
+    ran: RunResult,
     settings: Settings,
     cases: Mapping[str, Case],
     report: Path | None,

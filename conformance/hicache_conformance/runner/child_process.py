@@ -12,12 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
+from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream, RunResult
 from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
@@ -33,25 +33,12 @@ MAX_PROCESSES: Final = 20
 _FOREIGN: Final = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG", "PYTEST_CURRENT_TEST")
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """Results of a run: its stream, its log, and whether it hung."""
-
-    stream: OutcomeStream
-    log: str
-    """What the child printed."""
-    hung: bool
-    """Whether it was ended because a case took too long."""
-    case_seconds: float
-    """How long a case might take."""
-
-
 def run(
     request: RunFile,
     *,
     case_seconds: float = 300.0,
     progress: Callable[[OutcomeStream], None] = lambda stream: None,
-) -> Ran:
+) -> RunResult:
     """Run the suite against a driver or a metadata server.
 
     A foreign driver that hangs, or takes the process down, fails that case, and the run goes on
@@ -83,7 +70,7 @@ def run(
                 stream.running = None
             file = replace(file, done=done, stream=str(home / f"outcomes-{process}.jsonl"))
             hung = _run_once(file, home, stream, case_seconds, progress)
-        return Ran(stream, (home / "log").read_text("utf-8", "replace"), hung, case_seconds)
+        return RunResult(stream, (home / "log").read_text("utf-8", "replace"), hung, case_seconds)
 
 
 def _run_once(

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from hicache_conformance.model.outcomes import CaseOutcome, OutcomeStream
-    from hicache_conformance.runner.child_process import Ran
+    from hicache_conformance.model.outcomes import CaseOutcome, OutcomeStream, RunResult
 
 
 class DriverName(msgspec.Struct, frozen=True):
@@ -201,7 +200,7 @@ def repeat(
     *,
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
-) -> tuple[Ran, list[Repetition]]:
+) -> tuple[RunResult, list[Repetition]]:
     """Run recorded cases again, in a process of their own."""
     ran = run(
         RunFile(
