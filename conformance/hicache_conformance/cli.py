@@ -18,7 +18,6 @@ from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels, rules
 from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
-from hicache_conformance.runner.child_process import run as run_suite
 from hicache_conformance.runner.repro import repro
 from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
@@ -94,6 +93,8 @@ def run(
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
+    from hicache_conformance.runner.child_process import run as run_suite
+
     console = Console(stderr=True)
     try:
         # All that can be checked without the driver is checked before the child process starts.

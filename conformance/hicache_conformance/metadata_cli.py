@@ -16,12 +16,8 @@ from rich.text import Text
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels
 from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
-from hicache_conformance.protocol.http_client import HttpClient
 from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
-from hicache_conformance.protocol.server import Served
-from hicache_conformance.protocol.suite import cases_of_parts, protocol_cases
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
-from hicache_conformance.runner.child_process import run
 
 
 def metadata(
@@ -79,6 +75,9 @@ def metadata(
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
+    from hicache_conformance.protocol.suite import cases_of_parts
+    from hicache_conformance.runner.child_process import run
+
     console = Console(stderr=True)
     try:
         _check_server(url, start_server)
@@ -122,6 +121,8 @@ def metadata(
 
 def list_protocol_rules() -> None:
     """Print every rule of the protocol, its part, levels and needs, and its number of cases."""
+    from hicache_conformance.protocol.suite import protocol_cases
+
     table = Table(
         "rule",
         "part",
@@ -146,6 +147,9 @@ def _check_server(url: str, start_server: str) -> None:
     Raises:
         ValueError: it is not.
     """
+    from hicache_conformance.protocol.http_client import HttpClient
+    from hicache_conformance.protocol.server import Served
+
     if bool(url) == bool(start_server):
         raise ValueError(
             "give either --url of a server that runs, or --start-server with a command that starts "

@@ -94,7 +94,7 @@ def server_settings() -> list[Option]:
             _setting_type(name, schema["properties"][name], schema),
             _default(_plain(field.default)),
             (f"{prefix}{name}".upper(),),
-            field.description or "",
+            _one_line(field.description or ""),
         )
         for name, field in ServerSettings.model_fields.items()
     ]
@@ -129,8 +129,12 @@ def _field(field: inspect.Field, variables: tuple[str, ...]) -> Option:
         _struct_type(field.encode_name, field.type),
         default,
         variables,
-        str(schema.get("description", "")),
+        _one_line(str(schema.get("description", ""))),
     )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _struct_type(name: str, kind: inspect.Type) -> str:

@@ -12,6 +12,8 @@ import pytest
 from hicache_storage.tools.scaffold import check_name, make_package, package_files
 from hicache_storage.tools.scaffold.names import MAX_NAME_CHARACTERS
 
+pytestmark = pytest.mark.slow(seconds=110)
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 LONGEST = "a" + "2" * (MAX_NAME_CHARACTERS - 3) + "-b"

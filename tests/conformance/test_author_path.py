@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=100)
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from author import ROOT, Author

@@ -14,6 +14,8 @@ import pytest
 
 from hicache_conformance.model.rules import rules
 
+pytestmark = pytest.mark.slow(seconds=100)
+
 RUN = ("conformance", "run")
 SMOKE = ("--profile", "smoke", "--seed", "5")
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=65)
+
 DRIVERS = Path(__file__).with_name("interfaces")
 RUN = ("conformance", "run")
 SGLANG = ("--interface", "sglang", "-c", "interface_v1=1", "--profile", "smoke", "--seed", "3")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=80)
+
 SIX_LINES = """
 from hicache_conformance import DriverConformance
 

@@ -23,6 +23,8 @@ from hicache_conformance.model.outcomes import CaseOutcome, Outcome, Replay
 from hicache_conformance.report.results import store_is_fresh
 from hicache_conformance.runner.replay import Record, RecordedCase, Repetition
 
+pytestmark = pytest.mark.slow(seconds=90)
+
 RUN, REPRO = ("conformance", "run"), ("conformance", "repro")
 CASE = "test_random_faults[objects]"
 SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"

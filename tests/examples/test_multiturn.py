@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.slow(seconds=30)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATES = [
     0,

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_stack
 from hicache_storage.spec import PoolName
 
+pytestmark = pytest.mark.slow(seconds=69)
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SEED = 3
 SMALL = ("--clients", "6", "--rounds", "3", "--running", "2")

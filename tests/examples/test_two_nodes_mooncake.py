@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_nodes_mooncake.py"
 
 

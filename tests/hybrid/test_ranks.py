@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = 40
 STEPS = 80
 
-pytestmark = pytest.mark.timeout(SECONDS + 90)
+pytestmark = [pytest.mark.slow(seconds=40), pytest.mark.timeout(SECONDS + 90)]
 
 
 def run(scenarios, folder, *, gone=(), **settings):

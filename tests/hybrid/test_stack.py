@@ -32,6 +32,8 @@ from hicache_storage.transfer import StreamSimulator
 from tests.hybrid.stacks import GRID, LATENT, PAGE, Session, build, dsa_config, mamba_config
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
     "mamba": mamba_config,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Three starts of a server, two of them at a time; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow(seconds=200), pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
 RESTARTED, DAMAGED, OTHER = prompt(10), prompt(20), prompt(30)

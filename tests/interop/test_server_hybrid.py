@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Two starts of a server; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.timeout(900)]
 
 RANKS = 2
 PAGE_SIZE, CHUNK = 1, 128

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # One start of a server each; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Two starts of a server; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow(seconds=100), pytest.mark.interop, pytest.mark.timeout(600)]
 
 
 def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):

@@ -21,6 +21,8 @@ from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 
+pytestmark = pytest.mark.slow(seconds=57)
+
 LASTING = f"env HICACHE_METADATA_MAX_PIN_SECONDS=900 {SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
 SLOTS = 130
 ODD = 'a/b?c#d%2F "<img src=x onerror=alert(1)>" é'
@@ -522,7 +524,7 @@ def problem(status, code, message):
     return status, {"code": code, "message": message, "field": ""}
 
 
-def test_troubles_in_words_and_back(page):
+def test_problems_in_words_and_back(page):
     page.expected = ["status of"]
     well = {"/readyz": (200, {"status": "ok"}), "/v2": (200, ABOUT), "/v2/scopes": (200, LISTED)}
     answers = dict(well)

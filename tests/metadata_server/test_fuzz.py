@@ -24,6 +24,8 @@ from tests.metadata_server.http_calls import run, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.token_files import EARLIER
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 KEEP = "5:keep"
 SCOPES = ["0:kv", "0:mamba", "1:kv"]
 WORDS = [

@@ -18,6 +18,8 @@ from tests.metadata_server.servers import DURABLE, SERVE, Served, served
 from tests.metadata_server.token_files import write_tokens
 from tests.metadata_server.writers import SLOTS, Writer, check_kept
 
+pytestmark = pytest.mark.slow(seconds=116)
+
 # A lease that ends before it is committed would be no loss.
 LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 0.2 --lease-seconds 300"
 

@@ -18,6 +18,8 @@ from tests.metadata_server.servers import SERVE, Served
 from tests.metadata_server.token_files import write_tokens
 from tests.metadata_server.writers import SLOTS, Writer, check_kept
 
+pytestmark = pytest.mark.slow(seconds=79)
+
 SHARED = f"{SERVE} --quarantine-seconds 0.2 --lease-seconds 3"
 
 

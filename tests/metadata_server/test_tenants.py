@@ -1,4 +1,4 @@
-"""Tenants: what they may have, and that no crowd gets more."""
+"""Tenants: what they may have, and that many clients at once get no more."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_compatible_part_has_the_same_quota(tmp_path):
     run(scenario())
 
 
-class Crowd:
+class ConcurrentClients:
     """Clients in threads of their own, until each has done its part."""
 
     def __init__(self, url, clients, work):
@@ -164,7 +164,7 @@ def place(tmp_path):
         yield place, client, quotas
 
 
-def test_a_crowd_gets_no_more_than_its_quota(place):
+def test_many_clients_get_no_more_than_its_quota(place):
     """Eight clients make scopes as fast as they can, and what the server has is looked at all the
     while."""
     place, client, _ = place
@@ -186,13 +186,13 @@ def test_a_crowd_gets_no_more_than_its_quota(place):
             if reply.status == 200:
                 given.extend(some)
 
-    crowd = Crowd(place.url, 8, make)
+    clients = ConcurrentClients(place.url, 8, make)
     looks = 0
-    while any(thread.is_alive() for thread in crowd.threads) or not looks:
+    while any(thread.is_alive() for thread in clients.threads) or not looks:
         scopes = listed(client)
         assert all(has <= limit for has, limit in zip(Holding.of(scopes), most, strict=True))
         looks += 1
-    crowd.join()
+    clients.join()
     assert Holding.of(listed(client)) == Holding.of(given), (
         "what was given is what is there, and nothing else"
     )
@@ -209,7 +209,7 @@ def listed(client):
     return p.decode(client.http.get("/v2/scopes").body, p.Scopes).scopes
 
 
-def test_a_crowd_sends_no_more_than_its_rate(place):
+def test_many_clients_send_no_more_than_its_rate(place):
     place, client, quotas = place
     assert client.http.post("/0/initialize", {"num_pages": 1}).status == 204
     rate, burst = 4.0, 5
@@ -223,7 +223,7 @@ def test_a_crowd_sends_no_more_than_its_rate(place):
         ):
             answers.append(wire.get("/v2").status)
 
-    Crowd(place.url, 8, ask).join()
+    ConcurrentClients(place.url, 8, ask).join()
     seconds = time.monotonic() - begin
     assert set(answers) == {200, 429}
     assert answers.count(200) <= rate * seconds + burst

@@ -27,6 +27,8 @@ from hicache_storage.objects import Call
 from tests.metadata_server.certificates import Authority, openssl
 from tests.metadata_server.servers import SERVE, Served
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory):

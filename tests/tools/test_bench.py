@@ -31,6 +31,8 @@ from hicache_storage.tools.bench.settings import (
 )
 from hicache_storage.tools.bench.sweep import run_sweep
 
+pytestmark = pytest.mark.slow(seconds=60)
+
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--max-stored", "1MiB")
 

@@ -13,6 +13,8 @@ import pytest
 from hicache_storage.tools.doctor import DoctorTarget, Status, examine
 from hicache_storage.tools.doctor.round_trip import check_round_trip
 
+pytestmark = pytest.mark.slow(seconds=46)
+
 HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 
 

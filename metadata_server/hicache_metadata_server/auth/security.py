@@ -13,7 +13,7 @@ from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
-from hicache_metadata_server.core.tenants import Holding
+from hicache_metadata_server.core.tenants import TenantUsage
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
@@ -123,8 +123,8 @@ class Security:
         tenants, quotas = self._service.tenants, self._service.tenants.quotas
         # Also tenants without a scope that have a quota, and those whose quota was removed.
         for tenant in sorted({*tenants.of_scope.values(), *quotas.by_tenant} - {""}):
-            has, quota = Holding.of(self._service.held_by(tenant)), quotas.of(tenant)
-            for what in Holding._fields:
+            has, quota = TenantUsage.of(self._service.held_by(tenant)), quotas.of(tenant)
+            for what in TenantUsage._fields:
                 held.add_metric([tenant, what], getattr(has, what))
                 if getattr(quota, what) is not None:
                     most.add_metric([tenant, what], getattr(quota, what))

@@ -46,7 +46,7 @@ def may_use(caller: Caller, tenant: str) -> bool:
     return caller.sees_all or caller.tenant == tenant
 
 
-class Holding(NamedTuple):
+class TenantUsage(NamedTuple):
     """Sums over all scopes of a tenant."""
 
     scopes: int = 0
@@ -55,7 +55,7 @@ class Holding(NamedTuple):
     """Slots times slot bytes."""
 
     @classmethod
-    def of(cls, geometries: Iterable[ScopeGeometry]) -> Holding:
+    def of(cls, geometries: Iterable[ScopeGeometry]) -> TenantUsage:
         """Sum over scopes."""
         found = list(geometries)
         return cls(
@@ -77,7 +77,7 @@ class Quota:
     burst: float = 0.0
     """Requests that may arrive together after a pause."""
 
-    def beyond(self, held: Holding, new: Sequence[ScopeGeometry]) -> str:
+    def beyond(self, held: TenantUsage, new: Sequence[ScopeGeometry]) -> str:
         """Explain why new scopes would exceed this quota; "" if they would not.
 
         A quota of bytes refuses a scope without `slot_bytes`, which would count as empty whatever
@@ -85,7 +85,7 @@ class Quota:
         """
         if self.bytes is not None and any(not one.slot_bytes for one in new):
             return "its bytes are limited, so that each of its scopes has to say its slot_bytes"
-        wanted = Holding.of(new)
+        wanted = TenantUsage.of(new)
         for name, most in (("scopes", self.scopes), ("slots", self.slots), ("bytes", self.bytes)):
             has, more = getattr(held, name), getattr(wanted, name)
             if most is not None and has + more > most:
@@ -146,12 +146,16 @@ class Tenants:
         quota = self.quotas.of(tenant)
         if quota is NO_QUOTA or not new:
             return
-        if quota.beyond(Holding.of(held), new):
-            raise beyond_quota(tenant, quota, Holding.of(held), new, field)
+        if quota.beyond(TenantUsage.of(held), new):
+            raise beyond_quota(tenant, quota, TenantUsage.of(held), new, field)
 
 
 def beyond_quota(
-    tenant: str, quota: Quota, held: Holding, new: Sequence[ScopeGeometry], field: str = "scopes"
+    tenant: str,
+    quota: Quota,
+    held: TenantUsage,
+    new: Sequence[ScopeGeometry],
+    field: str = "scopes",
 ) -> RequestError:
     """Error of a tenant whose quota new scopes would exceed."""
     return RequestError(

@@ -21,8 +21,8 @@ from hicache_metadata_server.core.tenants import (
     ANYBODY,
     NO_QUOTA,
     Caller,
-    Holding,
     Quota,
+    TenantUsage,
     beyond_quota,
 )
 from hicache_metadata_server.shared.connection import ScriptCall
@@ -176,7 +176,7 @@ class ScopeCatalog:
             if at == BEYOND_QUOTA:
                 places: list[int] = scope
                 raise beyond_quota(
-                    tenant, quota, Holding(*map(int, known)), [parts[i] for i in places]
+                    tenant, quota, TenantUsage(*map(int, known)), [parts[i] for i in places]
                 )
             raise _mismatch(parts, scope, at, known, max_scopes)
         created: list[bool] = value_of(reply)

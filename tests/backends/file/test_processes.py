@@ -12,12 +12,16 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.backends.file.harness import Rig, chain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from pathlib import Path
+
+pytestmark = pytest.mark.slow(seconds=25)
 
 # A fork is a process as good as any, and need not import torch again.
 FORK = multiprocessing.get_context("fork")

@@ -23,6 +23,8 @@ from hicache_storage.objects import Call
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.hf3fs.listening import listening, reply
 
+pytestmark = pytest.mark.slow(seconds=100)
+
 SCOPE = "0:kv-test"
 PATIENCE_SECONDS = 60.0
 LEASE_SECONDS = 300.0

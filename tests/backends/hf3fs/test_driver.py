@@ -34,6 +34,8 @@ from tests.backends.file.harness import identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
 
+pytestmark = pytest.mark.slow(seconds=115)
+
 PATIENCE_SECONDS = 60.0
 LEASE_SECONDS = 10.0
 """More than a busy machine takes from a reservation to its commit."""

@@ -47,6 +47,8 @@ from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.listening import listening, reply
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow(seconds=30)
+
 URLS = ("http://a", "http://b", "http://c")
 PATIENCE_SECONDS = 60.0
 

@@ -14,6 +14,8 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient
 from tests.backends.hf3fs.harness import Rig, chain, content
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 DEADLINE_SECONDS = 1.0
 SLACK_SECONDS = 1.0 if "HICACHE_RACE_SECONDS" in os.environ else 20.0
 """For a machine that is busy with something else: less than what the calls of a load would add up

@@ -24,6 +24,8 @@ from hicache_storage.spec import InvalidTransferError, PoolTransfer
 from tests.backends.hf3fs.harness import Rig, chain, content
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow(seconds=93)
+
 SMALL = "64KiB"
 SLOTS = 14
 """Slots of 4608 bytes in so small a file."""

@@ -30,6 +30,8 @@ from tests.metadata_server.redis_servers import RedisServer, redis_cluster, redi
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.slow(seconds=50)
+
 SECONDS = float(os.environ.get("HICACHE_SERVERS_SECONDS", "0"))
 """How long servers are struck; each of them is once at least."""
 DURABLE = {"appendonly": "yes", "appendfsync": "always"}

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import RunFile, Settings
 from hicache_conformance.runner.child_process import run
+
+pytestmark = pytest.mark.slow(seconds=35)
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '

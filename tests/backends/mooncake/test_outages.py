@@ -15,6 +15,8 @@ from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.cluster import DevCluster
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 
+pytestmark = pytest.mark.slow(seconds=52)
+
 DEADLINE_SECONDS = 1.5
 SLACK_SECONDS = 1.0 if "HICACHE_RACE_SECONDS" in os.environ else 20.0
 """For a machine that is busy with something else; FT-3 allows one second."""

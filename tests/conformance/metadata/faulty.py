@@ -8,13 +8,13 @@ from pathlib import Path
 from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.planting import FAULTS, TOKENS, Fault
 from tests.conformance.metadata.reference import Refused
-from tests.conformance.metadata.reference_server import Desk, ReferenceServer
+from tests.conformance.metadata.reference_server import Handlers, ReferenceServer
 
 for _module in sorted(Path(__file__).parent.glob("faulty_*.py")):
     importlib.import_module(f"tests.conformance.metadata.{_module.stem}")
 
 
-class SpeaksTheOldPartOnly(Desk):
+class SpeaksTheOldPartOnly(Handlers):
     """No fault: a server without a native part."""
 
     def meaning(self, path, body):
@@ -23,7 +23,7 @@ class SpeaksTheOldPartOnly(Desk):
         return super().meaning(path, body)
 
 
-OLD = Fault(breaks=(), desk=SpeaksTheOldPartOnly)
+OLD = Fault(breaks=(), handlers=SpeaksTheOldPartOnly)
 
 
 def server(
@@ -37,5 +37,5 @@ def server(
     """The reference server, or one of the faulty ones."""
     fault = {**FAULTS, "": Fault(breaks=()), "SpeaksTheOldPartOnly": OLD}[name]
     kind = type("Made", (fault.reference,), {"kind_of_scope": fault.scope})
-    desk = fault.desk(kind(limits=fault.limits, durability=durability), journal)
-    return ReferenceServer(desk, port, TOKENS if tokens else fault.tokens, fault.handler)
+    handlers = fault.handlers(kind(limits=fault.limits, durability=durability), journal)
+    return ReferenceServer(handlers, port, TOKENS if tokens else fault.tokens, fault.handler)

@@ -8,7 +8,7 @@ import msgspec
 
 from tests.conformance.metadata.planting import plant
 from tests.conformance.metadata.reference import Reference
-from tests.conformance.metadata.reference_server import Desk
+from tests.conformance.metadata.reference_server import Handlers
 from tests.conformance.metadata.reference_state import Scope
 
 
@@ -36,7 +36,7 @@ class AcceptsAnotherSize(Reference):
 
 
 @plant("MD-INIT-3", field_fault="D16")
-class TakesAnySize(Desk):
+class TakesAnySize(Handlers):
     def meaning(self, path, body):
         if (
             path.endswith("/initialize")
@@ -93,7 +93,7 @@ class AnswersOnlyOnce(Reference):
         return super().compatible(rank, operation, request, now)
 
 
-class _Folds(Desk):
+class _FoldsCase(Handlers):
     def fold(self, text: str) -> str:
         raise NotImplementedError
 
@@ -111,19 +111,19 @@ class _Folds(Desk):
 
 
 @plant("MD-FIND-2")
-class FoldsCase(_Folds):
+class FoldsCase(_FoldsCase):
     def fold(self, text):
         return text.lower()
 
 
 @plant("MD-FIND-2")
-class CutsLongKeys(_Folds):
+class CutsLongKeys(_FoldsCase):
     def fold(self, text):
         return text[:255]
 
 
 @plant("MD-FIND-2")
-class EndsAtNul(_Folds):
+class EndsAtNul(_FoldsCase):
     def fold(self, text):
         return text.partition("\0")[0]
 

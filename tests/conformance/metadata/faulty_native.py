@@ -7,7 +7,7 @@ import msgspec
 from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.planting import FAULTS, TOKENS, Fault, plant
 from tests.conformance.metadata.reference import LIMITS, Reference, Refused
-from tests.conformance.metadata.reference_server import Desk, Handler
+from tests.conformance.metadata.reference_server import Handler, Handlers
 from tests.conformance.metadata.reference_state import LEASED, Scope
 
 FAULTS["ToldLimitsAreLower"] = Fault(
@@ -194,13 +194,13 @@ class DeletesAnyGeneration(Reference):
 
 
 @plant("MD-IDEM-1", field_fault="D16")
-class DoesItAgain(Desk):
+class DoesItAgain(Handlers):
     def execute(self, now, path, body, once):
         return super().execute(now, path, body, "")
 
 
 @plant("MD-IDEM-1")
-class AnswersAnotherRequest(Desk):
+class AnswersAnotherRequest(Handlers):
     def remember(self, once, until, said, answer):
         self.reference.kept[once] = (until, said, answer)
 
@@ -220,16 +220,18 @@ class HasNoLimits(Reference):
 @plant("MD-LIM-1")
 class ReadsAnyBody(Handler):
     def posted(self):
-        limits = self.server.desk.reference.limits
+        limits = self.server.handlers.reference.limits
         try:
-            self.server.desk.reference.limits = msgspec.structs.replace(limits, body_bytes=2**40)
+            self.server.handlers.reference.limits = msgspec.structs.replace(
+                limits, body_bytes=2**40
+            )
             length = int(self.headers["Content-Length"])
             if length > limits.body_bytes:
                 self.rfile.read(length)
                 return 200, p.LookedUp(scopes=[])
             return super().posted()
         finally:
-            self.server.desk.reference.limits = limits
+            self.server.handlers.reference.limits = limits
 
 
 @plant("MD-LIM-1")
@@ -240,7 +242,7 @@ class TakesLongPages(Scope):
 
 
 @plant("MD-REQ-6")
-class IgnoresUnknownFields(Desk):
+class IgnoresUnknownFields(Handlers):
     def meaning(self, path, body):
         if path == "/v2/lookup" and isinstance(body, dict):
             body = {

@@ -8,7 +8,7 @@ import time
 from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.planting import plant
 from tests.conformance.metadata.reference import Refused
-from tests.conformance.metadata.reference_server import Desk, Handler
+from tests.conformance.metadata.reference_server import Handler, Handlers
 from tests.conformance.metadata.reference_state import Scope
 
 
@@ -24,7 +24,7 @@ class BreaksOnBadJson(Handler):
 
 
 @plant("MD-REQ-2", field_fault="D16")
-class NamesNoField(Desk):
+class NamesNoField(Handlers):
     def execute(self, now, path, body, once):
         status, answer = super().execute(now, path, body, once)
         return status, p.Problem(
@@ -33,7 +33,7 @@ class NamesNoField(Desk):
 
 
 @plant("MD-REQ-3", field_fault="D16")
-class ReadsTextAsKeys(Desk):
+class ReadsTextAsKeys(Handlers):
     def meaning(self, path, body):
         if isinstance(body, dict) and isinstance(body.get("keys"), str):
             body = {
@@ -44,7 +44,7 @@ class ReadsTextAsKeys(Desk):
 
 
 @plant("MD-REQ-4")
-class BreaksOnOtherRanks(Desk):
+class BreaksOnOtherRanks(Handlers):
     def meaning(self, path, body):
         rank = path.split("/")[1]
         if rank != "v2":
@@ -59,7 +59,7 @@ class BreaksOnOtherRanks(Desk):
 
 
 @plant("MD-REQ-5")
-class BreaksOnBigNumbers(Desk):
+class BreaksOnBigNumbers(Handlers):
     def meaning(self, path, body):
         if isinstance(body, dict) and 2**70 in body.values():
             raise Refused(500, "broken", "OverflowError")
@@ -93,7 +93,7 @@ LONG = 100_000
 
 
 @plant("MD-REQ-7")
-class SearchesLongForWhatIsWrong(Desk):
+class SearchesLongForWhatIsWrong(Handlers):
     def execute(self, now, path, body, once):
         status, answer = super().execute(now, path, body, once)
         if status == 422 and len(str(body)) > LONG:
@@ -106,13 +106,13 @@ class TellsItsHealthWhenItHasTime(Handler):
     """No longer than a body of that size may take; but everybody waits for it."""
 
     def do_GET(self):
-        with self.server.desk.lock:
+        with self.server.handlers.lock:
             pass
         super().do_GET()
 
     def say(self, status, message):
         if status == 422 and int(self.headers.get("Content-Length") or 0) > LONG:
-            with self.server.desk.lock:
+            with self.server.handlers.lock:
                 time.sleep(1.5)
         super().say(status, message)
 

@@ -8,13 +8,13 @@ import msgspec
 
 from tests.conformance.metadata.planting import plant
 from tests.conformance.metadata.reference import LIMITS
-from tests.conformance.metadata.reference_server import Desk
+from tests.conformance.metadata.reference_server import Handlers
 
 
 @plant(
     "MD-DUR-1", field_fault="D3", restarts=True, only=("test_confirmed_keys", "test_deleted_keys")
 )
-class WritesDownLater(Desk):
+class WritesDownLater(Handlers):
     """What it was told in the last second is lost with it."""
 
     def __init__(self, reference, journal=None):
@@ -43,7 +43,7 @@ class WritesDownLater(Desk):
     only=("test_killed_under_load",),
     limits=msgspec.structs.replace(LIMITS, lease_seconds=1),
 )
-class LosesWhatWasReserved(Desk):
+class LosesWhatWasReserved(Handlers):
     def __init__(self, reference, journal=None):
         super().__init__(reference, journal)
         for scope in reference.scopes.values():
@@ -53,14 +53,14 @@ class LosesWhatWasReserved(Desk):
 
 
 @plant("MD-IDEM-2", restarts=True)
-class ForgetsWhatItAnswered(Desk):
+class ForgetsWhatItAnswered(Handlers):
     def __init__(self, reference, journal=None):
         super().__init__(reference, journal)
         reference.kept.clear()
 
 
 @plant("MD-GEN-1", restarts=True, only=("test_generations_grow_over",))
-class BeginsAgainAtOne(Desk):
+class BeginsAgainAtOne(Handlers):
     def __init__(self, reference, journal=None):
         super().__init__(reference, journal)
         for scope in reference.scopes.values():
@@ -69,7 +69,7 @@ class BeginsAgainAtOne(Desk):
 
 
 @plant("MD-LEASE-6", restarts=True)
-class ForgetsItsNumbers(Desk):
+class ForgetsItsNumbers(Handlers):
     """And all else; such a server begins at 1 again."""
 
     def __init__(self, reference, journal=None):
@@ -78,7 +78,7 @@ class ForgetsItsNumbers(Desk):
 
 
 @plant("MD-QUAR-3", restarts=True)
-class OpensNewScopesAtOnce(Desk):
+class OpensNewScopesAtOnce(Handlers):
     """Whoever may still write into them."""
 
     def execute(self, now, path, body, once):

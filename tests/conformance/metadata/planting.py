@@ -10,7 +10,7 @@ from typing import Any
 
 from hicache_metadata_server import protocol as p
 from tests.conformance.metadata.reference import LIMITS, Reference
-from tests.conformance.metadata.reference_server import Desk, Handler
+from tests.conformance.metadata.reference_server import Handler, Handlers
 from tests.conformance.metadata.reference_state import Scope
 
 TOKENS = {"all": p.Token.ADMIN, "look": p.Token.READ, "write": p.Token.WRITE}
@@ -25,7 +25,7 @@ class Fault:
     """The fault of a shipped server that it repeats."""
     scope: type[Scope] = Scope
     reference: type[Reference] = Reference
-    desk: type[Desk] = Desk
+    handlers: type[Handlers] = Handlers
     handler: type[Handler] = Handler
     limits: p.Limits = LIMITS
     tokens: dict[str, p.Token] = field(default_factory=dict)
@@ -41,11 +41,11 @@ FAULTS: dict[str, Fault] = {}
 def plant(*breaks: str, field_fault: str = "", **options: Any):
     """Register a class as a fault, by what it inherits.
 
-    Of the scope, the operations, the desk or HTTP.
+    Of the scope, the operations, the handlers or HTTP.
     """
 
     def register(made: type) -> type:
-        kinds = {Scope: "scope", Reference: "reference", Desk: "desk", Handler: "handler"}
+        kinds = {Scope: "scope", Reference: "reference", Handlers: "handlers", Handler: "handler"}
         part = next(part for base, part in kinds.items() if issubclass(made, base))
         FAULTS[made.__name__] = Fault(
             breaks=breaks, field_fault=field_fault, **{part: made}, **options

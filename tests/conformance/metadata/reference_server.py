@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.conformance.metadata.reference import Reference
 
 
-class Desk:
+class Handlers:
     """From a path and a body to a status and a message: limits, idempotency keys, the journal."""
 
     def __init__(self, reference: Reference, journal: Path | None = None) -> None:
@@ -131,20 +131,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path in ("/healthz", "/readyz"):
             self.say(
-                503 if self.path == "/readyz" and self.server.desk.reference.draining else 200,
+                503 if self.path == "/readyz" and self.server.handlers.reference.draining else 200,
                 {"status": "ok"},
             )
         elif self.path == "/metrics":
             self.guarded(lambda: (200, self.metrics()))
         else:
-            self.guarded(lambda: self.server.desk.call(self.path, None, ""))
+            self.guarded(lambda: self.server.handlers.call(self.path, None, ""))
 
     def do_POST(self) -> None:
         self.guarded(self.posted)
 
     def posted(self) -> tuple[int, Any]:
         length = int(self.headers.get("Content-Length") or 0)
-        if length > self.server.desk.reference.limits.body_bytes:
+        if length > self.server.handlers.reference.limits.body_bytes:
             self.close_connection = True
             raise Refused(413, "too_large", f"a body of {length} bytes", "body")
         raw, native = self.rfile.read(length), self.path.startswith("/v2")
@@ -155,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise Refused(400, "malformed", f"the body cannot be read: {error}", "body") from error
         once = self.headers.get(p.IDEMPOTENCY_HEADER, "")
-        return self.server.desk.call(
+        return self.server.handlers.call(
             self.path, body, once if self.path in p.ROUTES and p.ROUTES[self.path].changes else ""
         )
 
@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def metrics(self) -> str:
         lines = ["# TYPE hicache_metadata_slots gauge"]
-        for scope in self.server.desk.call("/v2/scopes", None, "")[1].scopes:
+        for scope in self.server.handlers.call("/v2/scopes", None, "")[1].scopes:
             lines += [
                 f'hicache_metadata_slots{{scope="{scope.scope}",state="{state}"}} '
                 f"{getattr(scope, state)}"
@@ -240,12 +240,12 @@ class ReferenceServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        desk: Desk,
+        handlers: Handlers,
         port: int = 0,
         tokens: dict[str, p.Token] | None = None,
         handler: type[Handler] = Handler,
     ) -> None:
-        self.desk = desk
+        self.handlers = handlers
         self.tokens = tokens or {}
         super().__init__(("127.0.0.1", port), handler)
 

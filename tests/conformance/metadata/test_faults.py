@@ -21,6 +21,8 @@ from tests.conformance.metadata.judging import (
     served,
 )
 
+pytestmark = pytest.mark.slow(seconds=45)
+
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name):

@@ -17,6 +17,8 @@ from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow(seconds=25)
+
 PAGE = 2
 CHAINS = [
     ((1, 2), (1, 3), (4, 4), (5, 1), (2, 2), (6, 1), (1, 1), (3, 3), (7, 7), (8, 1)),
