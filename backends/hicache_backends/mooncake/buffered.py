@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +19,7 @@ from hicache_backends.mooncake.reader import (
     note_faults,
     split_reads,
 )
-from hicache_backends.mooncake.thread_pool import threads_for
+from hicache_backends.mooncake.threads import threads_for
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.reader import ReadRequest, ReadResult
-    from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
+    from hicache_storage.objects.thread_pool import ThreadPool
 
     Item = tuple[ObjectRead, str]
     """A read, and its object's name."""
@@ -85,7 +86,11 @@ class BufferedReader:
         names = names_of(reads)
         with connection.looked_up(names, call) as codes:
             chunks.add_looked_up(list(zip(reads, names, codes, strict=True)))
-            self._thread_pool.run(chunks.work, regions[: max(1, len(chunks))])
+            # More threads than chunks would find nothing to do.
+            self._thread_pool.run(
+                [partial(chunks.work, region) for region in regions[: max(1, len(chunks))]]
+            )
+        # Bytes of a read that was given up may still arrive there (rule GET-9).
         if chunks.late:
             self._buffers.retire(buffer)
         outcome.arrived.update(chunks.delivered)
@@ -160,6 +165,7 @@ class _ChunkQueue:
             [[base + start] for start in starts],
             [[size] for size in sizes],
         )
+        # Each of the others would take a transfer timeout, too.
         if has_hung(codes, began):
             self._left.clear()
         if request == self._connection.read and is_late(codes, began):

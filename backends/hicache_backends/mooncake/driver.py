@@ -14,10 +14,11 @@ from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.names import object_name, object_names, prefix_of
 from hicache_backends.mooncake.reader import DirectReader
-from hicache_backends.mooncake.thread_pool import ThreadPool
+from hicache_backends.mooncake.threads import MAX_HELPERS
 from hicache_backends.mooncake.verified_read import read_verified
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
     Capabilities,
     Durability,
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_OBJECT = "hicache-health"
+CLOSE_SECONDS = 1.0
+"""Limit of `close` for threads whose transfers go on after their calls have been given up."""
 
 
 class MooncakeStorage(ObjectStorage):
@@ -123,7 +126,8 @@ class MooncakeStorage(ObjectStorage):
 
     def connect(self) -> None:
         with self._connecting:
-            handle, thread_pool = ConnectionHandle(self._settings), ThreadPool()
+            handle = ConnectionHandle(self._settings)
+            thread_pool = ThreadPool("hicache-mooncake", MAX_HELPERS)
             try:
                 for pool in self._admitted.values():
                     _register(handle, pool)
@@ -144,7 +148,7 @@ class MooncakeStorage(ObjectStorage):
                     gathers=over_tcp,
                 )
             except BaseException:
-                thread_pool.close()
+                thread_pool.close(CLOSE_SECONDS)
                 handle.close()
                 raise
             self._handle = handle
@@ -153,7 +157,8 @@ class MooncakeStorage(ObjectStorage):
     def disconnect(self) -> None:
         handle = self.handle
         self._handle = None
-        self._thread_pool.close()
+        # The threads first, because they use the connection.
+        self._thread_pool.close(CLOSE_SECONDS)
         handle.close()
 
     def check_health(self) -> Health:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.thread_pool import threads_for
+from hicache_backends.mooncake.threads import threads_for
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
 from hicache_storage.spec import StorageUnavailableError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.memory import Block, Blocks
-    from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
+    from hicache_storage.objects.thread_pool import ThreadPool
 
     ReadRequest = Callable[
         [Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]
@@ -92,7 +92,7 @@ class DirectReader:
                 item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY
             ]
 
-            def work(_: int) -> None:
+            def work() -> None:
                 # One by one: after a hung transfer no other one is begun.
                 while not call.expired():
                     try:
@@ -106,7 +106,7 @@ class DirectReader:
                         left.clear()
 
             largest = max(read.namespace.object_bytes for read in reads)
-            thread_pool.run(work, range(min(threads_for(largest), max(1, len(left)))))
+            thread_pool.run([work] * min(threads_for(largest), max(1, len(left))))
         _record(connection, results, outcome)
         # These may be on a disk, and the library reads disks only in requests by name.
         others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]

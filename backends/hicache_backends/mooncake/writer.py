@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.thread_pool import MAX_THREADS, threads_for
+from hicache_backends.mooncake.threads import MAX_THREADS, threads_for
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageUnavailableError
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.memory import Blocks
-    from hicache_backends.mooncake.thread_pool import ThreadPool
     from hicache_storage.objects import Call
+    from hicache_storage.objects.thread_pool import ThreadPool
 
 MAX_OBJECTS: Final = BLOCK_ENVELOPES
 """Objects in one request."""
@@ -89,6 +90,8 @@ class PageWriter:
             StorageUnavailableError: the master does not answer, and nothing was stored.
         """
         outcome = WriteOutcome()
+        # One limit for all requests of the call: `wait_seconds` is what the caller may lose by
+        # waiting.
         until = time.monotonic() + self._wait_seconds
         for start in range(0, len(writes), MAX_OBJECTS):
             some = writes[start : start + MAX_OBJECTS]
@@ -96,6 +99,7 @@ class PageWriter:
                 with self._blocks.lend() as block:
                     self._store(connection, some, block, until, outcome, call)
             except StorageUnavailableError as error:
+                # Pages of earlier requests are stored, and the caller is to know.
                 if not outcome.stored:
                     raise
                 outcome.faults.append(error)
@@ -118,6 +122,7 @@ class PageWriter:
             )
         left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
         replaced = [item.name for item in left if item.write.replaces]
+        # The library overwrites nothing: `begin` answers `EXISTS`.
         if replaced:
             connection.remove(replaced)
         pause = MIN_PAUSE_SECONDS
@@ -130,6 +135,7 @@ class PageWriter:
                 or (seconds is not None and seconds < 2 * pause)
             ):
                 return
+            # The others wait for room that the master makes by eviction, or for another writer.
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
@@ -145,6 +151,7 @@ class PageWriter:
         call: Call,
     ) -> list[_Object]:
         """Store what can be stored now. Returns the objects for a later pass."""
+        # First: an object that an earlier call has left begun looks like another writer's.
         connection.revoke_pending()
         sizes = [item.write.namespace.object_bytes for item in items]
         codes = connection.begin([item.name for item in items], sizes, self._config)
@@ -183,6 +190,8 @@ class PageWriter:
                 published = True
                 self._publish(connection, arrived, outcome)
         finally:
+            # Also after an error: an object that stays begun keeps other writers from storing it.
+            # If `publish` has failed, it has seen to the revocation itself.
             stored = set(arrived) if published else set[_Object]()
             to_revoke = [item.name for item in begun if item not in stored]
             if to_revoke:
@@ -220,8 +229,9 @@ class PageWriter:
                     )
 
         threads = threads_for(max(item.write.namespace.object_bytes for item in items))
+        # Each gathers small objects in a part of the block of its own.
         self._thread_pool.run(
-            work, [number * CHUNK_BYTES for number in range(min(threads, len(left)))]
+            [partial(work, number * CHUNK_BYTES) for number in range(min(threads, len(left)))]
         )
 
     def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import pytest
 
 from hicache_backends.mooncake import buffered, memory
-from hicache_backends.mooncake import thread_pool as thread_pools
+from hicache_backends.mooncake import threads as thread_counts
 from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.reader import DirectReader, split_reads
-from hicache_backends.mooncake.thread_pool import ThreadPool
 from hicache_storage.objects import Call, Namespace, ObjectRead
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import CancellationToken, PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.mooncake.harness import identity
 
@@ -63,8 +63,8 @@ def reads(count):
 
 @pytest.fixture
 def alone():
-    thread_pool = ThreadPool()
-    thread_pool.close()
+    thread_pool = ThreadPool("hicache-test")
+    thread_pool.close(0)
     return thread_pool
 
 
@@ -176,7 +176,7 @@ def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
     """Four read large objects, if the buffer has room for four, and two small ones; each has memory
     of its own, and what all have read is answered."""
     monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
-    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
     together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):
@@ -185,12 +185,12 @@ def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
             together.wait(60)
             return [LENGTH]
 
-    thread_pool, some = ThreadPool(), reads(3 * threads)
+    thread_pool, some = ThreadPool("hicache-test", 3), reads(3 * threads)
     assert BufferedReader(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
     assert sorted(place - min(places) for place in places) == [
         number * (size // threads) for number in range(threads)
     ]
-    thread_pool.close()
+    thread_pool.close(60)
 
 
 @pytest.mark.parametrize(

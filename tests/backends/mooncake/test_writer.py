@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from hicache_backends.mooncake import thread_pool as thread_pools
+from hicache_backends.mooncake import threads as thread_counts
 from hicache_backends.mooncake import writer
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import Blocks
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.thread_pool import ThreadPool
 from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
 from hicache_storage.objects import Call, Namespace, ObjectWrite
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
 from tests.backends.file.harness import content
 from tests.backends.mooncake.harness import identity
@@ -66,8 +66,8 @@ def made(thread_pool, gathers=True):
 
 @pytest.fixture
 def alone():
-    thread_pool = ThreadPool()
-    thread_pool.close()
+    thread_pool = ThreadPool("hicache-test")
+    thread_pool.close(0)
     return thread_pool
 
 
@@ -105,7 +105,7 @@ def test_chunks(alone, gathers, monkeypatch):
 
 @pytest.mark.parametrize(("large_from", "threads"), [(1 << 20, 2), (1 << 10, 4)])
 def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads):
-    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
     together, sent = threading.Barrier(threads), list(writes(60, 60_000, 40_000))
 
     class Both(Scripted):
@@ -116,12 +116,12 @@ def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads)
             together.wait(60)
             return answer
 
-    thread_pool, connection = ThreadPool(), Both()
+    thread_pool, connection = ThreadPool("hicache-test", 3), Both()
     assert made(thread_pool).write(connection, sent, Call()).stored == set(sent)
     assert connection.objects == {
         name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)
     }
-    thread_pool.close()
+    thread_pool.close(60)
 
 
 @pytest.mark.parametrize(("after", "begun"), [(0.0, 2), (60.0, 5)])
@@ -141,7 +141,7 @@ def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begu
 
 @pytest.mark.parametrize(("large_from", "shares"), [(300_000, [2, 2, 2, 2]), (400_000, [4, 4])])
 def test_a_share_for_each_thread(alone, monkeypatch, large_from, shares):
-    monkeypatch.setattr(thread_pools, "LARGE_BYTES", large_from)
+    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
     connection = Scripted()
     sent = list(writes(8, 200_000, 100_000))
     assert made(alone).write(connection, sent, Call()).stored == set(sent)
