@@ -103,7 +103,7 @@ class ThreadPool:
     until it returns, and another thread takes the place of that one. Neither `close` nor the end
     of the process waits for such a thread.
 
-    Used by the deadline layer, the hybrid controller, `file` and `hf3fs`. The conformance suite has
+    Used by the deadline layer, the hybrid controller and all drivers. The conformance suite has
     threads of its own: it judges storages that may use this class, so that a defect here must not
     hide in both.
 
