@@ -79,16 +79,16 @@ def tokens(tmp_path):
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in (2, 3))]
 )
 def test_our_server_conforms_with_nothing_untested(seed, tokens):
-    with Served(command=f"{DURABLE} --token-file {tokens}") as place:
-        judgement = judged(place, seed=seed, tokens=True)
-    conforms_entirely(judgement)
+    command = f"{DURABLE} --token-file {tokens}"
+    conforms_entirely(judged(start_server=command, seed=seed, tokens=True))
 
 
 def test_with_fsync_too():
-    with Served(command=f"{DURABLE} --durability machine") as place:
-        judgement = judged(
-            place, seed=4, cases=["restart", "kill", "retry", "history", "histories"]
-        )
+    judgement = judged(
+        start_server=f"{DURABLE} --durability machine",
+        seed=4,
+        cases=["restart", "kill", "retry", "history", "histories"],
+    )
     assert errors(judgement) == []
     assert broken(judgement) == {}
 

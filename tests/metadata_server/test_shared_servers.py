@@ -27,9 +27,8 @@ def conforms(url, seed, tmp_path):
     tokens = write_tokens(
         tmp_path / "tokens.json", all="admin all", look="read look", write="write write"
     )
-    with Served(command=f"{SHARED} --store {url} --token-file {tokens}") as place:
-        judgement = judged(place, seed=seed, tokens=True)
-    conforms_entirely(judgement)
+    command = f"{SHARED} --store {url} --token-file {tokens}"
+    conforms_entirely(judged(start_server=command, seed=seed, tokens=True))
 
 
 def test_a_server_on_a_shared_store_conforms_with_nothing_untested(tmp_path):

@@ -59,8 +59,7 @@ class MemoryStorage(ObjectStorage):
     def _put(self, write: ObjectWrite, call: Call) -> bool:
         payload = write.tobytes()
         if call.expired():
-            # The caller may have been answered and may have reused the memory that the bytes came
-            # from.
+            # The caller may have been answered and may have reused the memory that the bytes came from.
             return False
         self._objects[write.namespace.object_name(write.key)] = payload
         return True
