@@ -80,14 +80,14 @@ def ranks():
 def trouble():
     """The drivers of `drivers.py` under their names, and what goes wrong in them."""
     from hicache_storage import plugins
-    from tests.interop.drivers import SEEN, SHELVES, SPECS, TROUBLE
+    from tests.interop.drivers import SEEN, SPECS, STORES, TROUBLE
 
     registry = plugins.registry()
     for spec in SPECS:
         registry.add(spec, owner="tests")
     yield TROUBLE
     TROUBLE.clear()
-    SHELVES.clear()
+    STORES.clear()
     SEEN.clear()
     for spec in SPECS:
         del registry.drivers[spec.name], registry.owners[spec.name]

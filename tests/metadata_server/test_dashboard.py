@@ -100,7 +100,7 @@ def test_figures_are_those_of_the_api(page, server):
     assert about["Instance"] == page.run(
         "return fetch('/v2').then((answer) => answer.json()).then((about) => about.instance)"
     )
-    assert (about["StoreDurability"], about["Leases last"], about["Quarantine"]) == (
+    assert (about["Durability"], about["Leases last"], about["Quarantine"]) == (
         "process",
         "600 s",
         "900 s",

@@ -17,7 +17,7 @@ from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Holding, Quota, Quotas
+from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES, SGLANG_ROUTES
 from hicache_metadata_server.storage.sqlite import SqliteStore
 from tests.metadata_server.http_calls import run, running, running_shared
@@ -354,7 +354,7 @@ async def fuzz(opened, seed, requests, *, tokens=False):
         found = looked_up.json["scopes"][0]
         assert (found["slots"], found["checksums"]) == ([0, 1], [2**64 - 1] * 2)
         assert (await caller.post("/v2/fsck", {}, headers=OPERATOR)).json["problems"] == []
-        assert Holding.of(caller.service.held_by("acme")).scopes <= 3 or not tokens
+        assert TenantUsage.of(caller.service.held_by("acme")).scopes <= 3 or not tokens
     return statuses, sizes
 
 

@@ -13,7 +13,7 @@ from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.tenants import Holding, Quota, Quotas
+from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
 from tests.metadata_server.http_calls import run, running_shared
 from tests.metadata_server.redis_servers import redis_server
@@ -131,7 +131,7 @@ def test_a_quota_is_one_for_all_servers(server):
             scopes = await listed(first)
         assert given
         assert {scope["scope"] for scope in scopes} == {scope["scope"] for scope in given}
-        held = Holding(
+        held = TenantUsage(
             len(scopes),
             sum(one["slots"] for one in scopes),
             sum(one["slots"] * one["slot_bytes"] for one in scopes),

@@ -19,7 +19,7 @@ from hicache_metadata_server.auth.tenants_file import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.core.tenants import Caller, Holding, Quota, Quotas, Tenants
+from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, Tenants, TenantUsage
 from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
 from tests.metadata_server.http_calls import run, running
@@ -85,10 +85,10 @@ def test_where_bytes_are_limited_slots_say_how_large_they_are():
     st.builds(Quota, *[st.none() | st.integers(0, 60)] * 3),
 )
 def test_what_is_given_is_what_fits(sizes, quota):
-    service, held = MetadataService(), Holding()
+    service, held = MetadataService(), TenantUsage()
     service.tenants.quotas = Quotas(default=quota)
     for number, (slots, slot_bytes) in enumerate(sizes):
-        new = Holding(held.scopes + 1, held.slots + slots, held.bytes + slots * slot_bytes)
+        new = TenantUsage(held.scopes + 1, held.slots + slots, held.bytes + slots * slot_bytes)
         fits = all(
             most is None or has <= most
             for has, most in zip(new, (quota.scopes, quota.slots, quota.bytes), strict=True)
@@ -97,7 +97,7 @@ def test_what_is_given_is_what_fits(sizes, quota):
             "done" if fits else "quota"
         )
         held = new if fits else held
-    assert Holding.of(service.held_by("acme")) == held
+    assert TenantUsage.of(service.held_by("acme")) == held
 
 
 def test_the_compatible_part_has_the_same_quota(tmp_path):
@@ -168,7 +168,7 @@ def test_many_clients_get_no_more_than_its_quota(place):
     """Eight clients make scopes as fast as they can, and what the server has is looked at all the
     while."""
     place, client, _ = place
-    given, most = [], Holding(30, 2000, 1_000_000)
+    given, most = [], TenantUsage(30, 2000, 1_000_000)
 
     def make(wire, number):
         chance = random.Random(number)
@@ -190,17 +190,17 @@ def test_many_clients_get_no_more_than_its_quota(place):
     looks = 0
     while any(thread.is_alive() for thread in clients.threads) or not looks:
         scopes = listed(client)
-        assert all(has <= limit for has, limit in zip(Holding.of(scopes), most, strict=True))
+        assert all(has <= limit for has, limit in zip(TenantUsage.of(scopes), most, strict=True))
         looks += 1
     clients.join()
-    assert Holding.of(listed(client)) == Holding.of(given), (
+    assert TenantUsage.of(listed(client)) == TenantUsage.of(given), (
         "what was given is what is there, and nothing else"
     )
     assert given
     place.kill()
     place.start()
     client.http.drop()
-    assert Holding.of(listed(client)) == Holding.of(given)
+    assert TenantUsage.of(listed(client)) == TenantUsage.of(given)
     refused = client.http.post("/v2/initialize", p.Initialize(scopes=[geometry("9:x", 2000, 500)]))
     assert refused.status == 200, "an admin without a tenant has no quota"
 

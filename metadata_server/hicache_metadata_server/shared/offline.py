@@ -86,7 +86,7 @@ def _run(url: str, do: Callable[[SharedService], Awaitable[_T]]) -> _T:
     async def run() -> _T:
         connection = open_connection(url)
         try:
-            # StoreDurability is the servers' promise to their clients; an operator's command has none.
+            # Durability is the servers' promise to their clients; an operator's command has none.
             await check_redis(connection, p.StoreDurability.NONE)
             return await do(SharedService(connection, DEFAULTS, durability=p.StoreDurability.NONE))
         finally:

@@ -23,7 +23,7 @@ of date when it is killed."""
 
 
 class RestartingCases:
-    """StoreDurability."""
+    """Durability over a restart."""
 
     @covers("MD-DUR-1", levels=[Level.DURABLE], needs=[Need.DURABLE])
     def test_confirmed_keys_are_there_after_a_kill(self, context: ServerContext) -> None:
