@@ -73,7 +73,7 @@ class Registry:
         Raises:
             DriverConflictError: two plugins claim the name.
             DriverNotFoundError: no plugin registers it; the message lists installed and broken
-            ones.
+                ones.
         """
         if name in self.conflicts:
             owners = " and ".join(self.conflicts[name])
@@ -170,7 +170,7 @@ def create_storage(
 
     Raises:
         DriverError: the driver is unknown, claimed twice, cannot be imported, or refuses the
-        configuration.
+            configuration.
     """
     spec = registry().get(name)
     settings = parse_config(config_model(spec), config or {})

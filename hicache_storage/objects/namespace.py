@@ -93,7 +93,7 @@ def check_keys(keys: Sequence[str], where: str = "keys") -> None:
 
     Raises:
         InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or
-        contains NUL or a lone surrogate.
+            contains NUL or a lone surrogate.
     """
     check_list(keys, where)
     try:

@@ -52,7 +52,7 @@ def pool_requests(
     Raises:
         UnknownPoolError: a pool was never registered.
         InvalidTransferError: keys or indices do not fit; the message names the pool and the
-        argument.
+            argument.
     """
     check_transfers(transfers)
     requests: dict[PoolName, PoolRequest] = {}

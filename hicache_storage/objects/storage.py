@@ -455,7 +455,7 @@ class ObjectStorage(HiCacheStorage):
             Whether nothing of them is left.
 
         Raises:
-            HiCacheError, OSError: the store refuses, or cannot be reached.
+                HiCacheError, OSError: the store refuses, or cannot be reached.
         """
         with self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)

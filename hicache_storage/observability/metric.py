@@ -20,7 +20,7 @@ class Metric:
 
     Raises:
         ValueError: the name does not follow OpenMetrics: `_total` for counters, and for them only;
-        the unit before it.
+            the unit before it.
     """
 
     name: str

@@ -33,7 +33,7 @@ def page_access(host_pool: object) -> PageAccess:
 
     Raises:
         InvalidPoolError: the pool offers none of these, has no memory of its own, or contradicts
-        itself.
+            itself.
     """
     where = type(host_pool).__name__
     if isinstance(host_pool, HostPool):

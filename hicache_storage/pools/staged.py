@@ -29,7 +29,7 @@ class StagedPages(PageAccess):
 
     Raises:
         InvalidPoolError: the pool cannot make flat pages either, or their lengths contradict each
-        other.
+            other.
     """
 
     stages: ClassVar[bool] = True

@@ -39,7 +39,7 @@ def check_seconds(name: str, seconds: object, *, or_zero: bool = False) -> None:
 
     Raises:
         ConfigError: it is no finite number, not more than 0 (or not 0 at least), or longer than a
-        thread can wait.
+            thread can wait.
     """
     # The smallest positive float, so that one comparison excludes 0, negative numbers and NaN.
     least = 0.0 if or_zero else math.ulp(0.0)
@@ -58,7 +58,7 @@ def check_list(value: object, where: str, what: str = "page keys") -> None:
 
     Raises:
         InvalidTransferError: it is None, one text, or something else that is no sequence, such as
-        an iterator or an array.
+            an iterator or an array.
     """
     kind = type(value)
     # The common cases; the check against the abstract class below takes three times as long.

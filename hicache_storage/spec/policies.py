@@ -32,7 +32,7 @@ class PoolPresence:
 
         Raises:
             InvalidTransferError: `BLOCK_GROUPS` without a usable `block_pages` / `group_pages`, or
-            keys that are no list.
+                keys that are no list.
         """
         # Only the number of keys counts here: an engine that does not know a pool's keys passes a
         # placeholder, which must not be checked as a key.

@@ -166,7 +166,7 @@ class HiCacheStorage(ABC):
         Raises:
             StorageUnavailableError: it did not happen, or only in part.
             StorageTimeoutError: it was not over at the deadline; it may have happened, and may
-            still happen.
+                still happen.
             UnsupportedOperationError: `capabilities.clears` is not declared.
         """
         raise UnsupportedOperationError(
@@ -202,7 +202,7 @@ class HiCacheStorage(ABC):
 
         Raises:
             StorageUnavailableError: the outside world did not answer within the deadline; may be
-            tried again.
+                tried again.
             StorageClosedError: `close()` has been called.
         """
 

@@ -157,7 +157,7 @@ class HiCacheStorageExtraInfo:
 
     Raises:
         InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by
-        the call.
+            the call.
     """
 
     prefix_keys: Sequence[str] | None = None

@@ -122,8 +122,8 @@ class PageTransfers:
 
     Raises:
         InvalidPoolError: the pools do not fit each other, and the message names the field; or the
-        device has no memory for the staging buffers, or `backend` is `mapped` and the host memory
-        is not page-locked.
+            device has no memory for the staging buffers, or `backend` is `mapped` and the host memory
+            is not page-locked.
         InvalidTransferError: `backend` is unknown, or does not know the host pages.
     """
 
@@ -200,7 +200,7 @@ class PageTransfers:
 
         Raises:
             InvalidPoolError: the pools do not fit each other; the message names the argument that
-            differs.
+                differs.
         """
         device_pool.check_host_pool(host_pool)
         return cls(
@@ -254,7 +254,7 @@ class PageTransfers:
 
         Raises:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no
-            host page twice.
+                host page twice.
         """
         # A device page may occur twice here, because it is only read.
         transfer = self._checked(device_indices, host_indices)
@@ -287,7 +287,7 @@ class PageTransfers:
 
         Raises:
             InvalidTransferError: the indices are not whole pages of the pools, as many each, no
-            device page twice.
+                device page twice.
         """
         transfer = self._checked(device_indices, host_indices)
         _refuse_repeated("device_indices", transfer.moves.device)

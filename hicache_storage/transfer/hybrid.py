@@ -59,7 +59,7 @@ class HybridTransfers:
 
     Raises:
         InvalidPoolError: a pool does not fit its host pool, or its layers are not as many as its
-        `LayerMap` has.
+            `LayerMap` has.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class HybridTransfers:
 
         Raises:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
-            nothing was enqueued.
+                nothing was enqueued.
         """
         self._refuse_unknown(pages)
         # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
@@ -134,7 +134,7 @@ class HybridTransfers:
 
         Raises:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
-            nothing was enqueued.
+                nothing was enqueued.
         """
         self._refuse_unknown(pages)
         transfers = {

@@ -41,7 +41,7 @@ class Store:
     Raises:
         ConfigError: the path is not a directory.
         StorageUnavailableError: the directory cannot be used, or the metadata server does not
-        answer.
+            answer.
     """
 
     def __init__(self, config: Hf3fsConfig, count_failover: Callable[[], None]) -> None:

@@ -77,7 +77,7 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
 
     Raises:
         Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page
-        that is gone afterwards.
+            that is gone afterwards.
     """
     sut, keys, new = context.storage(pools={PoolName.KV: memory}), context.keys(3), context.keys(3)
     sut.store(keys)

@@ -223,7 +223,7 @@ class SGLangBridge(EngineStorage):
 
         Raises:
             UnsupportedOperationError: the driver does not implement it; stored pages are served as
-            before.
+                before.
             StorageUnavailableError: the clear failed, or its outcome is unknown.
             InvalidPoolError: the KV pool has not been registered.
         """

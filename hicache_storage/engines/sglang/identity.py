@@ -124,7 +124,7 @@ def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
 
     Raises:
         ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the
-        message names it.
+            message names it.
     """
     options = dict(extra_config or {})
     if not options.get("interface_v1"):
@@ -300,7 +300,7 @@ def logical_dtype(pool: object, declared: str = "", engine_kv_dtype: str = "") -
     Raises:
         ConfigError: `declared` contradicts the dtype of a pool that is not opaque.
         InvalidPoolError: the pool's dtype is opaque, and neither the bridge nor the engine
-        configures the logical one.
+            configures the logical one.
     """
     stored = str(getattr(pool, "dtype", "")).removeprefix("torch.")
     if stored not in OPAQUE_DTYPES:

@@ -83,7 +83,7 @@ class HostPoolGroup:
 
     Raises:
         InvalidPoolError: there is not exactly one anchor, a name is used twice, or entries do not
-        fit each other.
+            fit each other.
     """
 
     def __init__(self, entries: Iterable[PoolEntry]) -> None:

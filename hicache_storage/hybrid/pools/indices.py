@@ -23,7 +23,7 @@ class HybridIndices:
 
     Raises:
         InvalidTransferError: a tensor is not one row of int64, or slots and endpoints do not fit
-        each other.
+            each other.
     """
 
     anchor: torch.Tensor

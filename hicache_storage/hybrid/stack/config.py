@@ -70,7 +70,7 @@ class StackConfig(ABC):
 
     Raises:
         ConfigError: a field is out of range, or contradicts another; the message names it and a
-        fix.
+            fix.
     """
 
     page_size: int
@@ -223,7 +223,7 @@ class MambaStackConfig(StackConfig):
 
     Raises:
         ConfigError: a field is out of range, or contradicts another; the message names it and a
-        fix.
+            fix.
     """
 
     attention: AttentionGeometry | MLAGeometry
@@ -285,7 +285,7 @@ class DSAStackConfig(StackConfig):
 
     Raises:
         ConfigError: a field is out of range, or contradicts another; the message names it and a
-        fix.
+            fix.
     """
 
     attention: MLAGeometry

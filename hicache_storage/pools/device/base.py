@@ -61,7 +61,7 @@ class DevicePoolBase(DevicePages):
 
         Raises:
             SlotError: a slot is out of range, not in use, given back twice, or without its page;
-            nothing was freed.
+                nothing was freed.
         """
         return self._slots.free(indices)
 

@@ -60,7 +60,7 @@ class MambaDevicePool(DevicePoolBase):
 
         Raises:
             InvalidPoolError: an argument is out of range, a slot would be empty, or there is not
-            that much memory.
+                that much memory.
         """
         check_size(size, 1)
         check_counts(layer_num=layer_num)

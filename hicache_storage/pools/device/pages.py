@@ -24,7 +24,7 @@ class DevicePages:
 
     Raises:
         InvalidPoolError: the tensors differ in their number of slots, or it is not a whole number
-        of pages.
+            of pages.
     """
 
     def __init__(

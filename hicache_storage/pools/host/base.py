@@ -118,7 +118,7 @@ class HostPoolBase:
 
         Raises:
             SlotError: a slot is out of range, not in use, given back twice, or without its page;
-            nothing was freed.
+                nothing was freed.
         """
         return self._slots.free(indices)
 
@@ -201,7 +201,7 @@ class HostPoolBase:
 
         Raises:
             InvalidTransferError: no page begins at `first_slot`, or `data_page` has another length
-            or element type.
+                or element type.
         """
         parts = self._parts(first_slot)
         if (

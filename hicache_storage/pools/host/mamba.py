@@ -67,7 +67,7 @@ class MambaHostPool(HostPoolBase):
 
         Raises:
             InvalidPoolError: an argument is out of range, a page would be empty, or there is not
-            that much memory.
+                that much memory.
         """
         check_size(size, 1)
         check_counts(layer_num=layer_num)

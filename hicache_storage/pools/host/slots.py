@@ -68,7 +68,7 @@ class SlotAllocator:
 
         Raises:
             SlotError: a slot is out of range, was not handed out, is given back twice, or comes
-            without its page.
+                without its page.
         """
         pages = self._whole_pages(indices)
         # Vector arithmetic: a free of a long prefix may have 100,000 slots.

@@ -65,7 +65,7 @@ def usable_options(target: DoctorTarget) -> dict[str, object]:
 
     Raises:
         UnusableOptionsError: the driver refuses its options or is unknown, or a throwaway store
-        would need servers.
+            would need servers.
     """
     check = f"{target.driver}: options"
     try:

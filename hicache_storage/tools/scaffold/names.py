@@ -34,7 +34,7 @@ def check_name(name: str, repository: str | None = None) -> PackageNames:
 
     Raises:
         ValueError: it cannot be a driver's name, or `repository` is not `OWNER/NAME`; the message
-        says what would do.
+            says what would do.
     """
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError(

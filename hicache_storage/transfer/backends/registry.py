@@ -64,9 +64,9 @@ def page_copies(
 
     Raises:
         InvalidTransferError: no backend has that name, or it does not support the layout of these
-        host pages.
+            host pages.
         InvalidPoolError: it needs host memory that kernels can reach, and this is not; or the
-        device has no memory for staging.
+            device has no memory for staging.
     """
     if backend not in BACKENDS:
         raise InvalidTransferError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")

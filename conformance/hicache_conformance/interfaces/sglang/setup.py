@@ -102,7 +102,7 @@ def setup_of(driver: str, config: Mapping[str, str]) -> Setup:
 
     Raises:
         ValueError: it is neither known nor of the form `module:Class`, or there is nothing to
-        judge.
+            judge.
     """
     setup = known().get(driver)
     if setup is None:
