@@ -183,7 +183,12 @@ class DeadlineLayer(MissAnsweringLayer):
             task = closer.submit(lambda: context.run(self._close_inner))
             ended = task is not None and task.wait(self._seconds)
             closer.close(JOIN_SECONDS if ended else 0)
-            if task is not None and ended:
+            if task is None:
+                logger.error(
+                    "%s: no thread can be started; the storage stays open",
+                    type(self.inner).__name__,
+                )
+            elif ended:
                 task.result()
             else:
                 logger.warning(

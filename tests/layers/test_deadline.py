@@ -229,6 +229,19 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     eventually(lambda: "disconnect" in storage.operations)
 
 
+def test_a_storage_that_no_thread_can_close_is_told(hanging, monkeypatch, caplog):
+    layer, storage, _pool, release = hanging("exist")
+    release.set()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    layer.close()
+    assert "no thread can be started; the storage stays open" in caplog.text
+    assert "disconnect" not in storage.operations
+
+
 def test_a_storage_is_closed_when_all_its_threads_hang(hanging):
     """By a thread more, as soon as the storage can be: nobody else would ever do it."""
     layer, storage, _pool, release = hanging("exist")

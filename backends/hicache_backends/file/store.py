@@ -156,7 +156,7 @@ class Store:
         Raises:
             OSError: the store is away.
         """
-        snapshot = self._read_board()
+        snapshot = self._read_feed()
         page_indexes = self.known_page_indexes(namespaces)
         for page_index in page_indexes:
             page_index.catch_up(snapshot, expired)
@@ -253,7 +253,7 @@ class Store:
         self.descriptors.close()
         self._counter.close()
 
-    def _read_board(self) -> FeedSnapshot:
+    def _read_feed(self) -> FeedSnapshot:
         try:
             snapshot = self.descriptors.making_room(self.feed.read)
         except OSError:

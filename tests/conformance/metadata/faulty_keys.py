@@ -93,7 +93,7 @@ class AnswersOnlyOnce(Reference):
         return super().compatible(rank, operation, request, now)
 
 
-class _FoldsCase(Handlers):
+class AltersKeys(Handlers):
     def fold(self, text: str) -> str:
         raise NotImplementedError
 
@@ -111,19 +111,19 @@ class _FoldsCase(Handlers):
 
 
 @plant("MD-FIND-2")
-class FoldsCase(_FoldsCase):
+class FoldsCase(AltersKeys):
     def fold(self, text):
         return text.lower()
 
 
 @plant("MD-FIND-2")
-class CutsLongKeys(_FoldsCase):
+class CutsLongKeys(AltersKeys):
     def fold(self, text):
         return text[:255]
 
 
 @plant("MD-FIND-2")
-class EndsAtNul(_FoldsCase):
+class EndsAtNul(AltersKeys):
     def fold(self, text):
         return text.partition("\0")[0]
 
