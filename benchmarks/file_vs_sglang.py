@@ -39,7 +39,7 @@ from interleaved import (
 )
 from sglang_peer import BATCH_PAGES, Candidate, Ours, Peer, host_pool
 
-from hicache_backends.posix.paths import mount_of
+from hicache_backends.posix.directories import mount_of
 from tests.fuse.counting_fs import CountingMount
 
 PEER, OURS, BEFORE = "HiCacheFile", "hicache file", "before"

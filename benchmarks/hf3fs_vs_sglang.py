@@ -51,7 +51,7 @@ from interleaved import Results, Samples, fresh_keys, machine, table, turns, wai
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 from sglang_peer import host_pool
 
-from hicache_backends.posix.paths import mount_of
+from hicache_backends.posix.directories import mount_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

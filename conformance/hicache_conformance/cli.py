@@ -1,31 +1,53 @@
-"""`hicache conformance`: run the suite, list the rules, explain one."""
+"""`hicache conformance`: judge a driver or a metadata server, list the rules, explain one."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shlex
+import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hicache_conformance.metadata_cli import list_protocol_rules, metadata
 from hicache_conformance.model.profiles import PROFILES
-from hicache_conformance.model.rules import Level, parse_levels, rules
-from hicache_conformance.model.settings import RunFile, Settings
+from hicache_conformance.model.rules import parse_levels, rules
+from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
+from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
 from hicache_conformance.runner.repro import repro
-from hicache_conformance.runner.signals import exit_on_signals
 from hicache_storage.tools.options import parse_pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import FrameType
 
 app = typer.Typer(
     help="Judge drivers by the contract, and metadata servers by their protocol.",
     no_args_is_help=True,
 )
+SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+
+Seed = Annotated[
+    int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
+]
+ReportDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
+    ),
+]
+ProfileName = Annotated[str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")]
+Cases = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Run only cases whose name has this text; may be repeated."),
+]
 
 
 @app.command()
@@ -45,24 +67,10 @@ def run(
     level: Annotated[
         str, typer.Option(metavar="LEVELS", help="Levels to run, comma-separated, or all.")
     ] = "all",
-    seed: Annotated[
-        int | None, typer.Option(help="Of everything random; drawn and printed if not given.")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Write index.html, results.json, junit.xml and badge.json here."
-        ),
-    ] = None,
-    profile: Annotated[
-        str, typer.Option(help=f"How much chance to spend: {', '.join(PROFILES)}.")
-    ] = "default",
-    case: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="Run only cases whose name has this text; may be repeated."
-        ),
-    ] = None,
+    seed: Seed = None,
+    report: ReportDirectory = None,
+    profile: ProfileName = "default",
+    case: Cases = None,
     case_seconds: Annotated[
         float, typer.Option(help="A case that takes longer is taken for hanging.")
     ] = 300.0,
@@ -100,8 +108,7 @@ def run(
         # All that can be checked without the driver is checked before the child process starts.
         levels = parse_levels(level)
         options = parse_pairs(config or [])
-        if profile not in PROFILES:
-            raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")
+        _check_profile(profile)
         # Checked here, where a mistake costs a line. In the child it would be a driver that cannot
         # be opened.
         _check_interface(interface, driver, options)
@@ -122,23 +129,151 @@ def run(
         f"profile {profile}",
         highlight=False,
     )
-    # Here and not at the top: it imports all cases, and `--help` should not wait for them.
-    from hicache_conformance.suite.driver_conformance import catalogue
-
     with ProgressBar(console) as bar:
         ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
-    raise typer.Exit(conclude(console, ran, request.settings, catalogue(), report))
+    raise typer.Exit(conclude(console, ran, request.settings, report))
 
 
 app.command()(repro)
-app.command()(metadata)
+
+
+@app.command()
+def metadata(
+    url: Annotated[
+        str, typer.Option(help="Address of a server that runs. Use one that nobody needs.")
+    ] = "",
+    start_server: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="Start the server by this instead, with {port} and {tmp} filled in; it is killed "
+            "and restarted.",
+        ),
+    ] = "",
+    token: Annotated[
+        str, typer.Option(help="Bearer token with all rights.", envvar="HICACHE_METADATA_TOKEN")
+    ] = "",
+    read_token: Annotated[str, typer.Option(help="Bearer token that may only read.")] = "",
+    write_token: Annotated[str, typer.Option(help="Bearer token that may read and write.")] = "",
+    part: Annotated[str, typer.Option(metavar="PARTS", help=f"{', '.join(Part)}, or all.")] = "all",
+    level: Annotated[
+        str, typer.Option(metavar="LEVELS", help=f"Of {', '.join(LEVELS)}; or all.")
+    ] = "all",
+    seed: Seed = None,
+    report: ReportDirectory = None,
+    profile: ProfileName = "default",
+    case: Cases = None,
+    lease_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long reservations last, of a server without /v2; else they are taken to last "
+            "for ever."
+        ),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="Longest wait for the server's own clock, in seconds.")
+    ] = 15.0,
+) -> None:
+    """Run the metadata protocol's suite against a server (docs/metadata-protocol.md).
+
+    Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
+    its work.
+    """
+    from hicache_conformance.runner.child_process import run
+
+    console = Console(stderr=True)
+    try:
+        _check_server(url, start_server)
+        _check_profile(profile)
+        levels = tuple(found for found in parse_levels(level) if found in LEVELS)
+        if not levels:
+            raise ValueError(
+                f"no rule of the protocol is of level {level}; levels are {', '.join(LEVELS)}"
+            )
+        parts = parse_parts(part)
+    except ValueError as error:
+        console.print(Text(str(error), "red"))
+        raise typer.Exit(BROKEN) from error
+    settings = Settings.fresh(seed, profile, levels)
+    server = ServerOptions(
+        url=url,
+        start_server=start_server.replace("{python}", sys.executable),
+        parts=parts,
+        tokens={"admin": token, "read": read_token, "write": write_token},
+        lease_seconds=lease_seconds,
+        patience=patience,
+        again=_again(url, start_server, lease_seconds, patience),
+    )
+    console.print(
+        f"server [bold]{escape(url or start_server)}[/], parts {', '.join(parts)}, levels "
+        f"{', '.join(levels)}, seed {settings.seed}, profile {profile}",
+        highlight=False,
+    )
+    with ProgressBar(console) as bar:
+        ran = run(
+            RunFile(settings=settings, server=server, cases=case or []),
+            # A case may wait several times for leases and quarantines to end.
+            case_seconds=max(300.0, 20 * patience),
+            progress=bar.update,
+        )
+    raise typer.Exit(conclude(console, ran, settings, report, rules_of(parts)))
+
+
+def _list_protocol_rules() -> None:
+    """Print every rule of the protocol, its part, levels and needs, and its number of cases."""
+    from hicache_conformance.protocol.suite import protocol_cases
+
+    table = Table(
+        "rule",
+        "part",
+        "levels",
+        "needs",
+        "cases",
+        "text",
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    cases_by_name = protocol_cases()
+    for rule in protocol_rules().values():
+        cases = sum(rule.id in case.rules for case in cases_by_name.values())
+        table.add_row(rule.id, rule.part, ", ".join(rule.levels), rule.needs, str(cases), rule.text)
+    Console().print(table)
+
+
+def _check_server(url: str, start_server: str) -> None:
+    """Check that one server is named, as it must be.
+
+    Raises:
+        ValueError: it is not.
+    """
+    from hicache_conformance.protocol.http_client import HttpClient
+    from hicache_conformance.protocol.server import Served
+
+    if bool(url) == bool(start_server):
+        raise ValueError(
+            "give either --url of a server that runs, or --start-server with a command that starts "
+            "one"
+        )
+    if start_server:
+        Served(command=start_server)
+    else:
+        HttpClient(url)
+
+
+def _again(url: str, start_server: str, lease_seconds: float | None, patience: float) -> str:
+    where = f"--url {shlex.quote(url)}" if url else f"--start-server {shlex.quote(start_server)}"
+    hints = [] if lease_seconds is None else [f"--lease-seconds {lease_seconds:g}"]
+    if patience != 15.0:
+        hints.append(f"--patience {patience:g}")
+    return " ".join(["hicache conformance metadata", where, *hints])
 
 
 @app.callback()
 def conformance(context: typer.Context) -> None:
     """Check whether a driver keeps the HiCacheStorage v2 contract."""
     # For all commands: each starts processes, servers or mounts that must not outlive it.
-    context.with_resource(exit_on_signals())
+    context.with_resource(_exit_on_signals())
 
 
 @app.command("rules")
@@ -152,7 +287,7 @@ def list_rules(
     from hicache_conformance.suite.driver_conformance import catalogue
 
     if of_metadata:
-        list_protocol_rules()
+        _list_protocol_rules()
         return
     try:
         levels = parse_levels(level)
@@ -267,8 +402,32 @@ def _check_commands(commands: list[str]) -> None:
             raise ValueError("--start-server needs a command")
 
 
-__all__ = ["Level", "app"]
-
-
 def _in_package(path: str) -> str:
     return str(Path(path).relative_to(Path(__file__).parents[1]))
+
+
+@contextlib.contextmanager
+def _exit_on_signals() -> Generator[None]:
+    """Raise SIGTERM and SIGHUP as `SystemExit(128 + number)`, as SIGINT is `KeyboardInterrupt`.
+
+    For the main thread only.
+    """
+    # Child processes and mounts are ended by `finally` blocks, which the default action of these
+    # signals skips.
+    before = {number: signal.signal(number, _exit) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, _: FrameType | None) -> None:
+    # The first is enough: another must not interrupt what it has begun to end.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _check_profile(profile: str) -> None:
+    if profile not in PROFILES:
+        raise ValueError(f"unknown profile {profile!r}; profiles are {', '.join(PROFILES)}")

@@ -13,8 +13,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
+from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import FaultScope, StorageClosedError
-from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,6 +139,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
     def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
         super().__init__(inner)
         self.breaker = breaker
+        self._notes_faults = inner.notes_faults
         self._closed = False
 
     def batch_exists_v2(
@@ -198,7 +199,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             return miss()
         # A storage that does not report faults to the call has a counter, which calls of other
         # threads increase as well.
-        before = None if self.inner.notes_faults else self.inner.fault_count()
+        before = None if self._notes_faults else self.inner.fault_count()
         faults, raised = FaultScope(), True
         try:
             with faults:

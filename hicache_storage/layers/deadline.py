@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
-from hicache_storage.objects.namespace import check_keys
+from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec import (
@@ -25,7 +25,7 @@ from hicache_storage.spec import (
     note_answer_from_memory,
     note_fault,
 )
-from hicache_storage.spec.forks import begin_in_children
+from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,8 +76,8 @@ class DeadlineLayer(MissAnsweringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        info, longest = self._within(extra_info), self.capabilities.lookup_seconds
-        if self.capabilities.may_hang and self._limit(info) > 0:
+        info, longest = self._within(extra_info), self.inner.capabilities.lookup_seconds
+        if self.inner.capabilities.may_hang and self._limit(info) > 0:
             # Handing the call to a thread takes longer than the whole answer.
             found = self.inner.batch_exists_cached(keys, pool_transfers, info)
             if found is not None:
@@ -93,8 +93,8 @@ class DeadlineLayer(MissAnsweringLayer):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        info, waits = self._within(extra_info), self.capabilities.hung_reads is HungReads.WAIT
-        if self.capabilities.may_hang and not waits and self._limit(info) > 0:
+        info, waits = self._within(extra_info), self.inner.capabilities.hung_reads is HungReads.WAIT
+        if self.inner.capabilities.may_hang and not waits and self._limit(info) > 0:
             # From a worker thread, a read out of the page cache takes up to a third longer.
             started = time.monotonic()
             delivered = self.inner.batch_get_cached(transfers, info)
@@ -173,7 +173,7 @@ class DeadlineLayer(MissAnsweringLayer):
         with self._closing:
             first = not self._closes
             self._closes = True
-        if not self.capabilities.may_hang:
+        if not self.inner.capabilities.may_hang:
             super().close()
         elif first:
             # A thread of its own: `MAX_HUNG_CALLS` others may hang, and nobody else would ever
@@ -237,7 +237,7 @@ class DeadlineLayer(MissAnsweringLayer):
             if self._closes:
                 raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
             return miss()
-        if waits or not self.capabilities.may_hang:
+        if waits or not self.inner.capabilities.may_hang:
             return ask(info)
         token = CancellationToken()
         # The request id is drawn here at the latest, because the log line about a late call names

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_storage.layers.base import StorageLayer
-from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool, check_transfers, pool_requests
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
+from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

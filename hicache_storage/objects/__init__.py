@@ -8,8 +8,12 @@ from hicache_storage.objects.batches import (
     ReadBatch,
     WriteBatch,
 )
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, checksum, running_checksum
-from hicache_storage.objects.namespace import Namespace
+from hicache_storage.objects.namespace import (
+    ENVELOPE_BYTES,
+    Namespace,
+    checksum,
+    running_checksum,
+)
 from hicache_storage.objects.requests import RegisteredPool
 from hicache_storage.objects.storage import ObjectStorage
 

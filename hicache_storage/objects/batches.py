@@ -7,14 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.objects.envelope import (
+from hicache_storage.objects.namespace import (
     ENVELOPE_BYTES,
+    Namespace,
     belongs,
     checksum,
+    key_digest,
     seal,
     stored_checksum,
 )
-from hicache_storage.objects.namespace import Namespace, key_digest
 from hicache_storage.observability.request_ids import call_request_id
 from hicache_storage.spec.arguments import MAX_SECONDS
 
@@ -227,14 +228,12 @@ class ObjectWrite:
         Computed when first asked for, which reads the whole page once.
         """
         if self._envelope is None:
-            self._envelope = seal(
-                self.namespace.envelope_prefix, key_digest(self.key), checksum(self.buffers)
-            )
+            self._envelope = seal(self.namespace.envelope_prefix, self.key, checksum(self.buffers))
         return self._envelope
 
     def seal(self, computed: int) -> None:
         """Make the envelope of a checksum that the driver has computed while writing."""
-        self._envelope = seal(self.namespace.envelope_prefix, key_digest(self.key), computed)
+        self._envelope = seal(self.namespace.envelope_prefix, self.key, computed)
 
     @property
     def parts(self) -> list[memoryview]:

@@ -1,16 +1,17 @@
-"""Lifecycle of a storage: opened lazily, used by many threads, closed once.
+"""Lifecycle of a storage: opened lazily, used by many threads, forked, closed once.
 
 Rules LC-1, LC-2 and LC-5.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
+from weakref import WeakSet
 
 from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
-from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,38 @@ if TYPE_CHECKING:
 
 OPEN_RETRY_SECONDS = 1.0
 """Time until a failed connect is retried, so that an unreachable store does not delay each call."""
+
+
+class ForkAware(Protocol):
+    """State that threads share.
+
+    A fork may happen while a thread holds its lock, and that thread is not in the child.
+    """
+
+    def begin_in_child(self) -> None:
+        """Replace locks, and forget calls in flight. Runs first in a forked child."""
+        ...
+
+
+# Weak references: a storage that is dropped without being closed is not kept for the next fork.
+_aware: Final[WeakSet[ForkAware]] = WeakSet()
+
+
+def begin_in_children(state: ForkAware) -> None:
+    """Call `state.begin_in_child()` in each process that is forked from now on.
+
+    It is called as long as `state` is referenced.
+    """
+    _aware.add(state)
+
+
+def _begin() -> None:
+    for state in list(_aware):
+        state.begin_in_child()
+
+
+# One hook for all objects, since Python has no way to unregister one.
+os.register_at_fork(after_in_child=_begin)
 
 
 class Lifecycle:
@@ -35,8 +68,10 @@ class Lifecycle:
         self._name = name
         self._connect = connect
         self._disconnect = disconnect
-        self._closed = False
-        self._connected = False
+        self.closed = False
+        """True once `close` has begun."""
+        self.connected = False
+        """True if `ensure_connected` returns without connecting."""
         self._forked = False
         """True in a child whose parent was connected, or connecting, at the fork."""
         self._retry_at = 0.0
@@ -44,7 +79,7 @@ class Lifecycle:
         begin_in_children(self)
 
     def _begin(self) -> None:
-        # `_lock` guards `_closed` and `_calls`. `_connecting` is held while the driver connects or
+        # `_lock` guards `closed` and `_calls`. `_connecting` is held while the driver connects or
         # disconnects, which may take seconds: a call that begins or ends does not wait for it.
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -56,8 +91,8 @@ class Lifecycle:
 
         A connection, also a partial one, stays the parent's.
         """
-        self._forked = self._forked or self._connected or self._connecting.locked()
-        self._connected = False
+        self._forked = self._forked or self.connected or self._connecting.locked()
+        self.connected = False
         self._begin()
 
     def __enter__(self) -> Self:
@@ -92,10 +127,6 @@ class Lifecycle:
         Raises:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
-        # Without a lock: it becomes false in `close` only, which first waits for calls such as this
-        # one.
-        if self._connected:
-            return
         with self._connecting:
             # Another thread may have connected while this one waited for the lock.
             if self.connected:
@@ -109,7 +140,7 @@ class Lifecycle:
             except BaseException:
                 self._retry_at = time.monotonic() + OPEN_RETRY_SECONDS
                 raise
-            self._connected = True
+            self.connected = True
 
     def close(self, timeout_seconds: float | None) -> None:
         """Refuse new calls, wait for those in flight, then disconnect. Idempotent.
@@ -117,28 +148,18 @@ class Lifecycle:
         Later callers wait for the first.
         """
         with self._idle:
-            first = not self._closed
-            self._closed = True
+            first = not self.closed
+            self.closed = True
             # With a time limit: a call that hangs in the store must not make `close` hang (rule
             # LC-2).
             self._idle.wait_for(lambda: not self._calls, timeout_seconds)
         with self._connecting:
-            if first and self._connected:
+            if first and self.connected:
                 self._disconnect()
-            self._connected = False
-
-    @property
-    def connected(self) -> bool:
-        """True if `ensure_connected` returns without connecting."""
-        return self._connected
-
-    @property
-    def closed(self) -> bool:
-        """True once `close` has begun."""
-        return self._closed
+            self.connected = False
 
     def _refuse_unusable(self) -> None:
-        if self._closed:
+        if self.closed:
             raise StorageClosedError(f"{self._name}: the storage is closed")
         if self._forked:
             raise StorageForkedError(

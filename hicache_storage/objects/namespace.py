@@ -1,21 +1,60 @@
-"""Namespaces: names of a pool's pages in a store, derived from identity, pool and geometry."""
+"""Namespaces, and the envelope that ties a stored page to its namespace and key.
+
+An envelope is 64 bytes, which are stored with each page:
+
+```
+offset  bytes  field
+0       4      magic "HCP2"
+4       2      version, little endian, 1
+6       2      reserved, 0
+8       8      length of the page
+16      16     fingerprint of the namespace: identity, pool and geometry
+32      16     xxh3_128 of the page key
+48      8      generation: differs between any two writes
+56      8      xxh3_64 of the page's bytes, components in order
+```
+
+Everything before the generation is known to a reader in advance, so that one comparison of bytes
+settles it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, cast
+import itertools
+import os
+import struct
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
-
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, envelope_prefix
-from hicache_storage.spec import MAX_KEY_BYTES, InvalidTransferError
-from hicache_storage.spec.arguments import check_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.spec import PageGeometry, PoolName, StorageIdentity
+
+ENVELOPE_BYTES = 64
+"""Length of an envelope."""
+_MAGIC = b"HCP2"
+_VERSION = 1
+_PREFIX = struct.Struct("<4sHHQ16s")
+_SUFFIX = struct.Struct("<QQ")
+_PREFIX_END = _PREFIX.size
+_KEY_END = _PREFIX_END + 16
+
+# Random start, so that two processes do not write the same generations; the counter keeps one
+# process's apart.
+_generations = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+def _draw_again() -> None:
+    """In a forked child: the parent, and its other children, go on from the same number."""
+    global _generations
+    _generations = itertools.count(int.from_bytes(os.urandom(8), "little") >> 1)
+
+
+os.register_at_fork(after_in_child=_draw_again)
 
 
 class Namespace:
@@ -80,6 +119,15 @@ class Namespace:
         }
 
 
+def _fingerprint(identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> bytes:
+    # Without `geometry.size`: pools with different numbers of slots share their pages.
+    shape = (geometry.layout, geometry.dtype, geometry.page_size, geometry.component_bytes)
+    digest = hashlib.blake2b(digest_size=16, person=b"hicache-space-v2")
+    digest.update(identity.fingerprint(pool))
+    digest.update(msgspec.json.encode(shape))
+    return digest.digest()
+
+
 def key_digest(key: str) -> bytes:
     """Return 16 bytes that go into the envelope, to notice another key's bytes.
 
@@ -88,44 +136,45 @@ def key_digest(key: str) -> bytes:
     return xxhash.xxh3_128_digest(key.encode())
 
 
-def check_keys(keys: Sequence[str], where: str = "keys") -> None:
-    """Check that an argument is a list of keys, and that every key is legal (rule ID-5).
+def envelope_prefix(page_bytes: int, namespace_fingerprint: bytes) -> bytes:
+    """The first 32 bytes, equal for all pages of a namespace."""
+    return _PREFIX.pack(_MAGIC, _VERSION, 0, page_bytes, namespace_fingerprint)
 
-    Raises:
-        InvalidTransferError: it is no list; or a key is no text, longer than 512 bytes of UTF-8, or
-            contains NUL or a lone surrogate.
+
+def seal(prefix: bytes, key: str, checksum: int) -> bytes:
+    """The envelope of a page that is about to be written."""
+    generation = next(_generations) & 0xFFFF_FFFF_FFFF_FFFF
+    return prefix + key_digest(key) + _SUFFIX.pack(generation, checksum)
+
+
+def belongs(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest: bytes) -> bool:
+    """Return True if an envelope has the length, namespace and key that the reader expects."""
+    return (
+        len(envelope) == ENVELOPE_BYTES
+        and envelope[:_PREFIX_END] == prefix
+        and envelope[_PREFIX_END:_KEY_END] == key_digest
+    )
+
+
+def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
+    """The xxh3_64 that the writer computed."""
+    _generation, checksum = _SUFFIX.unpack_from(envelope, _KEY_END)
+    return int(checksum)
+
+
+def running_checksum() -> xxhash.xxh3_64:
+    """Make a checksum of a page that comes piece by piece.
+
+    `update()` it with each piece; `intdigest()` then equals `checksum()`.
     """
-    check_list(keys, where)
-    try:
-        # One test of the joined text in place of one for each key: a call may have 250,000 keys
-        # (rule EX-10), nearly always of hexadecimal digits.
-        joined = "".join(keys)
-    except TypeError:
-        wrong = next(key for key in cast("Sequence[object]", keys) if not isinstance(key, str))
-        raise InvalidTransferError(
-            f"{where} must be text, got {type(wrong).__name__}: {wrong!r:.80}"
-        ) from None
-    if joined.isascii() and "\0" not in joined and max(map(len, keys), default=0) <= MAX_KEY_BYTES:
-        return
-    for key in keys:
-        try:
-            length = len(key.encode())
-        except UnicodeEncodeError as error:
-            raise InvalidTransferError(
-                f"key {key!r:.80} has a lone surrogate and cannot be stored"
-            ) from error
-        if length > MAX_KEY_BYTES:
-            raise InvalidTransferError(
-                f"key {key!r:.80} has {length} bytes; at most {MAX_KEY_BYTES} are legal"
-            )
-        if "\0" in key:
-            raise InvalidTransferError(f"key {key!r:.80} contains NUL")
+    return xxhash.xxh3_64()
 
 
-def _fingerprint(identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> bytes:
-    # Without `geometry.size`: pools with different numbers of slots share their pages.
-    shape = (geometry.layout, geometry.dtype, geometry.page_size, geometry.component_bytes)
-    digest = hashlib.blake2b(digest_size=16, person=b"hicache-space-v2")
-    digest.update(identity.fingerprint(pool))
-    digest.update(msgspec.json.encode(shape))
-    return digest.digest()
+def checksum(buffers: Sequence[memoryview]) -> int:
+    """xxh3_64 of the buffers, one after the other."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_64_intdigest(buffers[0])
+    digest = running_checksum()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()

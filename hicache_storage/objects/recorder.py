@@ -7,8 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import PoolStats, StorageStats, note_fault
-from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.objects.namespace import Namespace, check_keys
 from hicache_storage.spec import InvalidTransferError, PoolTransfer, UnknownPoolError
-from hicache_storage.spec.arguments import check_list
+from hicache_storage.spec.arguments import check_keys, check_list
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
+    from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
     from hicache_storage.spec import PoolName
 
@@ -108,7 +108,6 @@ def _resolve(
             )
         keys = source.keys if keys is None else keys
         indices = source.host_indices if indices is None else indices
-    check_list(keys, f"pool {transfer.name!r}: keys")
     return cast("Sequence[str]", keys), indices
 
 

@@ -18,8 +18,8 @@ from hicache_storage.objects.batches import (
     ReadBatch,
     WriteBatch,
 )
-from hicache_storage.objects.lifecycle import Lifecycle
-from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.objects.lifecycle import Lifecycle, begin_in_children
+from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     PoolRequest,
@@ -50,7 +50,7 @@ from hicache_storage.spec import (
     common_hit,
     current_call_info,
 )
-from hicache_storage.spec.forks import begin_in_children
+from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,7 +121,7 @@ class ObjectStorage(HiCacheStorage):
         begin_in_children(self)
 
     def begin_in_child(self) -> None:
-        """Replace the lock: a thread of the parent may have held it at the fork (`spec.forks`)."""
+        """Replace the lock: a thread of the parent may have held it at the fork."""
         # Guards changes of `_damaged`. Lookups read it without the lock: a membership test is
         # atomic.
         self._damaged_lock = threading.Lock()
@@ -781,8 +781,10 @@ class ObjectStorage(HiCacheStorage):
 
         def connected() -> ItemT:
             # Inside the guard: a store that cannot be reached is a miss, too, and not an error
-            # (rule FT-1).
-            self._lifecycle.ensure_connected()
+            # (rule FT-1). Without a lock: `connected` becomes false in `close` only, which first
+            # waits for calls such as this one.
+            if not self._lifecycle.connected:
+                self._lifecycle.ensure_connected()
             return question()
 
         return self._guarded(operation, connected, proves)

@@ -11,7 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hicache_storage.spec.forks import begin_in_children
+from hicache_storage.objects.lifecycle import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,7 +6,15 @@ What needs msgspec is imported when it is first used: pools and transfers do wit
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.spec.cancellation import CancellationToken
+from hicache_storage.spec.calls import (
+    CallInfoScope,
+    CancellationToken,
+    FaultScope,
+    HiCacheStorageExtraInfo,
+    current_call_info,
+    note_answer_from_memory,
+    note_fault,
+)
 from hicache_storage.spec.capabilities import Capabilities, Durability, HungReads, Sharing
 from hicache_storage.spec.errors import (
     ConfigError,
@@ -37,18 +45,10 @@ from hicache_storage.spec.policies import (
     leading_pages,
     legal_endpoints,
 )
-from hicache_storage.spec.scopes import (
-    CallInfoScope,
-    FaultScope,
-    current_call_info,
-    note_answer_from_memory,
-    note_fault,
-)
 from hicache_storage.spec.stats import Latency, PoolStats, StorageStats
 from hicache_storage.spec.storage import Health, HiCacheStorage
 from hicache_storage.spec.transfers import (
     MAX_KEY_BYTES,
-    HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,

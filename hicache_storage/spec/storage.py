@@ -13,14 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from hicache_storage.spec.calls import HiCacheStorageExtraInfo
     from hicache_storage.spec.capabilities import Capabilities
     from hicache_storage.spec.identity import StorageIdentity
     from hicache_storage.spec.stats import StorageStats
-    from hicache_storage.spec.transfers import (
-        HiCacheStorageExtraInfo,
-        PoolTransfer,
-        PoolTransferResult,
-    )
+    from hicache_storage.spec.transfers import PoolTransfer, PoolTransferResult
 
 
 @dataclass(frozen=True, slots=True)

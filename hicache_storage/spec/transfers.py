@@ -1,4 +1,4 @@
-"""Arguments and results of a storage's calls: pool names, transfers, hits."""
+"""Transfers of a storage's calls, and their results: pool names, policies, hits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from hicache_storage.spec.arguments import as_deadline, check_list
 from hicache_storage.spec.errors import InvalidTransferError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-
-    from hicache_storage.spec.cancellation import CancellationToken
 
 MAX_KEY_BYTES = 512
 """Longest legal page key, in bytes of UTF-8 (rule ID-5)."""
@@ -149,44 +146,3 @@ class PoolTransferResult:
     """Each pool's own longest legal endpoint, `kv` included, 0 where it has none (rule EX-6)."""
     restorable_prefix_pages: list[int] = field(default_factory=list[int])
     """Every common legal endpoint, ascending, so that ranks can intersect them (rule EX-5)."""
-
-
-@dataclass(frozen=True, slots=True)
-class HiCacheStorageExtraInfo:
-    """Optional information of a call: prefix keys, deadline, request id, cancellation.
-
-    Raises:
-        InvalidTransferError: a field is not of its type; the keys in `prefix_keys` are checked by
-            the call.
-    """
-
-    prefix_keys: Sequence[str] | None = None
-    """Keys that precede the call's keys in the chain, from the start of the sequence."""
-    deadline_seconds: float | None = None
-    """Time the call may take from now, in seconds.
-
-    None, or more than the storage's own deadline, leaves it to that.
-
-    At 0 and below the deadline has passed already: the call is a miss at once, and nothing is
-    written or published.
-    """
-    request_id: str | None = None
-    """For logs and traces; at most 64 characters of it.
-
-    None takes that of the context (`RequestScope`), or draws one.
-    """
-    cancellation: CancellationToken | None = None
-    """Token that is cancelled before the call has ended; None where no caller does.
-
-    The deadline layer cancels it, or another caller.
-    """
-
-    def __post_init__(self) -> None:
-        if self.deadline_seconds is not None:
-            # A lock waits for nothing but a float or an int that it can hold.
-            object.__setattr__(self, "deadline_seconds", as_deadline(self.deadline_seconds))
-        if self.prefix_keys is not None:
-            check_list(self.prefix_keys, "prefix_keys")
-        request_id: object = self.request_id
-        if not (request_id is None or isinstance(request_id, str)):
-            raise InvalidTransferError(f"request_id must be a text or None, got {request_id!r:.80}")

@@ -20,6 +20,7 @@ from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
+from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
     StorageTimeoutError,
@@ -27,7 +28,6 @@ from hicache_storage.spec import (
     note_fault,
 )
 from hicache_storage.spec.arguments import check_list, check_seconds
-from hicache_storage.spec.forks import begin_in_children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ import structlog
 import uvicorn
 
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.core.clock import SteadyClock
+from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.logs import configure_logs

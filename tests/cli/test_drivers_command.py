@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import sysconfig
-from pathlib import Path
-
 import pytest
 
-HICACHE = str(Path(sysconfig.get_path("scripts")) / "hicache")
+from tests.support.commands import run_hicache, run_python
 
 
 def hicache(*arguments, **environment):
-    import os
-
-    return subprocess.run(
-        [HICACHE, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        check=False,
-    )
+    return run_hicache(*arguments, COLUMNS="200", **environment)
 
 
 def test_lists_the_file_driver():
@@ -67,8 +54,5 @@ def test_without_the_cli_extra_the_fix_is_named():
     source = (
         "import sys; sys.modules['typer'] = None\nfrom hicache_storage.cli.main import main\nmain()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
+    done = run_python(source, status=1)
     assert "pip install 'hicache-storage[cli]'" in done.stderr

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from hicache_storage.tools.scaffold import check_name, make_package, package_files
 from hicache_storage.tools.scaffold.names import MAX_NAME_CHARACTERS
+from tests.support.commands import SCRIPTS, run_hicache, run_program
 
 pytestmark = pytest.mark.slow(seconds=110)
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = Path(sysconfig.get_path("scripts"))
 LONGEST = "a" + "2" * (MAX_NAME_CHARACTERS - 3) + "-b"
 
 sys.path.insert(0, str(ROOT / "tests" / "conformance"))
@@ -23,16 +21,12 @@ sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 from author import Author
 
 
-def hicache(*arguments, cwd):
-    return subprocess.run(
-        [SCRIPTS / "hicache", *arguments], cwd=cwd, capture_output=True, text=True, check=False
-    )
-
-
 def test_the_package_conforms_as_it_is_made(tmp_path):
     author = Author(tmp_path)
     author.install(ROOT)
-    done = author.shell("hicache new demo && pip install -q ./demo && hicache conformance run demo")
+    done = author.shell(
+        "hicache new demo && pip install -q ./demo && hicache conformance run demo --profile smoke"
+    )
     assert done.returncode == 0, done.stdout
     assert "conformant: every rule of the selected levels" in done.stdout
 
@@ -48,23 +42,15 @@ def test_the_example_is_such_a_package():
 def test_the_package_is_well_formed(tmp_path, name):
     make_package(check_name(name), tmp_path / "made")
     for check in (["check"], ["format", "--check", "--diff"]):
-        done = subprocess.run(
-            [SCRIPTS / "ruff", *check, "."],
-            cwd=tmp_path / "made",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = run_program(SCRIPTS / "ruff", *check, ".", cwd=tmp_path / "made")
         assert done.returncode == 0, done.stdout
 
 
 def test_the_package_is_typed(tmp_path):
     make_package(check_name("acme-kv"), tmp_path / "made")
     # The cache is worth 10 s: torch is looked into otherwise.
-    command = [SCRIPTS / "mypy", "--cache-dir", ROOT / ".mypy_cache" / "generated"]
-    done = subprocess.run(
-        command, cwd=tmp_path / "made", capture_output=True, text=True, check=False
-    )
+    cache = ROOT / ".mypy_cache" / "generated"
+    done = run_program(SCRIPTS / "mypy", "--cache-dir", cache, cwd=tmp_path / "made")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no issues found in 4 source files" in done.stdout
 
@@ -90,7 +76,7 @@ def test_nothing_is_left_of_the_templates():
 
 
 def test_prints_what_it_made_and_what_to_do_next(tmp_path):
-    done = hicache("new", "demo", "--directory", "elsewhere", cwd=tmp_path)
+    done = run_hicache("new", "demo", "--directory", "elsewhere", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "elsewhere" / "hicache_demo_driver" / "driver.py").is_file()
     assert "elsewhere/pyproject.toml" in done.stdout
@@ -103,14 +89,14 @@ def test_prints_what_it_made_and_what_to_do_next(tmp_path):
     ["", "Demo", "../demo", "demo/", "1demo", "demo--kv", "-demo", "de mo", "dämo", "d" * 33],
 )
 def test_an_unusable_name_is_refused(tmp_path, name):
-    done = hicache("new", "--", name, cwd=tmp_path)
+    done = run_hicache("new", "--", name, cwd=tmp_path)
     assert done.returncode == 2
     assert "cannot be a driver's name" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path):
-    done = hicache("new", "file", cwd=tmp_path)
+    done = run_hicache("new", "file", cwd=tmp_path)
     assert done.returncode == 2
     assert "hicache-storage:file registers a driver 'file' already" in done.stderr
     assert not list(tmp_path.iterdir())
@@ -118,15 +104,15 @@ def test_a_name_that_is_taken_is_refused(tmp_path):
 
 def test_a_directory_that_exists_is_left_alone(tmp_path):
     (tmp_path / "demo").mkdir()
-    done = hicache("new", "demo", cwd=tmp_path)
+    done = run_hicache("new", "demo", cwd=tmp_path)
     assert done.returncode == 2
     assert "demo exists; nothing has been written" in done.stderr
     assert not list((tmp_path / "demo").iterdir())
 
 
 def test_a_missing_parent_and_a_bad_repository_are_refused(tmp_path):
-    assert hicache("new", "demo", "--directory", "no/such", cwd=tmp_path).returncode == 2
-    done = hicache("new", "demo", "--repository", "kv", cwd=tmp_path)
+    assert run_hicache("new", "demo", "--directory", "no/such", cwd=tmp_path).returncode == 2
+    done = run_hicache("new", "demo", "--repository", "kv", cwd=tmp_path)
     assert done.returncode == 2
     assert "'kv' is not of the form OWNER/NAME" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from author import ROOT, Author
 
 EXAMPLE = ROOT / "examples" / "hicache-memory-driver"
-LEVELS = "--level core,pools,identity --profile smoke --seed 11"
+SMOKE = "--profile smoke --seed 11"
 
 PYPROJECT = """
 [build-system]
@@ -96,21 +96,24 @@ class Dtype(MemoryStorage):
         return self._told
 """
 
-# Fault, rule, and what the message must say of the page.
+# Fault, level and rule that find it, and what the message must say of the page.
 FAULTS = [
-    ("swapped", "GET-1", r"page 0 key '\S+' of pool 'kv' holds bytes of key"),
+    ("swapped", "core", "GET-1", r"page 0 key '\S+' of pool 'kv' holds bytes of key"),
     (
         "truncated",
+        "core",
         "SET-1",
         r"page 0 key '\S+' of pool 'kv' was stored \(True\), and a get answers False",
     ),
     (
         "dropped",
+        "core",
         "SET-1",
         r"page \d+ key '\S+' of pool 'kv' was stored \(True\), and a get answers False",
     ),
     (
         "dtype",
+        "identity",
         "ID-1",
         r"page 0 key '\S+' of pool 'kv' was set under another identity, and a get delivers it",
     ),
@@ -159,7 +162,7 @@ def test_the_driver_is_found(author):
 
 
 def test_the_driver_conforms(author):
-    done = author.shell("hicache conformance run memory --level core,pools")
+    done = author.shell(f"hicache conformance run memory --level core,pools {SMOKE}")
     assert done.returncode == 0, done.stdout
     assert "conformant: every rule" in done.stdout
 
@@ -172,9 +175,11 @@ def test_the_author_s_own_pytest_agrees(author):
     assert "\nconformant: every rule" in done.stdout
 
 
-@pytest.mark.parametrize(("driver", "rule", "page"), FAULTS, ids=[fault[0] for fault in FAULTS])
-def test_a_planted_fault_is_found(author, driver, rule, page):
-    done = author.shell(f"hicache conformance run {driver} {LEVELS}")
+@pytest.mark.parametrize(
+    ("driver", "level", "rule", "page"), FAULTS, ids=[fault[0] for fault in FAULTS]
+)
+def test_a_planted_fault_is_found(author, driver, level, rule, page):
+    done = author.shell(f"hicache conformance run {driver} --level {level} {SMOKE}")
     assert done.returncode == 1, done.stdout
     assert re.search(rf"^fail {rule}: {page}", done.stdout, re.MULTILINE), done.stdout
     assert "non-conformant: breaks" in done.stdout
@@ -182,7 +187,7 @@ def test_a_planted_fault_is_found(author, driver, rule, page):
 
 def test_an_ignored_dtype_is_told_by_the_bytes(author):
     done = author.shell(
-        f"hicache conformance run dtype {LEVELS} --case 'test_one_field_differs[kv_dtype]'"
+        f"hicache conformance run dtype --level identity {SMOKE} --case 'test_one_field_differs[kv_dtype]'"
     )
     assert done.returncode == 1
     assert "holds bytes written under kv_dtype 'bfloat16' (expected 'float16')" in done.stdout

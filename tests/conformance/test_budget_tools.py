@@ -7,6 +7,7 @@ import mmap
 import pytest
 import torch
 
+from hicache_conformance.cases.budget import forecast
 from hicache_conformance.harness import memory_peak
 from hicache_conformance.harness.driver_calls import counted, has_steps
 from hicache_conformance.harness.memory_peak import transient_bytes
@@ -132,3 +133,18 @@ def test_a_slow_call_is_slower_and_an_equal_one_is_not():
     assert significantly_slower([1.0, 5.0], [1.0, 1.0]) == 1.0
     dear, cheap = min_cpu_seconds(spin(60_000), spin(10_000), repeat=3)
     assert dear > 2 * cheap
+
+
+@pytest.mark.parametrize(("exponent", "expected"), [(0.5, 1.0), (1.0, 1.0), (1.5, 1.5), (2.0, 2.0)])
+def test_a_large_call_is_forecast_from_the_growth_of_smaller_ones(exponent, expected):
+    taken = {size: (size / 1000) ** exponent for size in (1000, 2000, 4000, 8000, 16000)}
+    seconds_for_all, fitted = forecast(taken)
+    assert fitted == pytest.approx(expected)
+    assert seconds_for_all == pytest.approx(taken[16000] * (250_000 / 16_000) ** expected)
+
+
+def test_one_call_that_was_disturbed_is_no_growth():
+    # Of the last two calls alone the forecast would be 917 s; the driver is linear.
+    taken = {8000: 1.3, 16000: 2.6, 32000: 5.2, 64000: 10.4}
+    assert forecast(taken)[0] == pytest.approx(40.6, rel=0.01)
+    assert forecast({**taken, 32000: 2.6})[0] < 80

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -32,14 +31,9 @@ def test_the_package_comes_from_the_author_s_own_environment(tmp_path):
 def test_the_guide_shows_the_generated_package_as_it_is():
     text, files = GUIDE.read_text("utf-8"), package_files(check_name("demo"))
     blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    # As code and not as text: the guide is wrapped at 100 columns, generated packages at 120.
-    code = [
-        ast.dump(ast.parse(block))
-        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    ]
     for name in ("plugin.py", "config.py", "driver.py"):
-        assert ast.dump(ast.parse(files[f"hicache_demo_driver/{name}"])) in code, name
-    assert ast.dump(ast.parse(files["tests/test_conformance.py"])) in code
+        assert files[f"hicache_demo_driver/{name}"] in blocks, name
+    assert files["tests/test_conformance.py"] in blocks
     assert any(block in files["pyproject.toml"] for block in blocks if "entry-points" in block)
 
 

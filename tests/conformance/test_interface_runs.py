@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow(seconds=65)
+pytestmark = pytest.mark.slow(seconds=75)
 
 DRIVERS = Path(__file__).with_name("interfaces")
 RUN = ("conformance", "run")
@@ -60,6 +60,22 @@ def test_a_wrong_driver_exits_1(site, tmp_path, results):
     found = outcomes(results(tmp_path))
     assert found["test_holes"] == ("fail", "GET-1")
     assert found["test_pages_read_back"] == ("pass", "")
+
+
+@pytest.mark.parametrize(
+    ("driver", "case", "rule", "words"),
+    [
+        ("Rewrites", "test_single_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
+        ("AnswersOneTruth", "test_pages_read_back", "SET-1", "and a get answers False"),
+    ],
+)
+def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, case, rule, words):
+    arguments = (*SGLANG, "--case", case, "--report", str(tmp_path))
+    ran = site.hicache(*RUN, f"sample_storage:{driver}", *arguments, cwd=DRIVERS)
+    assert ran.status == 1, ran.output
+    report = results(tmp_path)
+    assert outcomes(report)[case] == ("fail", rule)
+    assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
 
 
 def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(

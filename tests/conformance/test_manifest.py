@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hicache_conformance.fixtures.open_context import CAPACITY, DIRECTORY, STEPS
-from hicache_conformance.model.requirements import declares, undeclared
-from hicache_conformance.model.rules import Level, parse_levels, rules
+from hicache_conformance.model.rules import Level, declares, parse_levels, rules, undeclared
 from hicache_conformance.suite.driver_conformance import catalogue
 from hicache_storage.spec import Capabilities, Durability, Sharing
 

@@ -9,8 +9,6 @@ import contextlib
 import signal
 import socket
 import socketserver
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +24,7 @@ from tests.conformance.fault_helpers import (
     bits_that_differ,
     find_fault,
 )
+from tests.support.commands import run_python
 from tests.support.waiting import eventually
 
 
@@ -161,10 +160,7 @@ def test_the_process_of_a_network_ends_with_the_one_that_started_it():
         "print(TcpProxyProcess({'nobody': 1})._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
+    done = run_python(source, status=-signal.SIGKILL)
     # Gone, or a zombie until its new parent looks.
     eventually(
         lambda: (

@@ -19,16 +19,27 @@ CORE = ("--hicache-level=core", "--hicache-profile=smoke", "--hicache-seed=3", "
 @pytest.fixture
 def project(tmp_path):
     """An author's project with a strict configuration of its own."""
-    (tmp_path / "pytest.ini").write_text(
+    return _make_project(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def alone(site, tmp_path_factory):
+    """A run without workers, and its report."""
+    project = _make_project(tmp_path_factory.mktemp("project"))
+    return site.pytest(*CORE, "--hicache-report=alone", cwd=project), project / "alone"
+
+
+def _make_project(directory):
+    (directory / "pytest.ini").write_text(
         "[pytest]\naddopts = --strict-markers --strict-config -p no:cacheprovider\nxfail_strict = "
         "true\nfilterwarnings = error\n"
     )
-    (tmp_path / "test_memory.py").write_text(SIX_LINES)
-    return tmp_path
+    (directory / "test_memory.py").write_text(SIX_LINES)
+    return directory
 
 
-def test_six_lines_are_enough(site, project):
-    ran = site.pytest(*CORE, cwd=project)
+def test_six_lines_are_enough(alone):
+    ran, _ = alone
     assert ran.status == 0, ran.output
     assert "HiCacheStorage v2: memory" in ran.output
     assert "\nconformant: every rule" in ran.output
@@ -43,8 +54,7 @@ def test_a_rule_s_cases_can_be_chosen(site, project):
     assert "\nincomplete: " in ran.output
 
 
-def test_workers_report_to_one_verdict(site, project, results):
-    alone = site.pytest(*CORE, "--hicache-report=alone", cwd=project)
+def test_workers_report_to_one_verdict(site, project, alone, results):
     spread = site.pytest(
         *CORE,
         "-n2",
@@ -52,8 +62,8 @@ def test_workers_report_to_one_verdict(site, project, results):
         cwd=project,
         plugins="hicache_conformance.plugin,xdist,xdist.looponfail",
     )
-    assert (alone.status, spread.status) == (0, 0), spread.output
-    one, two = results(project / "alone"), results(project / "spread")
+    assert spread.status == 0, spread.output
+    one, two = results(alone[1]), results(project / "spread")
     assert one["verdict"] == two["verdict"] == "conformant"
     assert one["seed"] == two["seed"] == 3
 

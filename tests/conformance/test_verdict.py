@@ -183,6 +183,8 @@ def test_a_stream_without_a_footer_is_unfinished(tmp_path):
     path = tmp_path / "outcomes.jsonl"
     writer = StreamWriter(path)
     writer.header(header())
+    suite = {"test_a": planned("test_a", "GET-1"), "test_b": planned("test_b", "GET-2")}
+    writer.catalogue(suite)
     writer.collected(2)
     writer.start("test_a", ("GET-1",), ("core",))
     writer.outcome(ended("test_a", "GET-1"))
@@ -195,6 +197,7 @@ def test_a_stream_without_a_footer_is_unfinished(tmp_path):
         2,
         ["test_a"],
     )
+    assert stream.catalogue == suite
     assert stream.running is not None
     assert stream.running.case == "test_b"
     assert not stream.finished

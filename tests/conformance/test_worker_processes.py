@@ -19,6 +19,7 @@ from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule, watch
 from hicache_conformance.processes.worker import WorkerProcess
+from hicache_storage.plugins import registry
 from hicache_storage.spec import StorageIdentity
 
 MUTANTS = Path(__file__).with_name("mutants")
@@ -33,6 +34,7 @@ def start(site, tmp_path, monkeypatch):
     """Start a worker with a driver; what a test leaves is killed."""
     monkeypatch.syspath_prepend(str(MUTANTS))
     monkeypatch.syspath_prepend(str(site.directory))
+    registry.cache_clear()
     started = []
 
     def open_peer(driver="file", config=None, *, fresh=False, pools=None):
@@ -53,6 +55,8 @@ def start(site, tmp_path, monkeypatch):
     yield open_peer
     for worker in started:
         worker.kill()
+    # Later tests of this process must not find the sample drivers.
+    registry.cache_clear()
 
 
 def workload(mix, *, calls=20, clients=1, first=1, keys=KEYS):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import run_program, run_python
 
 pytestmark = pytest.mark.slow(seconds=35)
 
@@ -15,20 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_demo_restores_what_a_killed_writer_acknowledged(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "examples" / "demo.py",
-            "--gib",
-            "0.5",
-            "--path",
-            tmp_path / "store",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    demo = ROOT / "examples" / "demo.py"
+    done = run_program(sys.executable, demo, "--gib", "0.5", "--path", tmp_path / "store")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed with SIGKILL while it stored the second conversation" in done.stdout
     assert "every acknowledged page came back, every byte verified" in done.stdout
@@ -42,8 +31,5 @@ def test_the_code_in_the_readme_prints_what_it_says(tmp_path):
         if line.strip().startswith("print(")
     ]
     program = block.replace("/tmp/hicache", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python(program)
     assert done.stdout.splitlines() == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.commands import run_program
 
 pytestmark = pytest.mark.slow(seconds=30)
 
@@ -106,22 +107,9 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
 def test_the_command_writes_what_it_found(tmp_path):
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
     checkpoints every 256."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            EXAMPLES / "multiturn.py",
-            "--json",
-            tmp_path / "r.json",
-            "--plot",
-            tmp_path / "r.svg",
-            "--sweep",
-            "32",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    report, plot = tmp_path / "r.json", tmp_path / "r.svg"
+    options = ("--json", report, "--plot", plot, "--sweep", "32")
+    done = run_program(sys.executable, EXAMPLES / "multiturn.py", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert [round(rate, 6) for rate in report["rounds"]] == RATES

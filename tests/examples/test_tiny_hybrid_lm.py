@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from hicache_storage.hybrid import build_dsa_hybrid_stack, build_mamba_hybrid_stack
 from hicache_storage.spec import PoolName
+from tests.support.commands import run_program
 
 pytestmark = pytest.mark.slow(seconds=69)
 
@@ -261,13 +261,7 @@ def test_unused_tiers_and_missing_losses_are_refused(example, tmp_path):
 
 
 def command(*options):
-    return subprocess.run(
-        [sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    return run_program(sys.executable, EXAMPLES / "tiny_hybrid_lm.py", *options)
 
 
 def test_a_second_process_goes_on_where_the_first_stopped():

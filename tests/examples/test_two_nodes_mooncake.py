@@ -3,11 +3,12 @@ loopback."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import run_program
 
 pytestmark = pytest.mark.slow(seconds=25)
 
@@ -16,13 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "two_nodes_mooncake.py"
 
 @pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["where it can", "loopback"])
 def test_what_one_node_stores_the_other_reads(options):
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, "--pages", "16", *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_program(sys.executable, EXAMPLE, "--pages", "16", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("16 of 16 pages") == 4
     assert "every page that one node stored was read by the other, byte for byte" in done.stdout

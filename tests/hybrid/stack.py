@@ -17,19 +17,10 @@ from hicache_storage.hybrid import (
     PoolEntry,
     PrefetchRules,
 )
-from hicache_storage.pools import (
-    IndexerDevicePool,
-    IndexerHostPool,
-    MambaDevicePool,
-    MambaHostPool,
-    MHADevicePool,
-    MHAHostPool,
-    MLADevicePool,
-    MLAHostPool,
-)
 from hicache_storage.spec import PoolHitPolicy, PoolName, StorageIdentity
 from hicache_storage.transfer import HostPages, HybridTransfers, LayerMap, PageTransfers, PoolPair
 from hicache_storage.transfer.simulator import StreamSimulator
+from tests.support.pools import pool_pair
 
 PAGE = 4
 KV, INDEXER, MAMBA = PoolName.KV, PoolName.INDEXER, PoolName.MAMBA
@@ -38,43 +29,28 @@ ATTENTION, MAMBA_LAYERS = LayerMap([0, 2]), LayerMap([1, 3])
 
 def kv_pools(slots):
     fields = {"page_size": PAGE, "layer_num": 2, "head_num": 1, "head_dim": 3, "dtype": torch.int16}
-    return PoolPair(
-        MHADevicePool(size=2 * slots, device="cpu", **fields),
-        MHAHostPool(size=slots, pin_memory=False, **fields),
-        ATTENTION,
-    )
+    return PoolPair(*pool_pair("mha", 2 * slots, slots, **fields), ATTENTION)
 
 
 def indexer_pools(slots):
     fields = {"page_size": PAGE, "layer_num": 2, "index_head_dim": 4, "quant_block_size": 2}
-    return PoolPair(
-        IndexerDevicePool(size=2 * slots, device="cpu", **fields),
-        IndexerHostPool(size=slots, pin_memory=False, **fields),
-        ATTENTION,
-    )
+    return PoolPair(*pool_pair("indexer", 2 * slots, slots, **fields), ATTENTION)
 
 
 def mla_pools(slots):
     fields = {"page_size": PAGE, "layer_num": 2, "kv_cache_dim": 3, "dtype": torch.int16}
-    return PoolPair(
-        MLADevicePool(size=2 * slots, device="cpu", **fields),
-        MLAHostPool(size=slots, pin_memory=False, **fields),
-        ATTENTION,
-    )
+    return PoolPair(*pool_pair("mla", 2 * slots, slots, **fields), ATTENTION)
 
 
 def mamba_pools(slots):
-    shapes = {
+    fields = {
+        "layer_num": 2,
         "temporal_shape": (2, 2),
         "conv_shapes": [(3,)],
         "temporal_dtype": torch.int16,
         "conv_dtype": torch.int16,
     }
-    return PoolPair(
-        MambaDevicePool(size=2 * slots, layer_num=2, device="cpu", **shapes),
-        MambaHostPool(size=slots, layer_num=2, pin_memory=False, **shapes),
-        MAMBA_LAYERS,
-    )
+    return PoolPair(*pool_pair("mamba", 2 * slots, slots, **fields), MAMBA_LAYERS)
 
 
 def identity(parallel=None, **changes):

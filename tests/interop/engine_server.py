@@ -32,7 +32,7 @@ import pytest
 
 from hicache_conformance.harness.ports import accepts, free_ports
 from tests.docs.blocks import blocks, steps
-from tests.interop.tiny_model import VOCABULARY
+from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +73,13 @@ class Answer:
         return self.tokens == other.tokens and near
 
 
+def check_restored(again: Answer, first: Answer) -> None:
+    """Check that all pages of a prompt came from storage, and gave the answer without any."""
+    assert first.cached == 0
+    assert (again.cached, again.from_storage) == (REUSED, REUSED)
+    assert again.says(first)
+
+
 def prompt(number: int) -> list[int]:
     """Pages of tokens and a few more; prompts of another number share no page."""
     return [
@@ -82,6 +89,15 @@ def prompt(number: int) -> list[int]:
             for place in range(1, REUSED + 5)
         ),
     ]
+
+
+def prepare_engine(
+    place: Path, *, ranks: int, config: dict[str, object] = LLAMA, **options: str
+) -> list[str]:
+    """Write a model and the quick start's configuration; return the command that starts SGLang."""
+    write_model(place / "model", seed=1, config=config)
+    write_configuration(place, ranks=ranks)
+    return quick_start_command(place / "model", **options)
 
 
 def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:

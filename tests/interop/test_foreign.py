@@ -7,15 +7,15 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import HICACHE, run_hicache
+
 # A run of a foreign driver takes minutes where the processors are busy.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
-HICACHE = Path(sys.executable).with_name("hicache")
 DRIVERS = Path(__file__).parents[1] / "conformance" / "interfaces"
 SGLANG = ("--interface", "sglang", "--profile", "smoke", "--seed", "11")
 
@@ -155,9 +155,7 @@ def test_the_command_in_a_report_shows_a_fault_again(runs):
     case = runs["sglang-sim"].cases()["test_the_greatest_common_endpoint"]
     program, *arguments = shlex.split(case["reproduce"])
     assert program == "hicache"
-    again = subprocess.run(
-        [HICACHE, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    again = run_hicache(*arguments)
     assert again.returncode == 1
     assert case["reason"] in " ".join((again.stdout + again.stderr).split())
 

@@ -4,14 +4,13 @@ answers, and the same pages."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
 
 from tests.interop.engine import PAGE_SIZE, mamba_pool, mha_pools, tokens
 from tests.interop.metadata import live, sglang_started, started, wait_until_saved
+from tests.support.commands import run_hicache
 
 pytestmark = [
     pytest.mark.interop,
@@ -21,14 +20,11 @@ pytestmark = [
 ]
 
 PAGES = 6
-COMMAND = (sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metadata")
 
 
 def run(*words):
     """A command of the server's operator; what it prints."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, words)], check=False, capture_output=True, text=True, timeout=60
-    )
+    done = run_hicache("metadata", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

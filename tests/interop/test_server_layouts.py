@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.interop.engine_server import (
-    PAGES,
-    REUSED,
-    EngineServer,
-    prompt,
-    quick_start_command,
-    write_configuration,
-)
-from tests.interop.tiny_model import write_model
+from tests.interop.engine_server import PAGES, EngineServer, check_restored, prepare_engine, prompt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,17 +21,13 @@ pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.ti
     ("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")]
 )
 def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
-    write_model(tmp_path / "model", seed=1)
-    write_configuration(tmp_path, ranks=1)
-    command = quick_start_command(tmp_path / "model", layout=layout, io_backend=io_backend)
+    command = prepare_engine(tmp_path, ranks=1, layout=layout, io_backend=io_backend)
     with EngineServer(tmp_path, command, ranks=1) as server:
         first = server.wait_until_up().ask(prompt(10))
         server.wait_for(lambda: server.counted("written") == [PAGES], "no pages are written")
         server.flush()
         again = server.ask(prompt(10))
-        assert first.cached == 0
-        assert (again.cached, again.from_storage) == (REUSED, REUSED)
-        assert again.says(first)
+        check_restored(again, first)
         assert server.counted("read") == [PAGES]
     [namespace] = (tmp_path / "cache").rglob("namespace.json")
     assert json.loads(namespace.read_text())["layout"] == layout

@@ -11,11 +11,11 @@ from tests.interop.engine_server import (
     PAGES,
     REUSED,
     EngineServer,
+    check_restored,
+    prepare_engine,
     prompt,
-    quick_start_command,
-    write_configuration,
 )
-from tests.interop.tiny_model import MLA, write_model
+from tests.interop.tiny_model import MLA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,24 +25,19 @@ pytestmark = [pytest.mark.slow(seconds=100), pytest.mark.interop, pytest.mark.ti
 
 
 def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):
-    write_model(tmp_path / "model", seed=1, config=MLA)
-    write_configuration(tmp_path, ranks=2)
-    command = quick_start_command(tmp_path / "model")
+    command = prepare_engine(tmp_path, ranks=2, config=MLA)
     with EngineServer(tmp_path, command, ranks=2) as server:
         server.wait_until_up()
         first = server.ask(prompt(10))
         server.wait_for(lambda: sum(server.counted("written")) >= PAGES, "no pages are written")
         server.flush()
         again = server.ask(prompt(10))
-        assert first.cached == 0
-        assert (again.cached, again.from_storage) == (REUSED, REUSED)
-        assert again.says(first)
+        check_restored(again, first)
         assert server.counted("written") == [PAGES, 0]
         assert server.counted("read") == [PAGES, PAGES]
     with EngineServer(tmp_path, command, ranks=1) as alone:
         restored = alone.wait_until_up().ask(prompt(10))
-        assert (restored.cached, restored.from_storage) == (REUSED, REUSED)
-        assert restored.says(first)
+        check_restored(restored, first)
         [bundle] = (tmp_path / "cache").rglob("*.bundle")
         damage(bundle)
         alone.flush()

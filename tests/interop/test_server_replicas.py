@@ -10,15 +10,7 @@ import json
 
 import pytest
 
-from tests.interop.engine_server import (
-    PAGES,
-    REUSED,
-    EngineServer,
-    prompt,
-    quick_start_command,
-    write_configuration,
-)
-from tests.interop.tiny_model import write_model
+from tests.interop.engine_server import PAGES, EngineServer, check_restored, prepare_engine, prompt
 
 # One start of a server; minutes where nothing else leaves it a processor.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
@@ -26,11 +18,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.timeout(600)]
 
 def test_what_one_replica_has_stored_the_other_restores(tmp_path):
     """And each of them has metrics at a port of its own."""
-    write_model(tmp_path / "model", seed=1)
-    write_configuration(tmp_path, ranks=2)
-    command = quick_start_command(
-        tmp_path / "model", layout="page_first_direct", io_backend="direct"
-    )
+    command = prepare_engine(tmp_path, ranks=2, layout="page_first_direct", io_backend="direct")
     with EngineServer(tmp_path, command, ranks=1, replicas=2) as server:
         server.wait_until_up()
         one = server.ask(prompt(10), routed_dp_rank=0)
@@ -38,9 +26,7 @@ def test_what_one_replica_has_stored_the_other_restores(tmp_path):
             lambda: server.counted("written")[0] >= PAGES, "the first replica writes no pages"
         )
         other = server.ask(prompt(10), routed_dp_rank=1)
-        assert one.cached == 0
-        assert (other.cached, other.from_storage) == (REUSED, REUSED)
-        assert other.says(one)
+        check_restored(other, one)
         assert server.counted("read") == [0, PAGES]
         assert server.counted("written") == [PAGES, 0]
     [namespace] = (tmp_path / "cache").rglob("namespace.json")

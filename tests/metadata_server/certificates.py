@@ -14,57 +14,33 @@ class Authority:
             directory / f"{name}.pem",
             directory / f"{name}.key",
         )
-        openssl(
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            "basicConstraints=critical,CA:TRUE",
-            "-addext",
-            "keyUsage=critical,keyCertSign",
-            "-keyout",
-            self._key,
-            "-out",
+        _make_certificate(
+            name,
             self.file,
+            self._key,
+            "basicConstraints=critical,CA:TRUE",
+            "keyUsage=critical,keyCertSign",
         )
 
     def sign(self, name, hosts=("IP:127.0.0.1", "DNS:localhost")):
         """The files of a certificate and its key."""
         certificate, key = self.directory / f"{name}.pem", self.directory / f"{name}.key"
-        openssl(
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-days",
-            "2",
-            "-subj",
-            f"/CN={name}",
-            "-addext",
-            f"subjectAltName={','.join(hosts)}",
-            "-addext",
-            "basicConstraints=critical,CA:FALSE",
-            "-CA",
-            self.file,
-            "-CAkey",
-            self._key,
-            "-keyout",
-            key,
-            "-out",
+        _make_certificate(
+            name,
             certificate,
+            key,
+            f"subjectAltName={','.join(hosts)}",
+            "basicConstraints=critical,CA:FALSE",
+            signed_by=("-CA", self.file, "-CAkey", self._key),
         )
         return certificate, key
+
+
+def _make_certificate(name, certificate, key, *extensions, signed_by=()):
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    added = [word for extension in extensions for word in ("-addext", extension)]
+    files = ("-keyout", key, "-out", certificate)
+    openssl("req", "-x509", *curve, "-subj", f"/CN={name}", *added, *signed_by, *files)
 
 
 def openssl(*arguments):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -114,10 +113,6 @@ async def running_shared(url, limits, *, guard=None, **options):
     app = shared_app(service, security=guard(service) if guard else None)
     async with app.server.running():
         yield Caller(app)
-
-
-def run(coroutine):
-    return asyncio.run(coroutine)
 
 
 class SlowStore(MemoryStore):

@@ -23,7 +23,7 @@ from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import ServerSettings
 from tests.metadata_server.certificates import Authority
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, Served
 from tests.metadata_server.test_refusals import bearer, guarded
 
@@ -32,20 +32,17 @@ def lines(file):
     return [msgspec.json.decode(line) for line in file.read_bytes().splitlines()]
 
 
-def test_who_has_done_what(tmp_path):
-    async def scenario():
-        async with running(**guarded(tmp_path, "acme", "")) as caller:
-            lease, pin = await prepared(caller, bearer("write-acme"))
-            assert lines(tmp_path / "audit") == []
-            for asked in every_route(lease=lease, pin=pin):
-                await ask(caller, asked, bearer("admin-"))
-            await caller.post("/v2/clear", {"scopes": ["9:kv"]}, headers=bearer("admin-"))
-            await caller.send("POST", "/v2/drain", b"{", headers=bearer("admin-"))
-            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("admin-acme"))
-            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("read-acme"))
-            await caller.post("/v2/drain", {"enabled": False}, headers=bearer("nobody"))
-
-    run(scenario())
+async def test_who_has_done_what(tmp_path):
+    async with running(**guarded(tmp_path, "acme", "")) as caller:
+        lease, pin = await prepared(caller, bearer("write-acme"))
+        assert lines(tmp_path / "audit") == []
+        for asked in every_route(lease=lease, pin=pin):
+            await ask(caller, asked, bearer("admin-"))
+        await caller.post("/v2/clear", {"scopes": ["9:kv"]}, headers=bearer("admin-"))
+        await caller.send("POST", "/v2/drain", b"{", headers=bearer("admin-"))
+        await caller.post("/v2/drain", {"enabled": False}, headers=bearer("admin-acme"))
+        await caller.post("/v2/drain", {"enabled": False}, headers=bearer("read-acme"))
+        await caller.post("/v2/drain", {"enabled": False}, headers=bearer("nobody"))
     found = lines(tmp_path / "audit")
     assert all(
         re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line.pop("time"))
@@ -92,15 +89,12 @@ def test_many_refusals_are_some_lines_and_a_number(tmp_path):
     assert [line.get("not_written", 0) for line in found] == [0] * (int(BURST) + 1) + [1000 - BURST]
 
 
-def test_what_clients_send_is_bounded(tmp_path):
-    async def scenario():
-        async with running(**guarded(tmp_path, "")) as caller:
-            names = [f"{number}:{'x' * 128}" for number in range(64)]
-            await caller.post("/v2/clear", {"scopes": names}, headers=bearer("admin-"))
-            await caller.post("/v2/fsck", {"scopes": ["y" * 100_000]}, headers=bearer("admin-"))
-            await caller.send("GET", "/" + "z" * 100_000)
-
-    run(scenario())
+async def test_what_clients_send_is_bounded(tmp_path):
+    async with running(**guarded(tmp_path, "")) as caller:
+        names = [f"{number}:{'x' * 128}" for number in range(64)]
+        await caller.post("/v2/clear", {"scopes": names}, headers=bearer("admin-"))
+        await caller.post("/v2/fsck", {"scopes": ["y" * 100_000]}, headers=bearer("admin-"))
+        await caller.send("GET", "/" + "z" * 100_000)
     first, second, third = (tmp_path / "audit").read_bytes().splitlines()
     assert msgspec.json.decode(first)["scopes_in_all"] == 64
     assert len(first) < 3000
@@ -147,20 +141,17 @@ def test_without_a_file_all_goes_to_the_log(capsys):
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
+async def test_the_trace_of_a_fault_shows_no_token(tmp_path, form, capsys):
     configure_logs("debug", form)
 
-    async def scenario():
-        async with running(**guarded(tmp_path, "")) as caller:
-            caller.service.tenants.of_scope = None
-            reply = await caller.post(
-                "/v2/lookup",
-                {"scopes": [{"scope": SCOPE, "keys": ["k"]}]},
-                headers=bearer("write-"),
-            )
-            assert (reply.status, reply.json["code"]) == (500, "internal")
-
-    run(scenario())
+    async with running(**guarded(tmp_path, "")) as caller:
+        caller.service.tenants.of_scope = None
+        reply = await caller.post(
+            "/v2/lookup",
+            {"scopes": [{"scope": SCOPE, "keys": ["k"]}]},
+            headers=bearer("write-"),
+        )
+        assert (reply.status, reply.json["code"]) == (500, "internal")
     told = capsys.readouterr().err
     assert "Traceback" in told
     assert "Bearer" not in told

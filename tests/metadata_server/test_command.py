@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.settings import ServerSettings, misspelt
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.token_files import write_tokens
-
-
-def hicache(*arguments, **options):
-    return CliRunner().invoke(app, arguments, **options)
+from tests.support.commands import run_hicache, run_metadata, run_python
 
 
 @pytest.fixture(scope="module")
@@ -34,41 +26,45 @@ def place(tmp_path_factory):
 def test_looking_after_a_server(place):
     url, token, _ = place
     where = ("--url", url, "--token-file", token)
-    status = hicache("status", "--wait", "30", *where)
+    status = run_metadata("status", "--wait", "30", *where)
     assert status.exit_code == 0, status.output
     assert "durability process" in status.output
     assert "1 scopes, 0 live pages of 50 slots" in status.output
-    listed = hicache("scopes", *where, env={"COLUMNS": "150"})
+    listed = run_metadata("scopes", *where, env={"COLUMNS": "150"})
     assert "0:kv" in listed.output
-    inspected = hicache("inspect", "0:kv", "--key", "k", "--key", "none", "--slot", "49", *where)
+    inspected = run_metadata(
+        "inspect", "0:kv", "--key", "k", "--key", "none", "--slot", "49", *where
+    )
     slot, held, nothing = map(msgspec.json.decode, inspected.output.splitlines())
     assert (slot["state"], held["key"], nothing) == ("free", "k", None)
-    assert hicache("fsck", *where).exit_code == 0
-    assert hicache("fsck", "0:kv", *where).exit_code == 0
-    drained = hicache("drain", *where)
+    assert run_metadata("fsck", *where).exit_code == 0
+    assert run_metadata("fsck", "0:kv", *where).exit_code == 0
+    drained = run_metadata("drain", *where)
     assert "draining; 1 leases left" in drained.output
     assert drained.exit_code == 1
-    assert hicache("status", *where).exit_code == 1
-    assert "draining; 0 leases left" in hicache("drain", "--wait", "20", *where).output
-    assert hicache("drain", "--off", *where).output == "gives leases\n"
-    assert hicache("status", *where).exit_code == 0
+    assert run_metadata("status", *where).exit_code == 1
+    assert "draining; 0 leases left" in run_metadata("drain", "--wait", "20", *where).output
+    assert run_metadata("drain", "--off", *where).output == "gives leases\n"
+    assert run_metadata("status", *where).exit_code == 0
 
 
 def test_scopes_are_listed_and_emptied(place):
     url, token, reader = place
     where = ("--url", url, "--token-file", token)
-    [listed] = map(msgspec.json.decode, hicache("scopes", "--json", *where).output.splitlines())
+    [listed] = map(
+        msgspec.json.decode, run_metadata("scopes", "--json", *where).output.splitlines()
+    )
     assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
-    assert hicache("clear", "0:kv", *where).output == "0:kv: 0 pages removed\n"
+    assert run_metadata("clear", "0:kv", *where).output == "0:kv: 0 pages removed\n"
     assert "scope '0:none' is not initialized" in " ".join(
-        hicache("clear", "0:none", *where).output.split()
+        run_metadata("clear", "0:none", *where).output.split()
     )
     assert "permits read, and that needs write" in " ".join(
-        hicache("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
+        run_metadata("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
     )
-    assert hicache("clear", *where).exit_code == 2
-    assert hicache("clear", "0:none", *where).exit_code == 2
-    assert hicache("clear", "0:kv", "--url", "http://127.0.0.1:1").exit_code == 2
+    assert run_metadata("clear", *where).exit_code == 2
+    assert run_metadata("clear", "0:none", *where).exit_code == 2
+    assert run_metadata("clear", "0:kv", "--url", "http://127.0.0.1:1").exit_code == 2
 
 
 def test_scopes_are_listed_with_their_models():
@@ -77,9 +73,9 @@ def test_scopes_are_listed_with_their_models():
         client.http.post("/v2/describe", {"scope": "0:kv", "model": "org/[bold]model[/]"})
         assert (
             "org/[bold]model[/]"
-            in hicache("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
+            in run_metadata("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
         )
-        listed = msgspec.json.decode(hicache("scopes", "--json", "--url", place.url).output)
+        listed = msgspec.json.decode(run_metadata("scopes", "--json", "--url", place.url).output)
         assert listed["model"] == "org/[bold]model[/]"
 
 
@@ -106,7 +102,7 @@ def test_refusals_are_sentences(place):
         (("fsck", "--store", "nowhere"), "is not the address of a store"),
         (("status", "--url", url, "--token-file", "/nonexistent"), "No such file"),
     ):
-        done = hicache(*arguments)
+        done = run_metadata(*arguments)
         assert done.exit_code == 2, done.output
         assert said in " ".join(done.output.split()), arguments
 
@@ -126,7 +122,7 @@ def test_refusals_are_sentences(place):
     ],
 )
 def test_settings_that_cannot_be(arguments, said):
-    done = hicache("serve", *arguments)
+    done = run_metadata("serve", *arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.output.split())
 
@@ -137,12 +133,10 @@ def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
         f"sqlite:///{tmp_path}/m.db",
     )
     monkeypatch.setenv("HICACHE_METADATA_QUARANTINE_SECOND", "1")
-    main = "from hicache_storage.cli.main import main; main()"
 
     def checked(*arguments):
         # In a process of its own, whose log is its own, too.
-        command = [sys.executable, "-c", main, "metadata", "serve", "--check", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return run_hicache("metadata", "serve", "--check", *arguments)
 
     done = checked("--store", store, "--token-file", str(tokens), "--log-format", "json")
     assert (done.returncode, done.stdout) == (0, "a server would start with these settings\n"), (
@@ -203,4 +197,4 @@ def test_the_state_machine_needs_no_server():
         "'torch'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True)
+    run_python(script)

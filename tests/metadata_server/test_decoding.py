@@ -14,10 +14,14 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import decoding
-from hicache_metadata_server.http.body_size import exceeds_values, max_values
-from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
+from hicache_metadata_server.http.decoding import (
+    CONTENT_TYPES,
+    BodyDecoder,
+    exceeds_values,
+    max_values,
+)
 from hicache_metadata_server.protocol import JSON, MSGPACK
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 
 ENCODE = {JSON: msgspec.json.encode, MSGPACK: msgspec.msgpack.encode}
 LOOKUP = BodyDecoder(p.Lookup, CONTENT_TYPES)
@@ -156,55 +160,43 @@ def test_values_of_msgpack_are_counted(value, most):
     assert exceeds_values(body, MSGPACK, most) == (counted(value) > most)
 
 
-def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
-    async def scenario():
-        async with running() as caller:
-            turns, read_in, ended = 0, [], False
-            decode = BodyDecoder.decode
+async def test_long_bodies_are_read_one_in_a_turn_of_the_event_loop(monkeypatch):
+    async with running() as caller:
+        turns, read_in, ended = 0, [], False
+        decode = BodyDecoder.decode
 
-            def read(self, body, content_type):
-                read_in.append(turns)
-                return decode(self, body, content_type)
+        def read(self, body, content_type):
+            read_in.append(turns)
+            return decode(self, body, content_type)
 
-            async def count_turns():
-                nonlocal turns
-                while not ended:
-                    turns += 1
-                    await asyncio.sleep(0)
+        async def count_turns():
+            nonlocal turns
+            while not ended:
+                turns += 1
+                await asyncio.sleep(0)
 
-            monkeypatch.setattr(BodyDecoder, "decode", read)
-            counting = asyncio.create_task(count_turns())
-            body = msgspec.json.encode(
-                {"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]}
-            )
-            replies = await asyncio.gather(
-                *(caller.send("POST", "/v2/lookup", body) for _ in range(6))
-            )
-            ended = True
-            await counting
-            assert {(reply.status, reply.json["field"]) for reply in replies} == {
-                (422, "scopes[0].keys[1]")
-            }
-            assert len(read_in) == len(set(read_in)) == 6, "two were read in one turn"
-
-    run(scenario())
+        monkeypatch.setattr(BodyDecoder, "decode", read)
+        counting = asyncio.create_task(count_turns())
+        body = msgspec.json.encode({"scopes": [{"scope": "0:kv", "keys": ["k" * 600_000, None]}]})
+        replies = await asyncio.gather(*(caller.send("POST", "/v2/lookup", body) for _ in range(6)))
+        ended = True
+        await counting
+        assert {(reply.status, reply.json["field"]) for reply in replies} == {
+            (422, "scopes[0].keys[1]")
+        }
+        assert len(read_in) == len(set(read_in)) == 6, "two were read in one turn"
 
 
-def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log(monkeypatch):
+async def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log(monkeypatch):
     """Nor for anything else: it is as long to read there."""
 
-    async def scenario():
-        async with running() as caller:
-            seen = []
-            monkeypatch.setattr(
-                caller.app.server.recorder,
-                "add",
-                lambda route, status, seconds, request_id, body, kind: seen.append((status, body)),
-            )
-            body = msgspec.json.encode(
-                {"scopes": [], "keys": ["k"] * (max_values(DEFAULTS) // 2 + 1)}
-            )
-            assert (await caller.send("POST", "/v2/lookup", body)).status == 413
-            assert seen == [(413, b"")]
-
-    run(scenario())
+    async with running() as caller:
+        seen = []
+        monkeypatch.setattr(
+            caller.app.server.recorder,
+            "add",
+            lambda route, status, seconds, request_id, body, kind: seen.append((status, body)),
+        )
+        body = msgspec.json.encode({"scopes": [], "keys": ["k"] * (max_values(DEFAULTS) // 2 + 1)})
+        assert (await caller.send("POST", "/v2/lookup", body)).status == 413
+        assert seen == [(413, b"")]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import configparser
 import copy
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -26,6 +25,7 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.address import parse_address
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
+from tests.support.commands import run_program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 VARIABLE = re.compile(r"HICACHE_METADATA_(\w+)")
@@ -50,9 +50,7 @@ def test_the_unit():
 
 def complaints_about(unit):
     """Of systemd's own verifier, but that nothing is installed in /opt here."""
-    done = subprocess.run(
-        ["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False
-    )
+    done = run_program("systemd-analyze", "verify", unit)
     return [
         line
         for line in done.stderr.splitlines()
@@ -69,14 +67,8 @@ def test_a_unit_that_is_wrong_is_complained_about(tmp_path):
 def test_the_unit_is_as_tight_as_the_page_says():
     """Its exposure by systemd's own reckoning, times ten."""
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager", UNIT]
-    assert (
-        subprocess.run([*command, "--threshold=15"], capture_output=True, check=False).returncode
-        == 0
-    )
-    assert (
-        subprocess.run([*command, "--threshold=13"], capture_output=True, check=False).returncode
-        != 0
-    )
+    assert run_program(*command, "--threshold=15").returncode == 0
+    assert run_program(*command, "--threshold=13").returncode != 0
 
 
 def test_the_manifest():
@@ -224,12 +216,8 @@ def test_scheduled_backups_are_made(tmp_path, kind):
             command[-1] = command[-1].replace(there, here)
         # The second week takes the place of the first.
         for _ in range(2):
-            subprocess.run(
-                command,
-                check=True,
-                env={**os.environ, "STATE_DIRECTORY": str(tmp_path)},
-                timeout=60,
-            )
+            done = run_program(*command, STATE_DIRECTORY=str(tmp_path))
+            assert done.returncode == 0, done.stderr
     assert [file.stem for file in tmp_path.glob("*.backup")] == [
         f"metadata-{datetime.now().astimezone().isoweekday()}"
     ]
@@ -310,12 +298,7 @@ def test_the_image_installs_what_the_server_needs():
 
 def test_hadolint_finds_nothing_in_the_image():
     hadolint = Path(sys.executable).parent / "hadolint"
-    done = subprocess.run(
-        [hadolint, "--no-color", DEPLOY / "Containerfile"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(hadolint, "--no-color", DEPLOY / "Containerfile")
     assert (done.returncode, done.stdout) == (0, "")
     spoiled = (DEPLOY / "Containerfile").read_text().replace("python:3.12-slim", "python:latest")
     done = subprocess.run(

@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -21,9 +19,10 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.factory import open_store
 from hicache_storage.tools.doctor import DoctorTarget, Status
 from hicache_storage.tools.doctor.round_trip import check_round_trip
-from tests.metadata_server.http_calls import SlowStore, run, running, running_shared
+from tests.metadata_server.http_calls import SlowStore, running, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
+from tests.support.commands import run_metadata
 
 NOW = 1_700_000_000.0
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.2, min_lease_seconds=0.1)
@@ -65,106 +64,94 @@ async def dropped(caller, *names):
     raise AssertionError(reply)
 
 
-def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
-    async def scenario():
-        async with serving() as caller:
-            await caller.post("/v2/initialize", scope("0:kv"))
-            await caller.post("/v2/initialize", scope("0:other"))
-            assert (await caller.store("0:kv", ["a", "b"])).status == 200
-            refused = await caller.post("/v2/drop", {"scopes": ["0:other", "0:kv"]})
-            assert (refused.status, refused.json["code"], refused.json["field"]) == (
-                409,
-                "in_use",
-                "scopes[1]",
-            )
-            assert "2 slots" in refused.json["message"]
-            assert refused.headers["retry-after"] == "1"
-            await caller.post("/v2/clear", {"scopes": ["0:kv"]})
-            assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 409, (
-                "its slots are quarantined"
-            )
-            assert [
-                one["scope"] for one in (await caller.send("GET", "/v2/scopes")).json["scopes"]
-            ] == ["0:kv", "0:other"]
-            reply = await dropped(caller, "0:kv", "0:other")
-            assert (reply.status, reply.json) == (200, {"slots": [8, 8]})
-            assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
-            gone = await caller.post("/v2/drop", {"scopes": ["0:kv"]})
-            assert (gone.status, gone.json["code"]) == (404, "unknown_scope")
-        async with serving() as caller:
-            assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
-            # Of another size than before: nothing of the old one is left.
-            assert (await caller.post("/v2/initialize", scope("0:kv", slots=4))).status == 200
-            assert (await caller.store("0:kv", ["c"])).status == 200
-        async with serving() as caller:
-            found = await caller.post(
-                "/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "c"]}]}
-            )
-            assert [slot >= 0 for slot in found.json["scopes"][0]["slots"]] == [False, True]
-            assert (await caller.post("/v2/fsck", {})).json["problems"] == []
-
-    run(scenario())
+async def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
+    async with serving() as caller:
+        await caller.post("/v2/initialize", scope("0:kv"))
+        await caller.post("/v2/initialize", scope("0:other"))
+        assert (await caller.store("0:kv", ["a", "b"])).status == 200
+        refused = await caller.post("/v2/drop", {"scopes": ["0:other", "0:kv"]})
+        assert (refused.status, refused.json["code"], refused.json["field"]) == (
+            409,
+            "in_use",
+            "scopes[1]",
+        )
+        assert "2 slots" in refused.json["message"]
+        assert refused.headers["retry-after"] == "1"
+        await caller.post("/v2/clear", {"scopes": ["0:kv"]})
+        assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 409, (
+            "its slots are quarantined"
+        )
+        assert [
+            one["scope"] for one in (await caller.send("GET", "/v2/scopes")).json["scopes"]
+        ] == ["0:kv", "0:other"]
+        reply = await dropped(caller, "0:kv", "0:other")
+        assert (reply.status, reply.json) == (200, {"slots": [8, 8]})
+        assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
+        gone = await caller.post("/v2/drop", {"scopes": ["0:kv"]})
+        assert (gone.status, gone.json["code"]) == (404, "unknown_scope")
+    async with serving() as caller:
+        assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
+        # Of another size than before: nothing of the old one is left.
+        assert (await caller.post("/v2/initialize", scope("0:kv", slots=4))).status == 200
+        assert (await caller.store("0:kv", ["c"])).status == 200
+    async with serving() as caller:
+        found = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "c"]}]})
+        assert [slot >= 0 for slot in found.json["scopes"][0]["slots"]] == [False, True]
+        assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 
 
-def test_a_leased_and_a_pinned_slot_keep_their_scope(serving):
-    async def scenario():
-        async with serving() as caller:
-            await caller.post("/v2/initialize", scope("0:held"))
-            part = {"scope": "0:held", "keys": ["a"]}
-            leases = (await caller.post("/v2/reserve", {"scopes": [part]})).json["scopes"][0][
-                "leases"
-            ]
-            assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
-            commit = {"scope": "0:held", "leases": leases, "lengths": [1], "checksums": [1]}
-            assert (await caller.post("/v2/commit", {"scopes": [commit]})).status == 200
-            pin = (await caller.post("/v2/lookup", {"scopes": [part], "pin_seconds": 60})).json[
-                "pin"
-            ]
-            await caller.post("/v2/delete", {"scopes": [part]})
-            await asyncio.sleep(0.3)
-            assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
-            assert (await caller.post("/v2/unpin", {"pins": [pin]})).status == 204
-            assert (await dropped(caller, "0:held")).status == 200
-
-    run(scenario())
+async def test_a_leased_and_a_pinned_slot_keep_their_scope(serving):
+    async with serving() as caller:
+        await caller.post("/v2/initialize", scope("0:held"))
+        part = {"scope": "0:held", "keys": ["a"]}
+        leases = (await caller.post("/v2/reserve", {"scopes": [part]})).json["scopes"][0]["leases"]
+        assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
+        commit = {"scope": "0:held", "leases": leases, "lengths": [1], "checksums": [1]}
+        assert (await caller.post("/v2/commit", {"scopes": [commit]})).status == 200
+        pin = (await caller.post("/v2/lookup", {"scopes": [part], "pin_seconds": 60})).json["pin"]
+        await caller.post("/v2/delete", {"scopes": [part]})
+        await asyncio.sleep(0.3)
+        assert (await caller.post("/v2/drop", {"scopes": ["0:held"]})).status == 409
+        assert (await caller.post("/v2/unpin", {"pins": [pin]})).status == 204
+        assert (await dropped(caller, "0:held")).status == 200
 
 
-def test_the_name_of_its_model_goes_with_it(serving):
+async def test_the_name_of_its_model_goes_with_it(serving):
     async def model_of(caller):
         listed = (await caller.send("GET", "/v2/scopes")).json["scopes"]
         return {one["scope"]: one["model"] for one in listed}["0:named"]
 
-    async def scenario():
-        async with serving() as caller:
-            await caller.post("/v2/initialize", scope("0:named"))
-            assert await model_of(caller) == ""
-            for model in ("org/первая", 'the "last" \\ one', 'the "last" \\ one'):
-                assert (
-                    await caller.post("/v2/describe", {"scope": "0:named", "model": model})
-                ).status == 204
-            assert await model_of(caller) == 'the "last" \\ one'
-        async with serving() as caller:
-            assert await model_of(caller) == 'the "last" \\ one', "it survives a restart"
-            await caller.post("/v2/clear", {"scopes": ["0:named"]})
-            await caller.post("/v2/initialize", scope("0:named"))
-            assert await model_of(caller) == 'the "last" \\ one'
-            assert (await dropped(caller, "0:named")).status == 200
-            refused = await caller.post("/v2/describe", {"scope": "0:named", "model": "m"})
-            assert (refused.status, refused.json["code"], refused.json["field"]) == (
-                404,
-                "unknown_scope",
-                "scope",
-            )
-            await caller.post("/v2/initialize", scope("0:named"))
-            assert await model_of(caller) == ""
-            assert (await dropped(caller, "0:named")).status == 200
-
-    run(scenario())
+    async with serving() as caller:
+        await caller.post("/v2/initialize", scope("0:named"))
+        assert await model_of(caller) == ""
+        for model in ("org/первая", 'the "last" \\ one', 'the "last" \\ one'):
+            assert (
+                await caller.post("/v2/describe", {"scope": "0:named", "model": model})
+            ).status == 204
+        assert await model_of(caller) == 'the "last" \\ one'
+    async with serving() as caller:
+        assert await model_of(caller) == 'the "last" \\ one', "it survives a restart"
+        await caller.post("/v2/clear", {"scopes": ["0:named"]})
+        await caller.post("/v2/initialize", scope("0:named"))
+        assert await model_of(caller) == 'the "last" \\ one'
+        assert (await dropped(caller, "0:named")).status == 200
+        refused = await caller.post("/v2/describe", {"scope": "0:named", "model": "m"})
+        assert (refused.status, refused.json["code"], refused.json["field"]) == (
+            404,
+            "unknown_scope",
+            "scope",
+        )
+        await caller.post("/v2/initialize", scope("0:named"))
+        assert await model_of(caller) == ""
+        assert (await dropped(caller, "0:named")).status == 200
 
 
-def test_another_server_of_the_store_forgets_it_too(tmp_path):
-    async def scenario(url):
-        async with running_shared(url, LIMITS) as one, running_shared(url, LIMITS) as two:
+async def test_another_server_of_the_store_forgets_it_too(tmp_path):
+    with redis_server(tmp_path) as redis:
+        async with (
+            running_shared(redis.url, LIMITS) as one,
+            running_shared(redis.url, LIMITS) as two,
+        ):
             await one.post("/v2/initialize", scope())
             assert (
                 await two.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a"]}]})
@@ -174,9 +161,6 @@ def test_another_server_of_the_store_forgets_it_too(tmp_path):
             assert (refused.status, refused.json["code"]) == (404, "unknown_scope")
             assert (await two.post("/v2/initialize", scope(slots=2))).status == 200
             assert (await one.store("0:kv", ["a"])).status == 200
-
-    with redis_server(tmp_path) as redis:
-        run(scenario(redis.url))
         # The list, the scope, the probe and what ends by itself.
         assert not redis.client().keys("hm:{0:other}*")
 
@@ -223,33 +207,28 @@ def test_nothing_of_it_is_left_in_the_file(tmp_path):
             assert database.execute("SELECT count(*) FROM scopes").fetchone() == (0,)
 
 
-def test_what_could_not_be_written_of_it_is_not_written_later():
-    async def scenario():
-        store = SlowStore()
-        async with running(store, MetadataService(LIMITS)) as caller:
-            await caller.post("/v2/initialize", scope())
-            store.error = StoreError("the disk is full")
-            reserve = {"scopes": [{"scope": "0:kv", "keys": ["a"]}], "lease_seconds": 0.1}
-            assert (await caller.post("/v2/reserve", reserve)).status == 503
-            await caller.post("/v2/clear", {"scopes": ["0:kv"]})
-            # Every answer is 503 now, also that to a drop that the quarantine refuses.
-            while "0:kv" in caller.service.scopes:
-                assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 503
-                await asyncio.sleep(0.05)
-            store.error = None
-            assert (await caller.post("/v2/initialize", scope(slots=4))).status == 200
-            [last] = [
-                record
-                for group in store.written
-                for record in group.scopes
-                if record.geometry.slots == 4
-            ]
-            assert last.number not in [
-                number for group in store.written for number in group.dropped
-            ]
-            assert 1 in [number for group in store.written for number in group.dropped]
-
-    run(scenario())
+async def test_what_could_not_be_written_of_it_is_not_written_later():
+    store = SlowStore()
+    async with running(store, MetadataService(LIMITS)) as caller:
+        await caller.post("/v2/initialize", scope())
+        store.error = StoreError("the disk is full")
+        reserve = {"scopes": [{"scope": "0:kv", "keys": ["a"]}], "lease_seconds": 0.1}
+        assert (await caller.post("/v2/reserve", reserve)).status == 503
+        await caller.post("/v2/clear", {"scopes": ["0:kv"]})
+        # Every answer is 503 now, also that to a drop that the quarantine refuses.
+        while "0:kv" in caller.service.scopes:
+            assert (await caller.post("/v2/drop", {"scopes": ["0:kv"]})).status == 503
+            await asyncio.sleep(0.05)
+        store.error = None
+        assert (await caller.post("/v2/initialize", scope(slots=4))).status == 200
+        [last] = [
+            record
+            for group in store.written
+            for record in group.scopes
+            if record.geometry.slots == 4
+        ]
+        assert last.number not in [number for group in store.written for number in group.dropped]
+        assert 1 in [number for group in store.written for number in group.dropped]
 
 
 def test_all_are_dropped_or_none():
@@ -264,14 +243,13 @@ def test_the_command_waits_for_the_quarantine(tmp_path):
     with served() as (place, client):
         client.http.post("/0/initialize", {"num_pages": 50})
         client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
-        run = CliRunner().invoke
-        refused = run(app, ["drop", "0:kv", "--url", place.url])
+        refused = run_metadata("drop", "0:kv", "--url", place.url)
         assert refused.exit_code == 2
         assert "clear it" in refused.stderr
-        assert run(app, ["clear", "0:kv", "--url", place.url]).exit_code == 0
-        done = run(app, ["drop", "0:kv", "--wait", "30", "--url", place.url])
+        assert run_metadata("clear", "0:kv", "--url", place.url).exit_code == 0
+        done = run_metadata("drop", "0:kv", "--wait", "30", "--url", place.url)
         assert (done.exit_code, done.stdout) == (0, "0:kv: dropped\n")
-        assert run(app, ["scopes", "--json", "--url", place.url]).stdout == ""
+        assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
 
 
 def test_doctor_leaves_no_scope_behind(tmp_path):
@@ -287,6 +265,6 @@ def test_doctor_leaves_no_scope_behind(tmp_path):
             }
             findings = list(check_round_trip(DoctorTarget(driver="hf3fs", options=options)))
             assert [finding.status for finding in findings] == [Status.OK], findings
-            listed = CliRunner().invoke(app, ["scopes", "--json", "--url", place.url])
+            listed = run_metadata("scopes", "--json", "--url", place.url)
             assert listed.stdout == ""
             assert [file.name for file in (tmp_path / "store").iterdir()] == ["store.id"]

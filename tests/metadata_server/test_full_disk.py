@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -26,8 +25,9 @@ from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit, sqlite
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.full_disks import small_disk
-from tests.metadata_server.http_calls import Caller, run, running, running_shared
+from tests.metadata_server.http_calls import Caller, running, running_shared
 from tests.metadata_server.redis_servers import redis_server
+from tests.support.commands import run_program
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -175,11 +175,11 @@ def events(said: list[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_a_store_without_room(tmp_path, name):
+async def test_a_store_without_room(tmp_path, name):
     """Changes are refused as long as `/readyz`, log and metrics say so, and no longer; lookups go
     on."""
 
-    async def scenario(store: FillableStore) -> None:
+    with STORES[name](tmp_path) as store:
         async with store.serving() as caller:
             await caller.post("/v2/initialize", SCOPE)
             assert (await caller.store("0:kv", keys(100))).status == 200
@@ -218,14 +218,11 @@ def test_a_store_without_room(tmp_path, name):
             assert await found(caller, keys(100) + keys(10, "new")) == 110
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 
-    with STORES[name](tmp_path) as store:
-        run(scenario(store))
 
-
-def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
+async def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
     """What makes room is done: otherwise an operator has nothing to make it with."""
 
-    async def scenario(store):
+    with redis_store(tmp_path) as store:
         async with store.serving() as caller:
             await caller.post("/v2/initialize", SCOPE)
             assert (await caller.store("0:kv", keys(100))).status == 200
@@ -238,16 +235,13 @@ def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
             assert (await caller.post("/v2/clear", {"scopes": ["0:kv"]})).json == {"pages": [90]}
             assert await found(caller, keys(100)) == 0
 
-    with redis_store(tmp_path) as store:
-        run(scenario(store))
-
 
 @pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])
-def test_a_disk_that_is_full_during_a_compaction(tmp_path, durability):
+async def test_a_disk_that_is_full_during_a_compaction(tmp_path, durability):
     """The log still has room, the database has not: changes are refused, and what was acknowledged
     is there afterwards."""
 
-    async def scenario(disk):
+    with small_disk(tmp_path) as disk:
         async with on_disk(disk.path, durability) as caller:
             await caller.post("/v2/initialize", SCOPE)
             assert (await caller.store("0:kv", keys(2000))).status == 200
@@ -270,31 +264,25 @@ def test_a_disk_that_is_full_during_a_compaction(tmp_path, durability):
         async with on_disk(disk.path, durability) as caller:
             assert await found(caller, keys(2000) + keys(10, "new")) == 2010
 
-    with small_disk(tmp_path) as disk:
-        run(scenario(disk))
 
-
-def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
-    async def scenario():
-        async with on_disk(tmp_path) as caller:
-            await caller.post("/v2/initialize", SCOPE)
-            with monkeypatch.context() as full:
-                full.setattr(sqlite, "IDLE_CHECKPOINT_BLOCKS", -1)
-                full.setattr(sqlite.SqliteStore, "checkpoint", refuse)
-                assert (await caller.store("0:kv", keys(100))).status in (200, 503)
-                await becomes(caller, 503)
-                assert await reserves(caller, "a") == (503, "unavailable")
-            await becomes(caller, 200)
-            assert await reserves(caller, "b") == (200, "")
-
+async def test_a_checkpoint_that_fails_is_told(tmp_path, monkeypatch):
     def refuse(_):
         raise StoreError("no room")
 
-    run(scenario())
+    async with on_disk(tmp_path) as caller:
+        await caller.post("/v2/initialize", SCOPE)
+        with monkeypatch.context() as full:
+            full.setattr(sqlite, "IDLE_CHECKPOINT_BLOCKS", -1)
+            full.setattr(sqlite.SqliteStore, "checkpoint", refuse)
+            assert (await caller.store("0:kv", keys(100))).status in (200, 503)
+            await becomes(caller, 503)
+            assert await reserves(caller, "a") == (503, "unavailable")
+        await becomes(caller, 200)
+        assert await reserves(caller, "b") == (200, "")
 
 
-def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path):
-    async def scenario(disk):
+async def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path):
+    with small_disk(tmp_path) as disk:
         with logged() as said:
             async with on_disk(disk.path) as caller:
                 await caller.post("/v2/initialize", SCOPE)
@@ -306,11 +294,8 @@ def test_a_server_ends_in_good_order_on_a_full_disk(tmp_path):
         async with on_disk(disk.path) as caller:
             assert await found(caller, keys(100)) == 100
 
-    with small_disk(tmp_path) as disk:
-        run(scenario(disk))
 
-
-def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
+async def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
     with small_disk(tmp_path) as disk:
         address = f"sqlite:///{disk.path}/m.db"
 
@@ -325,20 +310,15 @@ def test_a_start_on_a_full_disk_says_so_in_one_line_and_loses_nothing(tmp_path):
         # Not closed: as after kill -9, but for the lock.
         store._lock.release()
         disk.fill()
-        started = subprocess.run(
-            [*SERVE, "--store", address], capture_output=True, text=True, timeout=60, check=False
-        )
+        started = await asyncio.to_thread(run_program, *SERVE, "--store", address)
         assert started.returncode == 2, started.stderr
         assert len(started.stderr.strip().splitlines()) == 1, started.stderr
         assert f"{disk.path}/m.db" in started.stderr
         assert f"free space in {disk.path}" in started.stderr
         disk.empty()
 
-        async def look():
-            async with on_disk(disk.path) as caller:
-                assert await found(caller, keys(2000)) == 2000
-
-        run(look())
+        async with on_disk(disk.path) as caller:
+            assert await found(caller, keys(2000)) == 2000
 
 
 def test_a_log_that_could_not_be_replayed_is_kept(tmp_path):

@@ -11,8 +11,7 @@ from itertools import count, pairwise
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.rate_limits import RateLimiter
-from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.security import RateLimiter, Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import DEFAULTS
@@ -20,7 +19,7 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from hicache_metadata_server.protocol import JSON, MSGPACK, ROUTES, SGLANG_ROUTES
 from hicache_metadata_server.storage.sqlite import SqliteStore
-from tests.metadata_server.http_calls import run, running, running_shared
+from tests.metadata_server.http_calls import running, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.token_files import EARLIER
 
@@ -389,38 +388,38 @@ def test_a_leak_is_seen_and_a_step_is_none():
         check_no_growth(2000, [180_000 + 30_000 * piece for piece in range(PIECES)])
 
 
-def test_random_requests(tmp_path):
-    see(*run(fuzz(kept(tmp_path), 1, 2000)))
+async def test_random_requests(tmp_path):
+    see(*(await fuzz(kept(tmp_path), 1, 2000)))
 
 
-def test_random_requests_to_a_shared_store(tmp_path):
+async def test_random_requests_to_a_shared_store(tmp_path):
     with redis_server(tmp_path) as redis:
-        see(*run(fuzz(shared(redis), 1, 2000)))
+        see(*(await fuzz(shared(redis), 1, 2000)))
 
 
-def test_random_requests_of_tenants(tmp_path):
-    check_guarded(*run(fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
+async def test_random_requests_of_tenants(tmp_path):
+    check_guarded(*(await fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
 
 
-def test_random_requests_of_tenants_to_a_shared_store(tmp_path):
+async def test_random_requests_of_tenants_to_a_shared_store(tmp_path):
     with redis_server(tmp_path) as redis:
-        check_guarded(*run(fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))
+        check_guarded(*(await fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
-def test_many_random_requests_of_tenants(tmp_path, seed):
-    check_guarded(*run(fuzz(kept(tmp_path, tokens=True), 200 + seed, 5000, tokens=True)))
+async def test_many_random_requests_of_tenants(tmp_path, seed):
+    check_guarded(*(await fuzz(kept(tmp_path, tokens=True), 200 + seed, 5000, tokens=True)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
-def test_many_random_requests(tmp_path, seed):
-    see(*run(fuzz(kept(tmp_path), 100 + seed, 5000)))
+async def test_many_random_requests(tmp_path, seed):
+    see(*(await fuzz(kept(tmp_path), 100 + seed, 5000)))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(4))
-def test_many_random_requests_to_a_shared_store(tmp_path, seed):
+async def test_many_random_requests_to_a_shared_store(tmp_path, seed):
     with redis_server(tmp_path) as redis:
-        see(*run(fuzz(shared(redis), 100 + seed, 5000)))
+        see(*(await fuzz(shared(redis), 100 + seed, 5000)))

@@ -6,10 +6,8 @@ import json
 import random
 
 import pytest
-from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.sglang_import import (
@@ -17,6 +15,7 @@ from hicache_metadata_server.core.sglang_import import (
     import_scopes,
     read_persistence_file,
 )
+from tests.support.commands import run_metadata
 
 
 def written(ranks):
@@ -133,24 +132,19 @@ def test_the_command(tmp_path):
             }
         )
     )
-    done = CliRunner().invoke(app, ["import", str(file), "--store", store])
+    done = run_metadata("import", str(file), "--store", store)
     assert done.exit_code == 0, done.output
     assert "0:kv: 20 pages in 50 slots" in done.output
     assert "0:mamba: 0 pages in 5 slots; 4 lost slots are free again" in done.output
-    checked = CliRunner().invoke(app, ["fsck", "--store", store])
+    checked = run_metadata("fsck", "--store", store)
     assert checked.exit_code == 0, checked.output
     assert "55 slots checked, no problems" in checked.output
-    again = CliRunner().invoke(app, ["import", str(file), "--store", store])
+    again = run_metadata("import", str(file), "--store", store)
     assert again.exit_code == 2
     assert "has 0:kv, 0:mamba already" in " ".join(again.output.split())
+    assert run_metadata("import", str(tmp_path / "none"), "--store", store).exit_code == 2
     assert (
-        CliRunner().invoke(app, ["import", str(tmp_path / "none"), "--store", store]).exit_code == 2
-    )
-    assert (
-        CliRunner()
-        .invoke(app, ["import", str(file), "--store", f"{store}2", "--tenant", "a b"])
-        .exit_code
-        == 2
+        run_metadata("import", str(file), "--store", f"{store}2", "--tenant", "a b").exit_code == 2
     )
 
 

@@ -3,6 +3,8 @@ clear, and after a restart that lost all."""
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
+
 import msgspec
 import pytest
 
@@ -14,7 +16,6 @@ from hicache_metadata_server.shared.assembly import open_connection
 from hicache_metadata_server.shared.catalog import MICROSECONDS
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
-from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
@@ -122,19 +123,17 @@ def free(leased):
     }
 
 
-def scenario(server, steps):
-    async def go():
-        one = server()
-        try:
-            await steps(one)
-        finally:
-            await one.close()
-
-    run(go())
+@asynccontextmanager
+async def opened(server):
+    one = server()
+    try:
+        yield one
+    finally:
+        await one.close()
 
 
-def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(server):
-    async def steps(one):
+async def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(server):
+    async with opened(server) as one:
         await initialize(one)
         mine = await reserve(one, "a", "b")
         stored = await reserve(one, "c", "d")
@@ -153,13 +152,11 @@ def test_a_leased_slot_that_is_cleared_rests_until_its_lease_would_have_ended(se
         one.now = NOW + LEASE + 0.5
         assert free(mine) <= free(await reserve(one, *"ghijkl", seconds=60.0))
 
-    scenario(server, steps)
 
-
-def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(
+async def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten_the_quarantine(
     server,
 ):
-    async def steps(one):
+    async with opened(server) as one:
         await initialize(one)
         mine, short = await reserve(one, "a"), await reserve(one, "b", seconds=1.0)
         one.now += 5
@@ -178,11 +175,9 @@ def test_a_renewed_lease_counts_and_a_lease_that_is_nearly_over_does_not_shorten
         one.now = NOW + 5 + 15 + QUARANTINE + 1
         assert free(mine) <= free(await reserve(one, *"ghijkl", seconds=60.0))
 
-    scenario(server, steps)
 
-
-def test_a_cleared_lease_rests_over_a_restart_too(tmp_path):
-    async def steps(one):
+async def test_a_cleared_lease_rests_over_a_restart_too(tmp_path):
+    async with opened(lambda: OneServer(f"sqlite:///{tmp_path}/m.db")) as one:
         await initialize(one)
         mine = await reserve(one, "a", "b")
         one.now += 1
@@ -194,13 +189,11 @@ def test_a_cleared_lease_rests_over_a_restart_too(tmp_path):
         one.now = NOW + LEASE + 10
         assert free(mine) <= free(await reserve(one, *"mnopqr"))
 
-    scenario(lambda: OneServer(f"sqlite:///{tmp_path}/m.db"), steps)
 
-
-def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(
+async def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_server_are_over(
     server,
 ):
-    async def steps(one):
+    async with opened(server) as one:
         await initialize(one, LEASE)
         assert await one.counts() == (0, 0, 0, SLOTS)
         answer = await reserve(one, "a")
@@ -219,69 +212,55 @@ def test_a_scope_that_is_made_anew_gives_no_slot_before_leases_of_an_earlier_ser
         assert await one.counts() == (SLOTS, 0, 0, 0)
         assert len(free(await reserve(one, *"abcdef"))) == SLOTS
 
-    scenario(server, steps)
 
-
-def test_a_scope_whose_file_is_new_and_one_that_is_there_are_open(server):
-    async def steps(one):
+async def test_a_scope_whose_file_is_new_and_one_that_is_there_are_open(server):
+    async with opened(server) as one:
         assert (await initialize(one, 0.0)).created == [True]
         assert len(free(await reserve(one, *"abc"))) == 3
         assert (await initialize(one, LEASE)).created == [False]
         assert len(free(await reserve(one, *"def"))) == 3
 
-    scenario(server, steps)
 
-
-def test_max_leases_bound_the_wait(server):
-    async def steps(one):
+async def test_max_leases_bound_the_wait(server):
+    async with opened(server) as one:
         await initialize(one, 1e9)
         one.now += LIMITS.max_lease_seconds + QUARANTINE + 0.5
         assert free(await reserve(one, "a"))
 
-    scenario(server, steps)
-
 
 @pytest.mark.parametrize("kind", ["memory:", "sqlite:///{}/m.db"])
-def test_a_server_that_serves_for_long_opens_new_scopes_at_once(kind, tmp_path):
+async def test_a_server_that_serves_for_long_opens_new_scopes_at_once(kind, tmp_path):
     """It has given all leases since its start, and those of an earlier server are over."""
     one = OneServer(kind.format(tmp_path))
 
-    async def steps():
-        one.now += LEASE + QUARANTINE
-        await initialize(one, LEASE)
-        assert free(await reserve(one, "a"))
-        await one.close()
-
-    run(steps())
+    one.now += LEASE + QUARANTINE
+    await initialize(one, LEASE)
+    assert free(await reserve(one, "a"))
+    await one.close()
 
 
-def test_a_closed_scope_stays_closed_over_a_restart(tmp_path):
+async def test_a_closed_scope_stays_closed_over_a_restart(tmp_path):
     one = OneServer(f"sqlite:///{tmp_path}/m.db")
 
-    async def steps():
-        await initialize(one, LEASE)
-        await one.ask("clear", p.Clear(scopes=["0:kv"]))
-        one.now += 3
-        one.start()
-        assert await one.counts() == (0, 0, 0, SLOTS)
-        one.now = NOW + LEASE + QUARANTINE + 0.1
-        assert free(await reserve(one, "a"))
-        await one.close()
-
-    run(steps())
+    await initialize(one, LEASE)
+    await one.ask("clear", p.Clear(scopes=["0:kv"]))
+    one.now += 3
+    one.start()
+    assert await one.counts() == (0, 0, 0, SLOTS)
+    one.now = NOW + LEASE + QUARANTINE + 0.1
+    assert free(await reserve(one, "a"))
+    await one.close()
 
 
-def test_the_column_is_as_long_as_that_of_the_scopes(server):
-    async def steps(one):
+async def test_the_column_is_as_long_as_that_of_the_scopes(server):
+    async with opened(server) as one:
         with pytest.raises(RequestError) as caught:
             await initialize(one, 1.0, 1.0)
         assert (caught.value.status, caught.value.problem.field) == (422, "earlier_lease_seconds")
 
-    scenario(server, steps)
 
-
-def test_a_scope_that_gives_no_slot_yet_cannot_be_dropped_and_made_anew_open(server):
-    async def steps(one):
+async def test_a_scope_that_gives_no_slot_yet_cannot_be_dropped_and_made_anew_open(server):
+    async with opened(server) as one:
         await initialize(one, LEASE)
         with pytest.raises(RequestError, match=f"{SLOTS} slots"):
             await one.ask("drop", p.Drop(scopes=["0:kv"]))
@@ -292,11 +271,9 @@ def test_a_scope_that_gives_no_slot_yet_cannot_be_dropped_and_made_anew_open(ser
         assert (await initialize(one)).created == [True]
         assert free(await reserve(one, "a"))
 
-    scenario(server, steps)
 
-
-def test_a_scope_that_is_dropped_and_made_anew_goes_on_with_the_numbers(server):
-    async def steps(one):
+async def test_a_scope_that_is_dropped_and_made_anew_goes_on_with_the_numbers(server):
+    async with opened(server) as one:
         one.now += 100
         await initialize(one)
         before = await reserve(one, "a")
@@ -312,36 +289,31 @@ def test_a_scope_that_is_dropped_and_made_anew_goes_on_with_the_numbers(server):
         assert after.generations[0] > before.generations[0]
         assert await commit(one, before.leases) == [p.Settled.STALE]
 
-    scenario(server, steps)
 
-
-def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
+async def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
     one = OneServer(f"sqlite:///{tmp_path}/m.db")
 
-    async def steps():
-        await initialize(one)
-        mine = await reserve(one, "a", "b", seconds=20.0)
-        gone = await reserve(one, "c", seconds=20.0)
-        await one.ask("clear", p.Clear(scopes=["0:kv"]))
-        held = await reserve(one, "d", seconds=20.0)
-        one.limits = msgspec.structs.replace(
-            LIMITS, lease_seconds=2.0, max_lease_seconds=2.0, quarantine_seconds=1.0
-        )
-        for after in (0, 1, 1, 10):
-            one.now += after
-            one.start()
-        assert await commit(one, held.leases) == [p.Settled.DONE]
-        one.now = NOW + 19
-        given = free(await reserve(one, *"uvwxyz"))
-        assert given
-        assert not given & (free(mine) | free(gone))
-        await one.close()
-
-    run(steps())
+    await initialize(one)
+    mine = await reserve(one, "a", "b", seconds=20.0)
+    gone = await reserve(one, "c", seconds=20.0)
+    await one.ask("clear", p.Clear(scopes=["0:kv"]))
+    held = await reserve(one, "d", seconds=20.0)
+    one.limits = msgspec.structs.replace(
+        LIMITS, lease_seconds=2.0, max_lease_seconds=2.0, quarantine_seconds=1.0
+    )
+    for after in (0, 1, 1, 10):
+        one.now += after
+        one.start()
+    assert await commit(one, held.leases) == [p.Settled.DONE]
+    one.now = NOW + 19
+    given = free(await reserve(one, *"uvwxyz"))
+    assert given
+    assert not given & (free(mine) | free(gone))
+    await one.close()
 
 
-def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
-    async def steps(one):
+async def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
+    async with opened(lambda: OneOfSeveral(redis)) as one:
         await initialize(one)
         await reserve(one, "a", seconds=20.0)
         client = redis.client()
@@ -352,11 +324,9 @@ def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
         one.now += 1.0
         assert free(await reserve(one, "b"))
 
-    scenario(lambda: OneOfSeveral(redis), steps)
 
-
-def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
-    async def steps(one):
+async def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
+    async with opened(lambda: OneOfSeveral(redis)) as one:
         await initialize(one)
         mine = await reserve(one, "a")
         # Another server that drops it too, and was killed.
@@ -366,5 +336,3 @@ def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
         assert one.service.catalog.known["0:kv"].geometry == GEOMETRY
         assert (await initialize(one)).created == [False]
         assert await commit(one, mine.leases) == [p.Settled.DONE]
-
-    scenario(lambda: OneOfSeveral(redis), steps)

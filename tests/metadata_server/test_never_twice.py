@@ -16,7 +16,6 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared.assembly import open_connection
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
-from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
@@ -115,9 +114,11 @@ def test_an_old_lease_is_stale_for_good(tmp_path, store, loss):
         loss(directory, before)
 
 
-def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
-    async def scenario(url, client):
-        service = SharedService(open_connection(url), DEFAULTS, durability=p.StoreDurability.NONE)
+async def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
+    with redis_server(tmp_path) as server:
+        service = SharedService(
+            open_connection(server.url), DEFAULTS, durability=p.StoreDurability.NONE
+        )
         try:
             seen = list[int]()
             for _ in range(3):
@@ -134,13 +135,10 @@ def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
                 assert min(given.leases) > max(seen, default=0)
                 assert min(given.generations) > max(seen, default=0)
                 seen += given.leases
-                client.flushall()
+                server.client().flushall()
                 service.catalog.known.clear()
         finally:
             await service.connection.close()
-
-    with redis_server(tmp_path) as server:
-        run(scenario(server.url, server.client()))
 
 
 def test_numbers_are_exact_in_json_and_lua():

@@ -8,15 +8,14 @@ import socket
 
 import pytest
 
-from hicache_metadata_server.auth.origins import OriginPolicy
-from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.auth.security import OriginPolicy, Security
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.every_route import ask, every_route, prepared
-from tests.metadata_server.http_calls import Caller, run, running
+from tests.metadata_server.http_calls import Caller, running
 from tests.metadata_server.test_fast_path import answers, connected, message, port  # noqa: F401 - `port` is a fixture
 
 HOST = "127.0.0.1:18000"
@@ -54,106 +53,84 @@ OWN = [
 ]
 
 
-def test_every_route_refuses_pages_of_other_sites_and_does_nothing():
-    async def scenario():
-        async with running() as caller:
-            lease, pin = await prepared(caller, {})
-            before = caller.service.list_scopes(), caller.service.draining, caller.service.totals()
-            for asked in every_route(lease=lease, pin=pin):
-                for headers in FOREIGN:
-                    reply = await ask(caller, asked, headers)
-                    assert (reply.status, reply.json["code"]) == (403, "forbidden"), (
-                        asked,
-                        headers,
-                        reply,
-                    )
-                    assert reply.json["field"] in ("Host", "Origin", "Sec-Fetch-Site")
-            assert (
-                caller.service.list_scopes(),
-                caller.service.draining,
-                caller.service.totals(),
-            ) == before
-
-    run(scenario())
+async def test_every_route_refuses_pages_of_other_sites_and_does_nothing():
+    async with running() as caller:
+        lease, pin = await prepared(caller, {})
+        before = caller.service.list_scopes(), caller.service.draining, caller.service.totals()
+        for asked in every_route(lease=lease, pin=pin):
+            for headers in FOREIGN:
+                reply = await ask(caller, asked, headers)
+                assert (reply.status, reply.json["code"]) == (403, "forbidden"), (
+                    asked,
+                    headers,
+                    reply,
+                )
+                assert reply.json["field"] in ("Host", "Origin", "Sec-Fetch-Site")
+        assert (
+            caller.service.list_scopes(),
+            caller.service.draining,
+            caller.service.totals(),
+        ) == before
 
 
 @pytest.mark.parametrize("headers", OWN)
-def test_clients_and_the_servers_own_page_are_served(headers):
-    async def scenario():
-        async with running() as caller:
-            assert (
-                await caller.post("/0/initialize", {"num_pages": 4}, headers=headers)
-            ).status == 204
-            assert (await caller.send("GET", "/v2/scopes", headers=headers)).status == 200
-            assert (await caller.send("GET", "/metrics", headers=headers)).status == 200
-
-    run(scenario())
+async def test_clients_and_the_servers_own_page_are_served(headers):
+    async with running() as caller:
+        assert (await caller.post("/0/initialize", {"num_pages": 4}, headers=headers)).status == 204
+        assert (await caller.send("GET", "/v2/scopes", headers=headers)).status == 200
+        assert (await caller.send("GET", "/metrics", headers=headers)).status == 200
 
 
-def test_where_there_are_tokens_they_tell():
+async def test_where_there_are_tokens_they_tell():
     """A page of another site has none; and the server may be called by any name."""
 
-    async def scenario():
-        service = MetadataService()
-        security = Security(service, Tokens({"admin-token": "admin"}))
-        app = create_app(service, MemoryStore(), security=security)
-        async with app.server.running():
-            caller = Caller(app)
-            for headers in FOREIGN:
-                assert (await caller.send("GET", "/v2", headers=headers)).status == 401
-                assert (
-                    await caller.send(
-                        "GET", "/v2", headers={**headers, "authorization": "Bearer admin-token"}
-                    )
-                ).status == 200
-
-    run(scenario())
+    service = MetadataService()
+    security = Security(service, Tokens({"admin-token": "admin"}))
+    app = create_app(service, MemoryStore(), security=security)
+    async with app.server.running():
+        caller = Caller(app)
+        for headers in FOREIGN:
+            assert (await caller.send("GET", "/v2", headers=headers)).status == 401
+            assert (
+                await caller.send(
+                    "GET", "/v2", headers={**headers, "authorization": "Bearer admin-token"}
+                )
+            ).status == 200
 
 
-def test_health_is_told_to_everybody_and_files_of_the_page_hold_no_data():
-    async def scenario():
-        async with running() as caller:
-            for path in ("/healthz", "/readyz", "/"):
-                assert (
-                    await caller.send("GET", path, headers={"host": "evil.example"})
-                ).status == 200
-
-    run(scenario())
+async def test_health_is_told_to_everybody_and_files_of_the_page_hold_no_data():
+    async with running() as caller:
+        for path in ("/healthz", "/readyz", "/"):
+            assert (await caller.send("GET", path, headers={"host": "evil.example"})).status == 200
 
 
 @pytest.mark.parametrize("path", ["/0/clear", "/v2/clear"])
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
-def test_what_a_form_can_send_is_refused(path, kind):
+async def test_what_a_form_can_send_is_refused(path, kind):
     """Also where the browser is so old that it does not say where it comes from."""
 
-    async def scenario():
-        async with running() as caller:
-            await caller.post("/0/initialize", {"num_pages": 4})
-            await caller.store("0:kv", ["a"])
-            reply = await caller.send(
-                "POST",
-                path,
-                json.dumps({} if path[1] == "0" else {"scopes": ["0:kv"]}).encode(),
-                content_type=kind,
-            )
-            assert (reply.status, reply.json["code"]) == (415, "media_type")
-            assert caller.service.list_scopes().scopes[0].live == 1
-
-    run(scenario())
+    async with running() as caller:
+        await caller.post("/0/initialize", {"num_pages": 4})
+        await caller.store("0:kv", ["a"])
+        reply = await caller.send(
+            "POST",
+            path,
+            json.dumps({} if path[1] == "0" else {"scopes": ["0:kv"]}).encode(),
+            content_type=kind,
+        )
+        assert (reply.status, reply.json["code"]) == (415, "media_type")
+        assert caller.service.list_scopes().scopes[0].live == 1
 
 
 @pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", None])
-def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
-    async def scenario():
-        async with running() as caller:
-            assert (
-                await caller.send("POST", "/0/initialize", b'{"num_pages": 4}', content_type=kind)
-            ).status == 204
-            assert (await caller.send("POST", "/0/clear", b"{}", content_type=kind)).status == 204
-
-    run(scenario())
+async def test_the_compatible_part_takes_json_and_what_says_nothing(kind):
+    async with running() as caller:
+        assert (
+            await caller.send("POST", "/0/initialize", b'{"num_pages": 4}', content_type=kind)
+        ).status == 204
+        assert (await caller.send("POST", "/0/clear", b"{}", content_type=kind)).status == 204
 
 
 def test_names_that_are_configured_are_known_and_their_pages_may_ask():

@@ -12,7 +12,7 @@ from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import ROUTES, Token
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 from tests.metadata_server.token_files import EARLIER
 
 ORDER = list(Token)
@@ -92,107 +92,91 @@ def refused_tokens(asked):
         yield bearer("admin-acme"), 403
 
 
-def test_every_route_refuses_and_does_nothing(tmp_path):
+async def test_every_route_refuses_and_does_nothing(tmp_path):
     seen = set()
 
-    async def scenario():
-        async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
-            lease, pin = await prepared(caller, bearer("write-acme"))
-            before = state(caller.service)
-            for asked in every_route(lease=lease, pin=pin):
-                for headers, status in refused_tokens(asked):
-                    reply = await ask(caller, asked, {**headers, "idempotency-key": "k"})
-                    assert reply.status == status, (asked, headers, reply)
-                    assert set(reply.json) == {"code", "message", "field"}
-                    assert reply.json["code"] == {401: "unauthorized", 403: "forbidden"}[status]
-                    assert state(caller.service) == before, (asked, headers)
-                    seen.add((asked.path, status))
-            for path in ("/nothing", "/0/nothing", "/v2/", "//", "/0/exists/"):
-                assert (await caller.send("POST", path, b"{}")).status == 401
-            for path in HEALTH:
-                assert (await caller.send("GET", path)).status == 200
-
-    run(scenario())
+    async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
+        lease, pin = await prepared(caller, bearer("write-acme"))
+        before = state(caller.service)
+        for asked in every_route(lease=lease, pin=pin):
+            for headers, status in refused_tokens(asked):
+                reply = await ask(caller, asked, {**headers, "idempotency-key": "k"})
+                assert reply.status == status, (asked, headers, reply)
+                assert set(reply.json) == {"code", "message", "field"}
+                assert reply.json["code"] == {401: "unauthorized", 403: "forbidden"}[status]
+                assert state(caller.service) == before, (asked, headers)
+                seen.add((asked.path, status))
+        for path in ("/nothing", "/0/nothing", "/v2/", "//", "/0/exists/"):
+            assert (await caller.send("POST", path, b"{}")).status == 401
+        for path in HEALTH:
+            assert (await caller.send("GET", path)).status == 200
     assert {path for path, status in seen if status == 401} >= set(ROUTES)
 
 
 @pytest.mark.parametrize("token", ["admin-acme", "admin-"])
-def test_the_same_requests_are_done_for_who_may(tmp_path, token):
+async def test_the_same_requests_are_done_for_who_may(tmp_path, token):
     """So what the test above sends is refused for its token, and for nothing else."""
 
-    async def scenario():
-        # Each in a server of its own: one of them clears, and one drains.
-        for number in range(len(list(every_route(lease=1, pin=1)))):
-            place = tmp_path / f"{token}-{number}"
-            place.mkdir()
-            async with running(**guarded(place, "acme", "")) as caller:
-                lease, pin = await prepared(caller, bearer("write-acme"))
-                asked = list(every_route(lease=lease, pin=pin))[number]
-                reply = await ask(caller, asked, bearer(token))
-                refused = token == "admin-acme" and not (asked.names_scope or asked.open_to_tenants)
-                assert reply.status == 403 if refused else reply.status in asked.done, (
-                    asked,
-                    reply,
-                )
-
-    run(scenario())
-
-
-def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
-    async def scenario():
-        async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
-            _, pin = await prepared(caller, bearer("write-acme"))
-            await caller.post(
-                "/v2/initialize",
-                {"scopes": [{"scope": "1:kv", "slots": 8}]},
-                headers=bearer("write-other"),
+    # Each in a server of its own: one of them clears, and one drains.
+    for number in range(len(list(every_route(lease=1, pin=1)))):
+        place = tmp_path / f"{token}-{number}"
+        place.mkdir()
+        async with running(**guarded(place, "acme", "")) as caller:
+            lease, pin = await prepared(caller, bearer("write-acme"))
+            asked = list(every_route(lease=lease, pin=pin))[number]
+            reply = await ask(caller, asked, bearer(token))
+            refused = token == "admin-acme" and not (asked.names_scope or asked.open_to_tenants)
+            assert reply.status == 403 if refused else reply.status in asked.done, (
+                asked,
+                reply,
             )
-            await caller.post("/2/initialize", {"num_pages": 8}, headers=bearer("write-"))
-            for token, names in (
-                ("read-acme", [SCOPE]),
-                ("read-other", ["1:kv"]),
-                ("read-", ["2:kv"]),
-                ("admin-", [SCOPE, "1:kv", "2:kv"]),
-            ):
-                listed = (await caller.send("GET", "/v2/scopes", headers=bearer(token))).json[
-                    "scopes"
-                ]
-                assert [one["scope"] for one in listed] == names, token
-                assert token == "admin-" or {one["tenant"] for one in listed} == {
-                    token.partition("-")[2]
-                }
-            for token, slots in (("admin-acme", 64), ("admin-other", 8), ("admin-", 80)):
-                assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json[
-                    "slots"
-                ] == slots
-            pins = {"pins": [pin]}
-            for token, left in (("read-other", 1), ("read-", 1), ("read-acme", 0)):
-                assert (await caller.post("/v2/unpin", pins, headers=bearer(token))).status == 204
-                assert len(caller.service._pins) == left, token
-
-    run(scenario())
 
 
-def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
-    async def scenario():
-        async with running(**guarded(tmp_path, "acme", "other")) as caller:
-            for tenant, scope in (("acme", "0:a"), ("other", "0:b")):
-                made = {"scopes": [{"scope": scope, "slots": 8}]}
-                reply = await caller.post(
-                    "/v2/initialize",
-                    made,
-                    headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"},
-                )
-                assert reply.json == {"created": [True]}, "a key of another tenant's is another key"
-            reserve = {"scopes": [{"scope": "0:a", "keys": ["k"]}]}
-            once = {"idempotency-key": "once"}
-            assert (
-                await caller.post("/v2/reserve", reserve, headers=bearer("write-acme") | once)
-            ).status == 200
-            stolen = await caller.post("/v2/reserve", reserve, headers=bearer("write-other") | once)
-            assert (stolen.status, stolen.json["field"]) == (403, "scopes[0].scope")
+async def test_what_names_no_scope_keeps_to_what_is_the_tenants(tmp_path):
+    async with running(**guarded(tmp_path, "acme", "other", "")) as caller:
+        _, pin = await prepared(caller, bearer("write-acme"))
+        await caller.post(
+            "/v2/initialize",
+            {"scopes": [{"scope": "1:kv", "slots": 8}]},
+            headers=bearer("write-other"),
+        )
+        await caller.post("/2/initialize", {"num_pages": 8}, headers=bearer("write-"))
+        for token, names in (
+            ("read-acme", [SCOPE]),
+            ("read-other", ["1:kv"]),
+            ("read-", ["2:kv"]),
+            ("admin-", [SCOPE, "1:kv", "2:kv"]),
+        ):
+            listed = (await caller.send("GET", "/v2/scopes", headers=bearer(token))).json["scopes"]
+            assert [one["scope"] for one in listed] == names, token
+            assert token == "admin-" or {one["tenant"] for one in listed} == {
+                token.partition("-")[2]
+            }
+        for token, slots in (("admin-acme", 64), ("admin-other", 8), ("admin-", 80)):
+            assert (await caller.post("/v2/fsck", {}, headers=bearer(token))).json["slots"] == slots
+        pins = {"pins": [pin]}
+        for token, left in (("read-other", 1), ("read-", 1), ("read-acme", 0)):
+            assert (await caller.post("/v2/unpin", pins, headers=bearer(token))).status == 204
+            assert len(caller.service._pins) == left, token
 
-    run(scenario())
+
+async def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
+    async with running(**guarded(tmp_path, "acme", "other")) as caller:
+        for tenant, scope in (("acme", "0:a"), ("other", "0:b")):
+            made = {"scopes": [{"scope": scope, "slots": 8}]}
+            reply = await caller.post(
+                "/v2/initialize",
+                made,
+                headers={**bearer(f"write-{tenant}"), "idempotency-key": "same"},
+            )
+            assert reply.json == {"created": [True]}, "a key of another tenant's is another key"
+        reserve = {"scopes": [{"scope": "0:a", "keys": ["k"]}]}
+        once = {"idempotency-key": "once"}
+        assert (
+            await caller.post("/v2/reserve", reserve, headers=bearer("write-acme") | once)
+        ).status == 200
+        stolen = await caller.post("/v2/reserve", reserve, headers=bearer("write-other") | once)
+        assert (stolen.status, stolen.json["field"]) == (403, "scopes[0].scope")
 
 
 @pytest.mark.parametrize(
@@ -213,13 +197,10 @@ def test_no_tenant_gets_another_ones_remembered_answer(tmp_path):
         ),
     ],
 )
-def test_a_refusal_names_the_scope(tmp_path, path, body, field):
-    async def scenario():
-        async with running(**guarded(tmp_path, "acme", "other")) as caller:
-            await prepared(caller, bearer("write-acme"))
-            before = state(caller.service)
-            reply = await caller.post(path, body, headers=bearer("write-other"))
-            assert (reply.status, reply.json["field"]) == (403, field)
-            assert state(caller.service) == before
-
-    run(scenario())
+async def test_a_refusal_names_the_scope(tmp_path, path, body, field):
+    async with running(**guarded(tmp_path, "acme", "other")) as caller:
+        await prepared(caller, bearer("write-acme"))
+        before = state(caller.service)
+        reply = await caller.post(path, body, headers=bearer("write-other"))
+        assert (reply.status, reply.json["field"]) == (403, field)
+        assert state(caller.service) == before

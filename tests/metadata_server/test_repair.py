@@ -11,13 +11,11 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.slots.checking import ExpectedPage, SlotFileSet, SlotVerdict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker, sampled
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.changes import Changes
 from hicache_metadata_server.core.codec import SlotChanges, SlotLeases, SlotStates
 from hicache_metadata_server.core.restore import SlotRow
@@ -29,6 +27,7 @@ from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.servers import served
 from tests.metadata_server.test_snapshots import Engine, address, live, write
+from tests.support.commands import run_metadata
 
 SERVE = (
     f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve '
@@ -37,10 +36,6 @@ SERVE = (
 )
 PAGES = 24
 NAMES = chain("p", PAGES)
-
-
-def hicache(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def flip(rig, slot, at):
@@ -124,7 +119,7 @@ def left(planted):
 def test_what_is_whole_is_left_alone(planted):
     assert len(left(planted)) == PAGES
     before = (planted.data.parent / "m.db").read_bytes()
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert done.exit_code == 0, done.output
     assert f"{PAGES} pages: holds its page" in done.output
     assert (planted.data.parent / "m.db").read_bytes() == before
@@ -155,7 +150,7 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
     # Written behind the last of the chain.
     bad["~"] = SlotVerdict.SHORT
     content = planted.file.read_bytes()
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data)
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data)
     assert done.exit_code == 1, done.output
     assert len(left(planted)) == PAGES, "without --repair nothing changes"
     told = [line for line in done.output.splitlines() if line.startswith(planted.scope)]
@@ -170,13 +165,13 @@ def test_every_page_that_is_not_in_its_slot_is_found_and_goes(planted):
     }
     assert highest in late
     assert len(late) == 2, "the last page, and the escaped one that was written behind it"
-    mended = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    mended = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert mended.exit_code == 1
     assert left(planted) == left(planted) - found.keys()
     assert len(left(planted)) == PAGES - len(found)
     assert spared in left(planted)
     assert planted.file.read_bytes() == content, "data is never written"
-    assert hicache("fsck", "--store", planted.store, "--files", planted.data).exit_code == 0
+    assert run_metadata("fsck", "--store", planted.store, "--files", planted.data).exit_code == 0
 
 
 def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
@@ -206,23 +201,23 @@ def test_a_length_that_cannot_be_and_one_that_is_not_known(planted):
 def test_a_file_that_is_gone_or_cannot_be_read(planted):
     planted.file.unlink()
     planted.file.mkdir()
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert done.exit_code == 2
     assert f"{PAGES} pages: cannot be read" in done.output
     assert len(left(planted)) == PAGES, "what cannot be read may be right"
     planted.file.rmdir()
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert done.exit_code == 1
     assert left(planted) == set()
 
 
 def test_a_mount_that_is_not_there_costs_nothing(planted):
     (planted.data / "store.id").unlink()
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert done.exit_code == 2
     assert "not mounted" in " ".join(done.output.split())
     (planted.data / "store.id").symlink_to("ffffffff")
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--repair")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--repair")
     assert done.exit_code == 0
     assert f"{PAGES} pages: in scopes of other directories" in done.output
     assert len(left(planted)) == PAGES
@@ -231,7 +226,7 @@ def test_a_mount_that_is_not_there_costs_nothing(planted):
 def test_without_the_driver_the_error_names_the_package(planted, monkeypatch):
     # None is how Python remembers that a module cannot be imported.
     monkeypatch.setitem(sys.modules, "hicache_backends.hf3fs.fsck", None)
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data)
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data)
     assert done.exit_code == 2
     assert "pip install 'hicache-storage[hf3fs]'" in done.output
 
@@ -256,7 +251,7 @@ def test_a_sample(planted):
         assert len(drawn) == PAGES, "each page may be drawn"
     for key in NAMES[:-1]:
         flip(planted.rig, planted.slots[key], 7)
-    done = hicache("fsck", "--store", planted.store, "--files", planted.data, "--sample", "20")
+    done = run_metadata("fsck", "--store", planted.store, "--files", planted.data, "--sample", "20")
     assert done.exit_code == 1
     assert (
         sum(
@@ -277,25 +272,25 @@ def test_of_a_server_that_runs(planted):
         client,
     ):
         where = ("--url", server.url, "--files", planted.data)
-        done = hicache("fsck", *where)
+        done = run_metadata("fsck", *where)
         assert done.exit_code == 1, done.output
         assert sum(line.startswith(planted.scope) for line in done.output.splitlines()) == 3
-        assert hicache("fsck", "0:other", *where).exit_code == 2
-        done = hicache("fsck", planted.scope, *where, "--repair")
+        assert run_metadata("fsck", "0:other", *where).exit_code == 2
+        done = run_metadata("fsck", planted.scope, *where, "--repair")
         assert "3 pages deleted" in done.output
-        assert hicache("fsck", *where).exit_code == 0
+        assert run_metadata("fsck", *where).exit_code == 0
         asked = p.Lookup(scopes=[p.LookupScope(scope=planted.scope, keys=NAMES[:-1])])
         slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
         assert [key for key, slot in zip(NAMES, slots, strict=False) if slot < 0] == bad
         assert "a running server cannot be repaired" in " ".join(
-            hicache("fsck", "--url", server.url, "--repair").output.split()
+            run_metadata("fsck", "--url", server.url, "--repair").output.split()
         )
         assert (
             "another server has this store"
-            in hicache("fsck", "--store", planted.store, "--files", planted.data).output
+            in run_metadata("fsck", "--store", planted.store, "--files", planted.data).output
         )
     assert "checked as a whole" in " ".join(
-        hicache("fsck", "0:kv", "--store", planted.store, "--repair").output.split()
+        run_metadata("fsck", "0:kv", "--store", planted.store, "--repair").output.split()
     )
 
 
@@ -313,37 +308,37 @@ def test_of_servers_on_one_redis(shared_url, tmp_path):
         try:
             assert all(rig.put(NAMES))
             where = ("--url", other.url, "--files", tmp_path / "data")
-            done = hicache("fsck", *where)
+            done = run_metadata("fsck", *where)
             assert (done.exit_code, "24 pages: holds its page" in done.output) == (0, True), (
                 done.output
             )
             bad = NAMES[2:5]
             flip(rig, rig.slot(bad[0]), 100)
             swap(rig, rig.slot(bad[1]), rig.slot(bad[2]))
-            done = hicache("fsck", *where)
+            done = run_metadata("fsck", *where)
             assert done.exit_code == 1, done.output
             assert sum(line.startswith(rig.scope.name) for line in done.output.splitlines()) == 3
-            done = hicache("fsck", rig.scope.name, *where, "--repair")
+            done = run_metadata("fsck", rig.scope.name, *where, "--repair")
             assert "3 pages deleted" in done.output
-            assert hicache("fsck", *where, "--sample", "5").exit_code == 0
+            assert run_metadata("fsck", *where, "--sample", "5").exit_code == 0
             asked = p.Lookup(scopes=[p.LookupScope(scope=rig.scope.name, keys=NAMES)])
             slots = client.call("/v2/lookup", asked, p.LookedUp).scopes[0].slots
             assert [key for key, slot in zip(NAMES, slots, strict=True) if slot < 0] == bad
             assert rig.put(bad, version=1) == [True] * 3
             rig.expect(bad, version=1)
-            assert hicache("fsck", *where).exit_code == 0
-            told = hicache("fsck", "--store", shared_url, "--files", tmp_path / "data")
+            assert run_metadata("fsck", *where).exit_code == 0
+            told = run_metadata("fsck", "--store", shared_url, "--files", tmp_path / "data")
             assert "name one of them by --url" in " ".join(told.output.split())
         finally:
             rig.storage.close()
 
 
 def test_a_backup_is_restored_with_the_pages_that_are_still_there(planted, tmp_path):
-    assert hicache("backup", planted.store, tmp_path / "m.backup").exit_code == 0
+    assert run_metadata("backup", planted.store, tmp_path / "m.backup").exit_code == 0
     for key in NAMES[:4]:
         flip(planted.rig, planted.slots[key], 1)
     target = address(tmp_path / "r.db")
-    done = hicache("restore", tmp_path / "m.backup", target, "--files", planted.data)
+    done = run_metadata("restore", tmp_path / "m.backup", target, "--files", planted.data)
     assert done.exit_code == 0, done.output
     assert "4 pages left out: holds bytes that are not those of its checksum" in done.output
     with opened_store(target) as service:
@@ -409,7 +404,7 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
     before = live(engine.service)
     spoil(tmp_path / "m.db", "0:kv", [*SPOILED, *LOST])
     store = address(tmp_path / "m.db")
-    told = hicache("fsck", "--store", store)
+    told = run_metadata("fsck", "--store", store)
     assert told.exit_code == 1
     for said in (
         "slot 91 belongs to the key of slot 90",
@@ -420,12 +415,12 @@ def test_a_store_that_contradicts_itself_is_mended(tmp_path):
         "slot 5000 is outside",
     ):
         assert said in told.output
-    copied = hicache("copy", store, address(tmp_path / "c.db"))
+    copied = run_metadata("copy", store, address(tmp_path / "c.db"))
     assert copied.exit_code == 2
     assert "contradicts itself" in " ".join(copied.output.split())
-    mended = hicache("fsck", "--store", store, "--repair")
+    mended = run_metadata("fsck", "--store", store, "--repair")
     assert mended.exit_code == 1, mended.output
-    again = hicache("fsck", "--store", store, "--repair")
+    again = run_metadata("fsck", "--store", store, "--repair")
     assert again.exit_code == 0, again.output
     with opened_store(store) as service:
         assert live(service) == {**before, ("0:kv", "twice"): (90, 3, 7, 7, "")}

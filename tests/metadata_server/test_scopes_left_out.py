@@ -8,7 +8,8 @@ import pytest
 
 from hicache_metadata_server.backup.offline import opened_store
 from hicache_metadata_server.core.service import MetadataService
-from tests.metadata_server.test_snapshots import Engine, address, hicache, live, write
+from tests.metadata_server.test_snapshots import Engine, address, live, write
+from tests.support.commands import run_metadata
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_copying_without_a_scope(engine, tmp_path):
     service = engine.service
     gone, stays = sorted(service.scopes)
     write(tmp_path / "a.db", service)
-    done = hicache(
+    done = run_metadata(
         "copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--without", gone
     )
     assert done.exit_code == 0, done.output
@@ -38,7 +39,7 @@ def test_copying_without_a_scope(engine, tmp_path):
         assert copied.counters().lease >= service.counters().lease
         [lease] = Engine(copied, random.Random(1), scopes=(gone,), slots=50).reserve(gone, ["new"])
         assert lease >= service.counters().lease
-    done = hicache(
+    done = run_metadata(
         "copy",
         address(tmp_path / "a.db"),
         address(tmp_path / "c.db"),
@@ -55,15 +56,15 @@ def test_copying_without_a_scope(engine, tmp_path):
 def test_restoring_without_a_scope(engine, tmp_path):
     gone, stays = sorted(engine.service.scopes)
     write(tmp_path / "a.db", engine.service)
-    assert hicache("backup", address(tmp_path / "a.db"), tmp_path / "b").exit_code == 0
-    done = hicache(
+    assert run_metadata("backup", address(tmp_path / "a.db"), tmp_path / "b").exit_code == 0
+    done = run_metadata(
         "restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", gone
     )
     assert done.exit_code == 0, done.output
     with opened_store(address(tmp_path / "a.db")) as restored_store:
         assert list(restored_store.scopes) == [stays]
         assert live(restored_store)
-    again = hicache(
+    again = run_metadata(
         "restore", tmp_path / "b", address(tmp_path / "a.db"), "--replace", "--without", "0:typo"
     )
     assert (again.exit_code, "there is no scope 0:typo" in again.output) == (2, True)

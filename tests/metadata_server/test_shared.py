@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared.assembly import check_store, open_connection
@@ -23,8 +21,9 @@ from hicache_metadata_server.shared.names import ScopeKeys
 from hicache_metadata_server.shared.preflight import kept_by
 from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.address import redacted
-from tests.metadata_server.http_calls import run, running_shared
+from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
+from tests.support.commands import run_metadata
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -172,97 +171,88 @@ def test_valkey_and_sockets_are_addresses_too(redis, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["redis", "cluster"])
-def test_a_request_is_done_once_by_whichever_server_is_asked(where, request):
+async def test_a_request_is_done_once_by_whichever_server_is_asked(where, request):
     store = request.getfixturevalue(where)
 
-    async def ask():
-        limits = msgspec.structs.replace(DEFAULTS, idempotency_seconds=30)
-        async with (
-            running_shared(store.url, limits) as one,
-            running_shared(store.url, limits) as two,
+    limits = msgspec.structs.replace(DEFAULTS, idempotency_seconds=30)
+    async with (
+        running_shared(store.url, limits) as one,
+        running_shared(store.url, limits) as two,
+    ):
+        scopes = [{"scope": f"{n}:once", "slots": 600} for n in range(3)]
+        made = await one.post(
+            "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
+        )
+        again = await two.post(
+            "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
+        )
+        assert made.json == again.json == {"created": [True] * 3}
+        # More than one piece, and several scopes.
+        body = {
+            "scopes": [
+                {"scope": part["scope"], "keys": [f"k{i}" for i in range(300)]} for part in scopes
+            ]
+        }
+        first = await one.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
+        second = await two.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
+        assert first.json == second.json
+        assert {state for part in first.json["scopes"] for state in part["states"]} == {"leased"}
+        for path, other in (
+            ("/v2/reserve", {"scopes": []}),
+            ("/v2/clear", {"scopes": ["1:once"]}),
+            ("/v2/reserve", {"scopes": [{"scope": "2:once", "keys": ["new"]}]}),
         ):
-            scopes = [{"scope": f"{n}:once", "slots": 600} for n in range(3)]
-            made = await one.post(
-                "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
+            reply = await two.post(path, other, headers={"idempotency-key": "r" + where})
+            assert (reply.status, reply.json["code"]) == (422, "key_reused"), path
+        # What was refused is not remembered.
+        refused = await one.post(
+            "/v2/abort",
+            {"scopes": [{"scope": "9:none", "leases": [1]}]},
+            headers={"idempotency-key": "x" + where},
+        )
+        assert refused.status == 404
+        assert (
+            await one.post(
+                "/v2/clear", {"scopes": ["0:once"]}, headers={"idempotency-key": "x" + where}
             )
-            again = await two.post(
-                "/v2/initialize", {"scopes": scopes}, headers={"idempotency-key": "i" + where}
-            )
-            assert made.json == again.json == {"created": [True] * 3}
-            # More than one piece, and several scopes.
-            body = {
-                "scopes": [
-                    {"scope": part["scope"], "keys": [f"k{i}" for i in range(300)]}
-                    for part in scopes
-                ]
-            }
-            first = await one.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
-            second = await two.post("/v2/reserve", body, headers={"idempotency-key": "r" + where})
-            assert first.json == second.json
-            assert {state for part in first.json["scopes"] for state in part["states"]} == {
-                "leased"
-            }
-            for path, other in (
-                ("/v2/reserve", {"scopes": []}),
-                ("/v2/clear", {"scopes": ["1:once"]}),
-                ("/v2/reserve", {"scopes": [{"scope": "2:once", "keys": ["new"]}]}),
-            ):
-                reply = await two.post(path, other, headers={"idempotency-key": "r" + where})
-                assert (reply.status, reply.json["code"]) == (422, "key_reused"), path
-            # What was refused is not remembered.
-            refused = await one.post(
-                "/v2/abort",
-                {"scopes": [{"scope": "9:none", "leases": [1]}]},
-                headers={"idempotency-key": "x" + where},
-            )
-            assert refused.status == 404
-            assert (
-                await one.post(
-                    "/v2/clear", {"scopes": ["0:once"]}, headers={"idempotency-key": "x" + where}
-                )
-            ).json == {"pages": [0]}
-
-    run(ask())
+        ).json == {"pages": [0]}
 
 
-def test_while_one_server_drains_the_others_go_on(empty):
-    async def ask():
-        async with (
-            running_shared(empty.url, DEFAULTS) as one,
-            running_shared(empty.url, DEFAULTS) as two,
-        ):
-            await one.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
-            body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
-            first = await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
-            assert (await one.post("/v2/drain", {"enabled": True})).json == {
-                "enabled": True,
-                "leases": 1,
-            }
-            assert (await one.post("/v2/reserve", body)).status == 503
-            assert (
-                await one.post("/v2/reserve", body, headers={"idempotency-key": "new"})
-            ).status == 503
-            assert (
-                await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
-            ).json == first.json
-            assert (
-                await one.post("/0/reserve_and_allocate_page_indices", {"keys": [["b", ""]]})
-            ).json == {"indices": [[False, -1]]}
-            assert (
-                (await one.send("GET", "/readyz")).status,
-                (await two.send("GET", "/readyz")).status,
-            ) == (503, 200)
-            assert (
-                await two.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["c"]}]})
-            ).status == 200
-
-    run(ask())
+async def test_while_one_server_drains_the_others_go_on(empty):
+    async with (
+        running_shared(empty.url, DEFAULTS) as one,
+        running_shared(empty.url, DEFAULTS) as two,
+    ):
+        await one.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
+        body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
+        first = await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
+        assert (await one.post("/v2/drain", {"enabled": True})).json == {
+            "enabled": True,
+            "leases": 1,
+        }
+        assert (await one.post("/v2/reserve", body)).status == 503
+        assert (
+            await one.post("/v2/reserve", body, headers={"idempotency-key": "new"})
+        ).status == 503
+        assert (
+            await one.post("/v2/reserve", body, headers={"idempotency-key": "before"})
+        ).json == first.json
+        assert (
+            await one.post("/0/reserve_and_allocate_page_indices", {"keys": [["b", ""]]})
+        ).json == {"indices": [[False, -1]]}
+        assert (
+            (await one.send("GET", "/readyz")).status,
+            (await two.send("GET", "/readyz")).status,
+        ) == (503, 200)
+        assert (
+            await two.post("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["c"]}]})
+        ).status == 200
 
 
 # Faults.
 
 
-def test_a_redis_that_hangs_or_is_gone_is_answered_503_and_found_again(tmp_path):
+async def test_a_redis_that_hangs_or_is_gone_is_answered_503_and_found_again(tmp_path):
     async def ready(caller, status):
         for _ in range(600):
             if (await caller.send("GET", "/readyz")).status == status:
@@ -270,7 +260,7 @@ def test_a_redis_that_hangs_or_is_gone_is_answered_503_and_found_again(tmp_path)
             await asyncio.sleep(0.05)
         raise AssertionError(f"/readyz does not become {status}")
 
-    async def ask(redis):
+    with redis_server(tmp_path, appendonly="yes", appendfsync="always") as redis:
         async with running_shared(redis.url, DEFAULTS) as caller:
             await caller.post("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]})
             assert (await caller.store("0:kv", ["a"])).status == 200
@@ -286,14 +276,11 @@ def test_a_redis_that_hangs_or_is_gone_is_answered_503_and_found_again(tmp_path)
                 await ready(caller, 200)
                 assert (await caller.post("/v2/lookup", body)).json["scopes"][0]["slots"] == [0]
 
-    with redis_server(tmp_path, appendonly="yes", appendfsync="always") as redis:
-        run(ask(redis))
 
-
-def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
+async def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
     scopes = [f"{number}:kv" for number in range(6)]
 
-    async def ask(cluster):
+    with redis_cluster(tmp_path, appendonly="yes", appendfsync="always") as cluster:
         async with running_shared(cluster.url, DEFAULTS) as caller:
             await caller.post(
                 "/v2/initialize", {"scopes": [{"scope": scope, "slots": 8} for scope in scopes]}
@@ -312,12 +299,9 @@ def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
                 assert reply.json["scopes"][0]["slots"] == [0]
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
 
-    with redis_cluster(tmp_path, appendonly="yes", appendfsync="always") as cluster:
-        run(ask(cluster))
 
-
-def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_path):
-    async def ask(redis):
+async def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_path):
+    with redis_server(tmp_path) as redis:
         async with running_shared(redis.url, DEFAULTS) as caller:
             scopes = {"scopes": [{"scope": "0:kv", "slots": 8}]}
             await caller.post("/v2/initialize", scopes)
@@ -332,124 +316,102 @@ def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_pat
             assert (await caller.post("/v2/initialize", scopes)).json == {"created": [True]}
             assert (await caller.post("/v2/lookup", body)).json["scopes"][0]["slots"] == [-1]
 
-    with redis_server(tmp_path) as redis:
-        run(ask(redis))
+
+async def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
+    async with service_on(empty.url) as service:
+        await service.connection.command("UNLINK", NAMES["meta"])
+        # Nobody can tell that from a Redis that has lost the scope, and leases with it.
+        assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
+        limits = service.limits
+        service.catalog.clock_offset += round(
+            (limits.max_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS
+        )
+        assert (await leased(service, ["a"])).states == [p.Reserved.LEASED]
 
 
-def test_a_scope_whose_server_died_while_it_made_it_is_made_by_the_next(empty):
-    async def ask():
-        async with service_on(empty.url) as service:
-            await service.connection.command("UNLINK", NAMES["meta"])
-            # Nobody can tell that from a Redis that has lost the scope, and leases with it.
-            assert (await leased(service, ["a"])).states == [p.Reserved.FULL]
-            limits = service.limits
-            service.catalog.clock_offset += round(
-                (limits.max_lease_seconds + limits.quarantine_seconds + 1) * MICROSECONDS
-            )
-            assert (await leased(service, ["a"])).states == [p.Reserved.LEASED]
-
-    run(ask())
-
-
-def test_leases_of_a_redis_that_has_forgotten_them_are_given_to_nobody_again(empty):
+async def test_leases_of_a_redis_that_has_forgotten_them_are_given_to_nobody_again(empty):
     """As after a failover to a replica that lags behind: the counter is back where it was, the
     clock is not."""
 
-    async def ask():
-        async with service_on(empty.url, quarantine_seconds=0) as service:
-            before = await service.connection.command("HGET", NAMES["meta"], "lease")
-            first = await leased(service, ["a"])
-            empty.client().flushall()
-            await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]))
-            assert await service.connection.command("HGET", NAMES["meta"], "lease") == before
-            other = await leased(service, ["b"])
-            assert other.slots == first.slots
-            assert other.leases[0] > first.leases[0]
-            late = p.Commit(
-                scopes=[
-                    p.CommitScope(scope="0:kv", leases=first.leases, lengths=[1], checksums=[1])
-                ]
-            )
-            assert (await service.commit(late)).scopes[0].states == [p.Settled.STALE]
-
-    run(ask())
+    async with service_on(empty.url, quarantine_seconds=0) as service:
+        before = await service.connection.command("HGET", NAMES["meta"], "lease")
+        first = await leased(service, ["a"])
+        empty.client().flushall()
+        await service.initialize(p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=8)]))
+        assert await service.connection.command("HGET", NAMES["meta"], "lease") == before
+        other = await leased(service, ["b"])
+        assert other.slots == first.slots
+        assert other.leases[0] > first.leases[0]
+        late = p.Commit(
+            scopes=[p.CommitScope(scope="0:kv", leases=first.leases, lengths=[1], checksums=[1])]
+        )
+        assert (await service.commit(late)).scopes[0].states == [p.Settled.STALE]
 
 
 # Much at once.
 
 
-def test_a_clear_is_taken_apart_bit_by_bit_and_so_is_the_next(empty):
-    async def ask():
-        keys = [f"k{i}" for i in range(2600)]
-        async with service_on(empty.url, 3000, quarantine_seconds=100) as service:
-            await stored(service, keys)
-            assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [2600]
-            await stored(service, keys[:90])
-            assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [90]
-            raw = await service.connection.command("ZCARD", NAMES["resting"])
-            assert raw < 2690, "not all of it at once"
-            found = (
-                await service.inspect(
-                    p.Inspect(scope="0:kv", slots=list(range(2690)), keys=keys[:3])
-                )
-            ).slots
-            assert {one.state for one in found[:2690]} == {p.SlotState.QUARANTINED}
-            assert all(0 < one.seconds_left <= 100 for one in found[:2690])
-            assert found[2690:] == [None] * 3
-            assert (await fsck(service, p.Fsck())).problems == []
-            while await service.tick(32):
-                pass
-            (status,) = service.list_scopes().scopes
-            assert (status.free, status.quarantined, status.live) == (310, 2690, 0)
-            service.catalog.clock_offset = 200 * 10**6
-            while await service.tick(32):
-                pass
-            assert service.list_scopes().scopes[0].free == 3000
-            assert (await fsck(service, p.Fsck())).problems == []
-
-    run(ask())
+async def test_a_clear_is_taken_apart_bit_by_bit_and_so_is_the_next(empty):
+    keys = [f"k{i}" for i in range(2600)]
+    async with service_on(empty.url, 3000, quarantine_seconds=100) as service:
+        await stored(service, keys)
+        assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [2600]
+        await stored(service, keys[:90])
+        assert (await service.clear(p.Clear(scopes=["0:kv"]))).pages == [90]
+        raw = await service.connection.command("ZCARD", NAMES["resting"])
+        assert raw < 2690, "not all of it at once"
+        found = (
+            await service.inspect(p.Inspect(scope="0:kv", slots=list(range(2690)), keys=keys[:3]))
+        ).slots
+        assert {one.state for one in found[:2690]} == {p.SlotState.QUARANTINED}
+        assert all(0 < one.seconds_left <= 100 for one in found[:2690])
+        assert found[2690:] == [None] * 3
+        assert (await fsck(service, p.Fsck())).problems == []
+        while await service.tick(32):
+            pass
+        (status,) = service.list_scopes().scopes
+        assert (status.free, status.quarantined, status.live) == (310, 2690, 0)
+        service.catalog.clock_offset = 200 * 10**6
+        while await service.tick(32):
+            pass
+        assert service.list_scopes().scopes[0].free == 3000
+        assert (await fsck(service, p.Fsck())).problems == []
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_long_chains_are_evicted_from_their_tails(empty, heads_first):
-    async def ask():
-        keys = [f"k{i}" for i in range(500)]
-        async with service_on(empty.url, 500, quarantine_seconds=0) as service:
-            for start in range(0, 500, 100):
-                some = keys[start : start + 100]
-                await stored(
-                    service,
-                    some,
-                    tuple(keys[start - 1 + i] if start + i else "" for i in range(100)),
-                )
-            order = keys if heads_first else keys[::-1]
-            # From the last key to the first: the first is the latest.
-            await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=order[::-1])]))
-            for round_ in range(5):
-                got = await leased(service, [f"n{round_}-{i}" for i in range(60)])
-                assert (got.evicted, set(got.states)) == (60, {p.Reserved.LEASED})
-                live = (
-                    (await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=keys)])))
-                    .scopes[0]
-                    .done
-                )
-                left = 500 - 60 * (round_ + 1)
-                assert live == [True] * left + [False] * (500 - left)
-            assert (await fsck(service, p.Fsck())).problems == []
-
-    run(ask())
+async def test_long_chains_are_evicted_from_their_tails(empty, heads_first):
+    keys = [f"k{i}" for i in range(500)]
+    async with service_on(empty.url, 500, quarantine_seconds=0) as service:
+        for start in range(0, 500, 100):
+            some = keys[start : start + 100]
+            await stored(
+                service,
+                some,
+                tuple(keys[start - 1 + i] if start + i else "" for i in range(100)),
+            )
+        order = keys if heads_first else keys[::-1]
+        # From the last key to the first: the first is the latest.
+        await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=order[::-1])]))
+        for round_ in range(5):
+            got = await leased(service, [f"n{round_}-{i}" for i in range(60)])
+            assert (got.evicted, set(got.states)) == (60, {p.Reserved.LEASED})
+            live = (
+                (await service.touch(p.Touch(scopes=[p.LookupScope(scope="0:kv", keys=keys)])))
+                .scopes[0]
+                .done
+            )
+            left = 500 - 60 * (round_ + 1)
+            assert live == [True] * left + [False] * (500 - left)
+        assert (await fsck(service, p.Fsck())).problems == []
 
 
-def test_a_scope_of_some_size_keeps_slots_in_reserve(empty):
-    async def ask():
-        async with service_on(empty.url, 1024, quarantine_seconds=100) as service:
-            for start in range(0, 1024, 128):
-                await stored(service, [f"k{i}" for i in range(start, start + 128)])
-            assert (await leased(service, ["a", "b"])).states == [p.Reserved.FULL] * 2
-            await service.look()
-            assert service.list_scopes().scopes[0].quarantined > 2
-
-    run(ask())
+async def test_a_scope_of_some_size_keeps_slots_in_reserve(empty):
+    async with service_on(empty.url, 1024, quarantine_seconds=100) as service:
+        for start in range(0, 1024, 128):
+            await stored(service, [f"k{i}" for i in range(start, start + 128)])
+        assert (await leased(service, ["a", "b"])).states == [p.Reserved.FULL] * 2
+        await service.look()
+        assert service.list_scopes().scopes[0].quarantined > 2
 
 
 # fsck, import, the command line.
@@ -505,39 +467,36 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_fsck_finds_what_is_planted(empty, name):
+async def test_fsck_finds_what_is_planted(empty, name):
     (command, key, *values), said = PLANTED[name]
 
-    async def ask():
-        async with service_on(empty.url, quarantine_seconds=1000) as service:
-            await stored(service, ["a", "b"], ("", "a"))
-            await leased(service, ["c"])
-            await stored(service, ["gone"])
-            await service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["gone"])]))
-            await service.lookup(
-                p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["b"])], pin_seconds=60)
-            )
-            assert (await fsck(service, p.Fsck())).problems == []
-            empty.client().execute_command(command, NAMES[key], *values)
-            return (await fsck(service, p.Fsck(scopes=["0:kv"]))).problems
-
-    problems = run(ask())
+    async with service_on(empty.url, quarantine_seconds=1000) as service:
+        await stored(service, ["a", "b"], ("", "a"))
+        await leased(service, ["c"])
+        await stored(service, ["gone"])
+        await service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["gone"])]))
+        await service.lookup(
+            p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["b"])], pin_seconds=60)
+        )
+        assert (await fsck(service, p.Fsck())).problems == []
+        empty.client().execute_command(command, NAMES[key], *values)
+        problems = (await fsck(service, p.Fsck(scopes=["0:kv"]))).problems
     assert any(said in problem for problem in problems), problems
-    done = CliRunner().invoke(app, ["fsck", "--store", empty.url])
+    done = await asyncio.to_thread(run_metadata, "fsck", "--store", empty.url)
     assert done.exit_code == 1
     assert said in done.output
 
 
 def test_fsck_of_a_store_that_nobody_serves(empty):
-    done = CliRunner().invoke(app, ["fsck", "--store", empty.url])
+    done = run_metadata("fsck", "--store", empty.url)
     assert (done.exit_code, done.output.strip()) == (0, "0 slots checked, no problems")
-    done = CliRunner().invoke(app, ["fsck", "0:kv", "--store", empty.url])
+    done = run_metadata("fsck", "0:kv", "--store", empty.url)
     assert done.exit_code == 2
     assert "scope '0:kv' is not initialized" in done.output
 
 
 @pytest.mark.parametrize("where", ["redis", "cluster"])
-def test_import_of_sglangs_file(where, request, tmp_path):
+async def test_import_of_sglangs_file(where, request, tmp_path):
     store = request.getfixturevalue(where)
     stored_pages = {f"k{i}": (7 * i) % 1000 for i in range(700)}
     free = [page for page in range(1000) if page not in stored_pages.values()]
@@ -553,23 +512,21 @@ def test_import_of_sglangs_file(where, request, tmp_path):
             }
         )
     )
-    done = CliRunner().invoke(app, ["import", str(file), "--store", store.url])
+    arguments = ["import", str(file), "--store", store.url]
+    done = await asyncio.to_thread(run_metadata, *arguments)
     assert done.exit_code == 0, done.output
     assert "3:kv: 700 pages in 1,000 slots" in done.output
-    again = CliRunner().invoke(app, ["import", str(file), "--store", store.url])
+    again = await asyncio.to_thread(run_metadata, *arguments)
     assert again.exit_code == 2
     assert "the store has 3:kv already" in again.output
 
-    async def ask():
-        async with running_shared(store.url, DEFAULTS) as caller:
-            keys = [*stored_pages, "none"]
-            found = await caller.post("/3/get_page_indices", {"keys": keys})
-            assert found.json == {"indices": [*stored_pages.values(), None]}
-            new = await caller.post(
-                "/v2/reserve",
-                {"scopes": [{"scope": "3:kv", "keys": [f"n{i}" for i in range(300)]}]},
-            )
-            assert sorted(new.json["scopes"][0]["slots"]) == free
-            assert (await caller.post("/v2/fsck", {})).json["problems"] == []
-
-    run(ask())
+    async with running_shared(store.url, DEFAULTS) as caller:
+        keys = [*stored_pages, "none"]
+        found = await caller.post("/3/get_page_indices", {"keys": keys})
+        assert found.json == {"indices": [*stored_pages.values(), None]}
+        new = await caller.post(
+            "/v2/reserve",
+            {"scopes": [{"scope": "3:kv", "keys": [f"n{i}" for i in range(300)]}]},
+        )
+        assert sorted(new.json["scopes"][0]["slots"]) == free
+        assert (await caller.post("/v2/fsck", {})).json["problems"] == []

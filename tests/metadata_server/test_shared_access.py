@@ -3,6 +3,7 @@ no secret anywhere."""
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from contextlib import suppress
 from urllib.parse import quote
@@ -20,7 +21,6 @@ from hicache_metadata_server.shared.fsck import fsck
 from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.storage.address import AddressKind, TlsFiles, parse_address, redacted
 from tests.metadata_server.certificates import Authority
-from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.redis_users import (
     LOGIN,
@@ -34,7 +34,7 @@ from tests.metadata_server.redis_users import (
     with_password,
 )
 from tests.metadata_server.test_shared import service_on, stored
-from tests.metadata_server.test_snapshots import hicache
+from tests.support.commands import run_metadata
 
 ONLY_CLUSTERS = {"cluster|slots", "command", "del"}
 ELSEWHERE = {"asking", "wait"}
@@ -96,11 +96,11 @@ async def everything(url):
             )
 
 
-def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
+async def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
     place, url, tmp_path
 ):
-    check_store(url, p.StoreDurability.NONE)
-    run(everything(url))
+    await asyncio.to_thread(check_store, url, p.StoreDurability.NONE)
+    await everything(url)
     for arguments in (
         ("import", write_import(tmp_path), "--store", url),
         ("fsck", "--store", url),
@@ -108,12 +108,13 @@ def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
         ("restore", tmp_path / "b", url, "--replace"),
         ("copy", url, f"sqlite:///{tmp_path}/m.db"),
     ):
-        done = hicache(*arguments)
+        done = await asyncio.to_thread(run_metadata, *arguments)
         assert done.exit_code == 0, done.output
         assert PASSWORD not in done.output
     with place.client(db=3) as client:
         client.hset("hm:{7:kv}:live", "planted", 3)
-    assert "7:kv: " in hicache("fsck", "--store", url).output
+    checked = await asyncio.to_thread(run_metadata, "fsck", "--store", url)
+    assert "7:kv: " in checked.output
     assert denied(place) == []
     assert permitted() - used(place) - ONLY_CLUSTERS - ELSEWHERE == set()
 
@@ -126,17 +127,17 @@ def write_import(tmp_path):
     return file
 
 
-def test_a_cluster_behind_tls_with_the_documented_user(tmp_path):
+async def test_a_cluster_behind_tls_with_the_documented_user(tmp_path):
     with redis_cluster(tmp_path, **guarded(tmp_path)) as cluster:
         url = with_password(cluster.url_of(LOGIN), tmp_path)
-        check_store(url, p.StoreDurability.NONE)
-        run(everything(url))
+        await asyncio.to_thread(check_store, url, p.StoreDurability.NONE)
+        await everything(url)
         assert [denied(node) for node in cluster.nodes] == [[], [], []]
         assert set().union(*map(used, cluster.nodes)) >= ONLY_CLUSTERS
 
 
-def test_a_password_that_is_changed_needs_no_restart(place, url, tmp_path):
-    async def scenario():
+async def test_a_password_that_is_changed_needs_no_restart(place, url, tmp_path):
+    try:
         async with service_on(url) as service:
             await stored(service, ["a"])
             with place.client() as client:
@@ -150,9 +151,6 @@ def test_a_password_that_is_changed_needs_no_restart(place, url, tmp_path):
                 await service.look()
             with_password("", tmp_path, "another-one")
             await stored(service, ["b"])
-
-    try:
-        run(scenario())
     finally:
         with place.client() as client:
             client.execute_command("ACL", "SETUSER", *documented_user().split())
@@ -199,12 +197,12 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
             check_store(server.url, p.StoreDurability.NONE)
 
 
-def test_a_user_that_may_not_is_told_what(place, url):
+async def test_a_user_that_may_not_is_told_what(place, url):
     with place.client() as client:
         client.execute_command("ACL", "SETUSER", "hicache", "-hset")
     try:
         with pytest.raises(StoreError, match=r"run this command|hset"):
-            run(everything(url))
+            await everything(url)
     finally:
         with place.client() as client:
             client.execute_command("ACL", "SETUSER", *documented_user().split())

@@ -3,7 +3,6 @@ together after each step."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 
@@ -36,10 +35,10 @@ async def run(history, steps):
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chance=st.randoms(use_true_random=False), slots=st.integers(1, 12), keys=st.integers(1, 20))
-def test_random_histories(url, chance, slots, keys):
-    asyncio.run(run(SharedHistory(chance, slots, keys, url), 30))
+async def test_random_histories(url, chance, slots, keys):
+    await run(SharedHistory(chance, slots, keys, url), 30)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_long_histories(url, seed):
-    asyncio.run(run(SharedHistory(random.Random(seed), 8, 14, url), LONG))
+async def test_long_histories(url, seed):
+    await run(SharedHistory(random.Random(seed), 8, 14, url), LONG)

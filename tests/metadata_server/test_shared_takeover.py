@@ -30,7 +30,6 @@ from hicache_metadata_server.shared.service import SharedService
 from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.forwards import Forward
 from tests.backends.hf3fs.harness import Rig, chain
-from tests.metadata_server.http_calls import run
 from tests.metadata_server.redis_servers import redis_cluster, redis_replicas, sentinels
 from tests.metadata_server.test_shared import leased, stored
 
@@ -102,10 +101,10 @@ def url_of(forward):
 # Waiting for replicas.
 
 
-def test_nothing_is_told_that_no_replica_has(pair):
+async def test_nothing_is_told_that_no_replica_has(pair):
     primary, replica = pair
 
-    async def scenario():
+    try:
         async with service_on(primary.url, replicas=1) as service:
             first = await eventually(lambda: leased(service, ["a", "b"]))
             replica.suspend()
@@ -138,9 +137,6 @@ def test_nothing_is_told_that_no_replica_has(pair):
             )
             await service.tick(8)
             assert service.problem == ""
-
-    try:
-        run(scenario())
     finally:
         replica.resume()
 
@@ -157,54 +153,48 @@ def test_replicas_that_are_missing_are_warned_of_at_the_start(pair, monkeypatch)
     assert (line.kwargs["wanted"], line.kwargs["connected"]) == (2, 1)
 
 
-def test_a_change_that_a_replica_has_outlives_its_primary(pair, moving):
+async def test_a_change_that_a_replica_has_outlives_its_primary(pair, moving):
     primary, replica = pair
 
-    async def scenario():
-        async with service_on(url_of(moving), replicas=1) as service:
-            told = await stored(service, [f"k{number}" for number in range(300)])
-            late = await eventually(lambda: leased(service, ["late"]))
-            primary.kill()
-            with pytest.raises(StoreError):
-                await live(service, ["k0"])
-            replica.lead()
-            moving.lead_to(replica.port)
-        async with service_on(url_of(moving)) as service:
-            keys = [f"k{number}" for number in range(300)]
-            assert await live(service, keys) == keys
-            assert await committed(service, late.leases) == [p.Settled.DONE]
-            assert min((await leased(service, ["new"])).leases) > max([*told.leases, *late.leases])
-            await whole(service)
-
-    run(scenario())
+    async with service_on(url_of(moving), replicas=1) as service:
+        told = await stored(service, [f"k{number}" for number in range(300)])
+        late = await eventually(lambda: leased(service, ["late"]))
+        primary.kill()
+        with pytest.raises(StoreError):
+            await live(service, ["k0"])
+        replica.lead()
+        moving.lead_to(replica.port)
+    async with service_on(url_of(moving)) as service:
+        keys = [f"k{number}" for number in range(300)]
+        assert await live(service, keys) == keys
+        assert await committed(service, late.leases) == [p.Settled.DONE]
+        assert min((await leased(service, ["new"])).leases) > max([*told.leases, *late.leases])
+        await whole(service)
 
 
 # What a replica lacks.
 
 
-def test_leases_that_a_replica_lacks_are_given_to_nobody_else(pair, moving):
+async def test_leases_that_a_replica_lacks_are_given_to_nobody_else(pair, moving):
     primary, replica = pair
 
-    async def scenario():
-        async with service_on(url_of(moving), slots=8) as service:
-            before = await stored(service, ["kept"])
-            # From here on it is cut off, and its primary goes on.
-            replica.cut_off(primary)
-            lost = await stored(service, ["lost"])
-            late = await leased(service, ["late"])
-            moving.lead_to(replica.port)
-            primary.kill()
-            found = await eventually(lambda: live(service, ["kept", "lost"]))
-            assert found == ["kept"]
-            again = await leased(service, ["x", "y", "z"])
-            assert set(again.slots) & {*lost.slots, *late.slots}
-            assert min(again.leases) > max([*before.leases, *lost.leases, *late.leases])
-            # Whoever has had the slot comes too late, and whoever has it now is not disturbed.
-            assert await committed(service, late.leases) == [p.Settled.STALE]
-            assert await committed(service, again.leases) == [p.Settled.DONE] * 3
-            await whole(service)
-
-    run(scenario())
+    async with service_on(url_of(moving), slots=8) as service:
+        before = await stored(service, ["kept"])
+        # From here on it is cut off, and its primary goes on.
+        replica.cut_off(primary)
+        lost = await stored(service, ["lost"])
+        late = await leased(service, ["late"])
+        moving.lead_to(replica.port)
+        primary.kill()
+        found = await eventually(lambda: live(service, ["kept", "lost"]))
+        assert found == ["kept"]
+        again = await leased(service, ["x", "y", "z"])
+        assert set(again.slots) & {*lost.slots, *late.slots}
+        assert min(again.leases) > max([*before.leases, *lost.leases, *late.leases])
+        # Whoever has had the slot comes too late, and whoever has it now is not disturbed.
+        assert await committed(service, late.leases) == [p.Settled.STALE]
+        assert await committed(service, again.leases) == [p.Settled.DONE] * 3
+        await whole(service)
 
 
 async def eventually(ask):
@@ -221,25 +211,22 @@ async def eventually(ask):
             assert time.monotonic() - begin < DEADLINE_SECONDS
 
 
-def test_a_primary_that_is_none_any_more_is_left(pair, moving):
+async def test_a_primary_that_is_none_any_more_is_left(pair, moving):
     """Its connections stay open, and would be refused for ever."""
     primary, replica = pair
 
-    async def scenario():
-        async with service_on(url_of(moving)) as service:
-            await stored(service, ["a"])
-            replica.cut_off(primary)
-            moving.lead_to(replica.port)
-            assert await live(service, ["a"]) == ["a"], "by the connection that there is"
-            primary.follow(replica)
-            with pytest.raises(StoreError, match="read only"):
-                await stored(service, ["b"])
-            await stored(service, ["c"])
-            await whole(service)
-        with replica.client() as client:
-            assert client.hkeys("hm:{0:kv}:live") == [b"a", b"c"]
-
-    run(scenario())
+    async with service_on(url_of(moving)) as service:
+        await stored(service, ["a"])
+        replica.cut_off(primary)
+        moving.lead_to(replica.port)
+        assert await live(service, ["a"]) == ["a"], "by the connection that there is"
+        primary.follow(replica)
+        with pytest.raises(StoreError, match="read only"):
+            await stored(service, ["b"])
+        await stored(service, ["c"])
+        await whole(service)
+    with replica.client() as client:
+        assert client.hkeys("hm:{0:kv}:live") == [b"a", b"c"]
 
 
 def test_pages_whose_slots_were_given_away_behind_a_replica_are_misses(pair, moving, tmp_path):
@@ -321,42 +308,39 @@ async def grows(told, more):
         await asyncio.sleep(0.02)
 
 
-def test_sentinels_tell_who_the_primary_is_now(tmp_path):
+async def test_sentinels_tell_who_the_primary_is_now(tmp_path):
     with redis_replicas(tmp_path, 2) as servers, sentinels(tmp_path, servers[0], replicas=2) as url:
-        check_store(url, p.StoreDurability.NONE, 1)
-        run(under_load(url, servers[0].kill, after=400))
+        await asyncio.to_thread(check_store, url, p.StoreDurability.NONE, 1)
+        await under_load(url, servers[0].kill, after=400)
 
 
-def test_no_sentinel_is_lost_by_looking_at_the_same_time():
+async def test_no_sentinel_is_lost_by_looking_at_the_same_time():
     """redis-py swaps the one that knew the primary to the front of its list, whoever has swapped
     meanwhile."""
 
-    async def scenario():
-        sentinels, known = _Sentinels([("127.0.0.1", port) for port in (1, 2, 3)]), asyncio.Event()
-        gone, knows, third = sentinels.sentinels
+    sentinels, known = _Sentinels([("127.0.0.1", port) for port in (1, 2, 3)]), asyncio.Event()
+    gone, knows, third = sentinels.sentinels
 
-        async def refuse():
-            raise RedisConnectionError("gone")
+    async def refuse():
+        raise RedisConnectionError("gone")
 
-        async def answer():
-            await known.wait()
-            state = {
-                "is_master": True,
-                "is_sdown": False,
-                "is_odown": False,
-                "num-other-sentinels": 2,
-            }
-            return {"cache": {"ip": "127.0.0.1", "port": 4, **state}}
+    async def answer():
+        await known.wait()
+        state = {
+            "is_master": True,
+            "is_sdown": False,
+            "is_odown": False,
+            "num-other-sentinels": 2,
+        }
+        return {"cache": {"ip": "127.0.0.1", "port": 4, **state}}
 
-        gone.sentinel_masters, knows.sentinel_masters = refuse, answer
-        both = asyncio.gather(*(sentinels.discover_master("cache") for _ in range(2)))
-        await asyncio.sleep(0)
-        known.set()
-        assert await both == [("127.0.0.1", 4)] * 2
-        assert sentinels.sentinels[0] is knows
-        assert set(sentinels.sentinels) == {gone, knows, third}
-
-    run(scenario())
+    gone.sentinel_masters, knows.sentinel_masters = refuse, answer
+    both = asyncio.gather(*(sentinels.discover_master("cache") for _ in range(2)))
+    await asyncio.sleep(0)
+    known.set()
+    assert await both == [("127.0.0.1", 4)] * 2
+    assert sentinels.sentinels[0] is knows
+    assert set(sentinels.sentinels) == {gone, knows, third}
 
 
 def test_sentinels_that_know_no_such_primary(pair, tmp_path):
@@ -367,38 +351,32 @@ def test_sentinels_that_know_no_such_primary(pair, tmp_path):
         check_store(url.replace("/cache/", "/other/"), p.StoreDurability.NONE)
 
 
-def test_a_cluster_promotes_a_replica(tmp_path):
+async def test_a_cluster_promotes_a_replica(tmp_path):
     """The node that has the scope's keys is killed; its last page is still there."""
     with redis_cluster(
         tmp_path, replicas=3, cluster_node_timeout=600, cluster_replica_validity_factor=0
     ) as cluster:
-        check_store(cluster.url, p.StoreDurability.NONE, 1)
+        await asyncio.to_thread(check_store, cluster.url, p.StoreDurability.NONE, 1)
 
-        async def scenario():
-            keys = [f"k{number}" for number in range(200)]
-            async with (
-                service_on(cluster.url, replicas=1) as service,
-                service_on(cluster.url) as other,
-            ):
-                with cluster.client() as client:
-                    owner = client.get_node_from_key("hm:{0:kv}:meta").port
-                await stored(service, keys)
-                next(node for node in cluster.nodes if node.port == owner).kill()
-                with pytest.raises(StoreError):
-                    await live(service, keys)
-                assert await eventually(lambda: live(other, keys)) == keys
-                await stored(other, ["more"])
-                await whole(other)
-                with pytest.raises(StoreError, match="0 of 1 replicas"):
-                    await live(service, keys)
-
-        run(scenario())
+        keys = [f"k{number}" for number in range(200)]
+        async with (
+            service_on(cluster.url, replicas=1) as service,
+            service_on(cluster.url) as other,
+        ):
+            with cluster.client() as client:
+                owner = client.get_node_from_key("hm:{0:kv}:meta").port
+            await stored(service, keys)
+            next(node for node in cluster.nodes if node.port == owner).kill()
+            with pytest.raises(StoreError):
+                await live(service, keys)
+            assert await eventually(lambda: live(other, keys)) == keys
+            await stored(other, ["more"])
+            await whole(other)
+            with pytest.raises(StoreError, match="0 of 1 replicas"):
+                await live(service, keys)
 
 
-def test_an_unknown_scope_is_still_one(pair):
-    async def scenario():
-        async with service_on(pair[0].url, replicas=1) as service:
-            with pytest.raises(RequestError, match="unknown"):
-                await service.lookup(p.Lookup(scopes=[p.LookupScope(scope="9:kv", keys=["a"])]))
-
-    run(scenario())
+async def test_an_unknown_scope_is_still_one(pair):
+    async with service_on(pair[0].url, replicas=1) as service:
+        with pytest.raises(RequestError, match="unknown"):
+            await service.lookup(p.Lookup(scopes=[p.LookupScope(scope="9:kv", keys=["a"])]))

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from typer.testing import CliRunner
 
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.simulation import costs
 from hicache_metadata_server.simulation.cluster import Cluster, ClusterSettings
 from hicache_metadata_server.simulation.costs import DOCUMENTED, Costs, Line
@@ -25,6 +23,7 @@ from hicache_metadata_server.simulation.load import Load, synthetic
 from hicache_metadata_server.simulation.result import SimulationResult
 from hicache_metadata_server.simulation.sizing import needs_of, slots_for
 from tests.metadata_server.histories import problems_of
+from tests.support.commands import run_metadata
 
 LOADS = st.builds(
     Load,
@@ -56,7 +55,7 @@ CLUSTERS = st.builds(
 
 
 def hicache(*arguments):
-    return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    return run_metadata("simulate", *arguments)
 
 
 @settings(max_examples=40, deadline=None)

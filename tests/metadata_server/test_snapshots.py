@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
-from typer.testing import CliRunner
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
@@ -23,7 +22,6 @@ from hicache_metadata_server.backup.frames import BackupHeader
 from hicache_metadata_server.backup.offline import opened_store, snapshot_of
 from hicache_metadata_server.backup.remote import RemoteSource
 from hicache_metadata_server.backup.target import fill, open_target
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RequestError, SnapshotError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -32,15 +30,12 @@ from hicache_metadata_server.core.slot_table import LEASED
 from hicache_metadata_server.core.snapshot_parts import Pages, Tally
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.histories import problems_of
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
+from tests.support.commands import run_metadata
 
 NOW = 1_700_000_000.0
 ORIGIN = BackupHeader("sqlite:///m.db", NOW, False)
-
-
-def hicache(*arguments, **options):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
 def address(file):
@@ -185,23 +180,23 @@ def test_copying_by_the_command(tmp_path):
     for _ in range(80):
         engine.step()
     write(tmp_path / "a.db", engine.service)
-    done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"))
+    done = run_metadata("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"))
     assert done.exit_code == 0, done.output
     assert "pages in 2 scopes: copied and verified" in done.output
     with opened_store(address(tmp_path / "b.db")) as copied:
         assert live(copied) == live(engine.service)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["a.db", "a.db.lock", "b.db", "b.db.lock"]
-    again = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"))
+    again = run_metadata("copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"))
     assert again.exit_code == 2
     assert "holds scopes already" in again.output
     assert (
-        hicache(
+        run_metadata(
             "copy", address(tmp_path / "a.db"), address(tmp_path / "b.db"), "--replace"
         ).exit_code
         == 0
     )
-    assert hicache("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
+    assert run_metadata("fsck", "--store", address(tmp_path / "b.db")).exit_code == 0
 
 
 def test_what_is_no_target(tmp_path):
@@ -216,20 +211,22 @@ def test_what_is_no_target(tmp_path):
         ("text.db", "is no store"),
         ("nowhere/x.db", "No such file"),
     ):
-        done = hicache("copy", address(tmp_path / "a.db"), address(tmp_path / target), "--replace")
+        done = run_metadata(
+            "copy", address(tmp_path / "a.db"), address(tmp_path / target), "--replace"
+        )
         assert (done.exit_code, said in " ".join(done.output.split())) == (2, True), done.output
     assert (tmp_path / "foreign.db").read_bytes() == before
     assert (
         "is not the address of a store that can be filled"
-        in hicache("copy", address(tmp_path / "a.db"), "http://x").output
+        in run_metadata("copy", address(tmp_path / "a.db"), "http://x").output
     )
     assert (
         "nothing is kept in memory"
-        in hicache("copy", "memory:", address(tmp_path / "new.db")).output
+        in run_metadata("copy", "memory:", address(tmp_path / "new.db")).output
     )
     assert (
         "there is no store"
-        in hicache("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
+        in run_metadata("copy", address(tmp_path / "typo.db"), address(tmp_path / "new.db")).output
     )
     assert not (tmp_path / "typo.db").exists()
     # A store whose scopes are only in its log yet.
@@ -238,12 +235,12 @@ def test_what_is_no_target(tmp_path):
     held.write(Engine(MetadataService(), random.Random(1)).service.take_changes())
     assert (
         "another server has this store"
-        in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+        in run_metadata("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
     )
     held.close()
     assert (
         "holds scopes already"
-        in hicache("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
+        in run_metadata("copy", address(tmp_path / "a.db"), address(tmp_path / "held.db")).output
     )
 
 
@@ -294,7 +291,7 @@ def stored(tmp_path_factory):
     compatible.confirm_write(0, p.SglangConfirm(written_keys_to_confirm=pairs), engine.now)
     engine.reserve("0:kv", ["held"])
     write(directory / "m.db", engine.service)
-    done = hicache("backup", address(directory / "m.db"), directory / "m.backup")
+    done = run_metadata("backup", address(directory / "m.db"), directory / "m.backup")
     assert done.exit_code == 0, done.output
     return SimpleNamespace(directory=directory, service=engine.service, file=directory / "m.backup")
 
@@ -307,12 +304,12 @@ def test_a_backup_says_what_the_store_says(stored):
     assert stored.file.stat().st_mode & 0o777 == 0o600
     assert (
         "exists already"
-        in hicache("backup", address(stored.directory / "m.db"), stored.file).output
+        in run_metadata("backup", address(stored.directory / "m.db"), stored.file).output
     )
 
 
 def test_a_restored_backup_has_what_readers_can_verify(stored, tmp_path):
-    done = hicache("restore", stored.file, address(tmp_path / "r.db"))
+    done = run_metadata("restore", stored.file, address(tmp_path / "r.db"))
     assert done.exit_code == 0, done.output
     assert "2 pages left out: written without a checksum" in done.output
     before = live(stored.service)
@@ -360,7 +357,7 @@ def test_a_backup_that_is_not_whole_is_refused(stored, tmp_path):
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(SnapshotError):
             BackupFile(tmp_path / "bad")
-    done = hicache("restore", tmp_path / "bad", address(tmp_path / "r.db"))
+    done = run_metadata("restore", tmp_path / "bad", address(tmp_path / "r.db"))
     assert done.exit_code == 2
     assert "no backup of a metadata server" in " ".join(done.output.split())
     assert [path.name for path in tmp_path.iterdir()] == ["bad"], "nothing was written"
@@ -493,27 +490,31 @@ def test_moving_a_server_that_runs(tmp_path):
             )
             client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
         held = reserve(["held"])
-        saved = hicache("backup", place.url, tmp_path / "m.backup")
+        saved = run_metadata("backup", place.url, tmp_path / "m.backup")
         assert saved.exit_code == 0, saved.output
         assert "3,000 pages in 1 scopes" in saved.output
-        done = hicache("copy", place.url, address(tmp_path / "b.db"), "--wait", "0")
+        done = run_metadata("copy", place.url, address(tmp_path / "b.db"), "--wait", "0")
         assert done.exit_code == 0, done.output
         assert "draining; 1 leases left" in done.output
         assert (
-            "holds scopes already" in hicache("copy", place.url, address(tmp_path / "b.db")).output
+            "holds scopes already"
+            in run_metadata("copy", place.url, address(tmp_path / "b.db")).output
         )
-        assert hicache("status", "--url", place.url).exit_code == 1, "it drains still"
-        hicache("drain", "--off", "--url", place.url)
+        assert run_metadata("status", "--url", place.url).exit_code == 1, "it drains still"
+        run_metadata("drain", "--off", "--url", place.url)
         assert (
-            "cannot open" in hicache("copy", place.url, address(tmp_path / "none" / "b.db")).output
+            "cannot open"
+            in run_metadata("copy", place.url, address(tmp_path / "none" / "b.db")).output
         )
         (tmp_path / "c.db").mkdir()
-        assert hicache("copy", place.url, address(tmp_path / "c.db")).exit_code == 2
+        assert run_metadata("copy", place.url, address(tmp_path / "c.db")).exit_code == 2
         assert (
             "there is no scope 0:typo"
-            in hicache("copy", place.url, address(tmp_path / "d.db"), "--without", "0:typo").output
+            in run_metadata(
+                "copy", place.url, address(tmp_path / "d.db"), "--without", "0:typo"
+            ).output
         )
-        assert hicache("status", "--url", place.url).exit_code == 0
+        assert run_metadata("status", "--url", place.url).exit_code == 0
     command = f"{DURABLE.replace('{tmp}/m.db', str(tmp_path / 'b.db'))}"
     with served(command) as (_, client):
         asked = p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=[f"k{i}" for i in range(3000)])])
@@ -535,13 +536,13 @@ def test_moving_a_server_that_runs(tmp_path):
         )
 
 
-def test_who_may_export():
+async def test_who_may_export():
     async def asked(right):
         async with running(tokens=Tokens({"secret": right})) as caller:
             head = {"authorization": "Bearer secret"}
             return (await caller.post("/v2/export", {"scope": "0:kv"}, headers=head)).status
 
-    assert [run(asked(right)) for right in (p.Token.READ, p.Token.WRITE, p.Token.ADMIN)] == [
+    assert [(await asked(right)) for right in (p.Token.READ, p.Token.WRITE, p.Token.ADMIN)] == [
         403,
         403,
         404,
@@ -572,6 +573,6 @@ def test_a_piece_is_as_large_as_a_request_may_be():
 def test_a_server_that_cannot_be_copied(tmp_path):
     for command in ("copy", "backup"):
         target = address(tmp_path / "x.db") if command == "copy" else tmp_path / "x"
-        assert "does not answer" in hicache(command, "http://127.0.0.1:9", target).output
+        assert "does not answer" in run_metadata(command, "http://127.0.0.1:9", target).output
     assert isinstance(SnapshotError("x"), StoreError)
     assert [path.name for path in tmp_path.iterdir()] == ["x.db.lock"]

@@ -16,7 +16,8 @@ from hicache_metadata_server.core.errors import SnapshotError
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.snapshot_parts import Pages
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
-from tests.metadata_server.test_snapshots import Engine, address, hicache, live, write
+from tests.metadata_server.test_snapshots import Engine, address, live, write
+from tests.support.commands import run_metadata
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +66,10 @@ def test_there_and_back(url, tmp_path):
     models = {"0:kv": "org/модель", "1:kv": ""}
     engine.service.describe(p.Describe(scope="0:kv", model=models["0:kv"]), engine.now)
     write(tmp_path / "a.db", engine.service)
-    done = hicache("copy", address(tmp_path / "a.db"), url)
+    done = run_metadata("copy", address(tmp_path / "a.db"), url)
     assert done.exit_code == 0, done.output
-    assert hicache("fsck", "--store", url).exit_code == 0
-    assert "holds scopes already" in hicache("copy", address(tmp_path / "a.db"), url).output
+    assert run_metadata("fsck", "--store", url).exit_code == 0
+    assert "holds scopes already" in run_metadata("copy", address(tmp_path / "a.db"), url).output
     with SharedStoreClient(url) as store:
         assert pages_of(store) == bare(live(engine.service))
         told = store.call("/v2/scopes", None, p.Scopes).scopes
@@ -89,7 +90,7 @@ def test_there_and_back(url, tmp_path):
             store.service.reserve(p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["new"])]))
         )
         assert reserved.scopes[0].states[0] in (p.Reserved.LEASED, p.Reserved.FULL)
-    back = hicache("copy", url, address(tmp_path / "b.db"))
+    back = run_metadata("copy", url, address(tmp_path / "b.db"))
     assert back.exit_code == 0, back.output
     with opened_store(address(tmp_path / "b.db")) as service:
         assert service.tenants.of_scope == engine.service.tenants.of_scope
@@ -114,10 +115,10 @@ def test_a_scope_is_left_behind(url, tmp_path):
     """By a copy of the store, and where that takes the store's own place."""
     engine = filled()
     write(tmp_path / "a.db", engine.service)
-    assert hicache("copy", address(tmp_path / "a.db"), url).exit_code == 0
-    done = hicache("copy", url, address(tmp_path / "b.db"), "--without", "1:kv")
+    assert run_metadata("copy", address(tmp_path / "a.db"), url).exit_code == 0
+    done = run_metadata("copy", url, address(tmp_path / "b.db"), "--without", "1:kv")
     assert done.exit_code == 0, done.output
-    assert hicache("copy", address(tmp_path / "b.db"), url, "--replace").exit_code == 0
+    assert run_metadata("copy", address(tmp_path / "b.db"), url, "--replace").exit_code == 0
     with SharedStoreClient(url) as store:
         assert [one.scope for one in store.call("/v2/scopes", None, p.Scopes).scopes] == ["0:kv"]
         assert pages_of(store) == {
@@ -128,12 +129,12 @@ def test_a_scope_is_left_behind(url, tmp_path):
 def test_a_backup_of_a_shared_store(url, tmp_path):
     engine = filled(seed=3)
     write(tmp_path / "a.db", engine.service)
-    assert hicache("copy", address(tmp_path / "a.db"), url).exit_code == 0
-    done = hicache("backup", url, tmp_path / "r.backup")
+    assert run_metadata("copy", address(tmp_path / "a.db"), url).exit_code == 0
+    done = run_metadata("backup", url, tmp_path / "r.backup")
     assert done.exit_code == 0, done.output
-    assert hicache("restore", tmp_path / "r.backup", url).exit_code == 2
-    assert hicache("restore", tmp_path / "r.backup", url, "--replace").exit_code == 0
-    assert hicache("fsck", "--store", url).exit_code == 0
+    assert run_metadata("restore", tmp_path / "r.backup", url).exit_code == 2
+    assert run_metadata("restore", tmp_path / "r.backup", url, "--replace").exit_code == 0
+    assert run_metadata("fsck", "--store", url).exit_code == 0
     with SharedStoreClient(url) as store:
         assert pages_of(store) == bare(live(engine.service))
 
@@ -153,7 +154,7 @@ def test_slots_that_nobody_has_used_between_others(url):
     with closing(open_target(url, replace=False)) as target:
         fill(target, [head, pages])
         target.commit()
-    assert hicache("fsck", "--store", url).exit_code == 0
+    assert run_metadata("fsck", "--store", url).exit_code == 0
     with SharedStoreClient(url) as store:
         assert pages_of(store) == {
             ("0:kv", "a"): (3, 7, 8, ""),
@@ -190,16 +191,16 @@ def test_on_a_cluster(tmp_path):
     engine = filled(seed=9)
     write(tmp_path / "a.db", engine.service)
     with redis_cluster(tmp_path) as cluster:
-        done = hicache("copy", address(tmp_path / "a.db"), cluster.url)
+        done = run_metadata("copy", address(tmp_path / "a.db"), cluster.url)
         assert done.exit_code == 0, done.output
         with SharedStoreClient(cluster.url) as store:
             assert pages_of(store) == bare(live(engine.service))
-        assert hicache("copy", cluster.url, address(tmp_path / "b.db")).exit_code == 0
+        assert run_metadata("copy", cluster.url, address(tmp_path / "b.db")).exit_code == 0
     with opened_store(address(tmp_path / "b.db")) as service:
         assert bare(live(service)) == bare(live(engine.service))
 
 
 def test_no_redis():
-    done = hicache("copy", "redis://127.0.0.1:9/0", "redis://127.0.0.1:9/1")
+    done = run_metadata("copy", "redis://127.0.0.1:9/0", "redis://127.0.0.1:9/1")
     assert done.exit_code == 2
     assert "127.0.0.1:9" in done.output

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.auth.rate_limits import RateLimiter
+from hicache_metadata_server.auth.security import RateLimiter
 from hicache_metadata_server.auth.tenants_file import read_tenants_file
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
@@ -22,7 +22,7 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.tenants import Caller, Quota, Quotas, Tenants, TenantUsage
 from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 from tests.metadata_server.servers import DURABLE, served
 from tests.metadata_server.test_refusals import bearer, guarded
 from tests.metadata_server.token_files import write_tokens
@@ -100,29 +100,26 @@ def test_what_is_given_is_what_fits(sizes, quota):
     assert TenantUsage.of(service.held_by("acme")) == held
 
 
-def test_the_compatible_part_has_the_same_quota(tmp_path):
+async def test_the_compatible_part_has_the_same_quota(tmp_path):
     options = guarded(tmp_path, "acme", "")
     options["service"].tenants.quotas = Quotas(default=Quota(scopes=1, slots=10))
 
-    async def scenario():
-        async with running(**options) as caller:
-            for token, rank, pages, status in (
-                ("write-acme", 0, 11, 403),
-                ("write-acme", 0, 10, 204),
-                ("write-acme", 0, 10, 204),
-                ("write-acme", 1, 1, 403),
-                ("write-", 1, 100, 204),
-            ):
-                reply = await caller.post(
-                    f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token)
-                )
-                assert reply.status == status, reply
-            assert reply.status == 204
-            told = (await caller.send("GET", "/metrics", headers=bearer("read-"))).body.decode()
-            assert 'hicache_metadata_tenant_holds{tenant="acme",what="slots"} 10.0' in told
-            assert 'hicache_metadata_tenant_quota{tenant="acme",what="slots"} 10.0' in told
-
-    run(scenario())
+    async with running(**options) as caller:
+        for token, rank, pages, status in (
+            ("write-acme", 0, 11, 403),
+            ("write-acme", 0, 10, 204),
+            ("write-acme", 0, 10, 204),
+            ("write-acme", 1, 1, 403),
+            ("write-", 1, 100, 204),
+        ):
+            reply = await caller.post(
+                f"/{rank}/initialize", {"num_pages": pages}, headers=bearer(token)
+            )
+            assert reply.status == status, reply
+        assert reply.status == 204
+        told = (await caller.send("GET", "/metrics", headers=bearer("read-"))).body.decode()
+        assert 'hicache_metadata_tenant_holds{tenant="acme",what="slots"} 10.0' in told
+        assert 'hicache_metadata_tenant_quota{tenant="acme",what="slots"} 10.0' in told
 
 
 class ConcurrentClients:
@@ -284,21 +281,18 @@ def test_what_was_begun_is_ended_ahead_of_the_rate(route):
     assert admitted(made) == 6, "and counts"
 
 
-def test_a_refusal_says_when_to_come_again(tmp_path):
+async def test_a_refusal_says_when_to_come_again(tmp_path):
     options = guarded(tmp_path, "acme")
     options["service"].tenants.quotas = Quotas(default=Quota(requests_per_second=0.5))
 
-    async def scenario():
-        async with running(**options) as caller:
-            assert (await caller.send("GET", "/v2", headers=bearer("read-acme"))).status == 200
-            refused = await caller.send("GET", "/v2", headers=bearer("read-acme"))
-            assert (refused.status, refused.json["code"], refused.headers["retry-after"]) == (
-                429,
-                "too_many",
-                "2",
-            )
-
-    run(scenario())
+    async with running(**options) as caller:
+        assert (await caller.send("GET", "/v2", headers=bearer("read-acme"))).status == 200
+        refused = await caller.send("GET", "/v2", headers=bearer("read-acme"))
+        assert (refused.status, refused.json["code"], refused.headers["retry-after"]) == (
+            429,
+            "too_many",
+            "2",
+        )
 
 
 def test_a_file_of_quotas(tmp_path):

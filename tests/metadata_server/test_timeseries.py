@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.scope import Totals
-from hicache_metadata_server.http.slow_log import KEPT, SlowLog, request_size
 from hicache_metadata_server.http.timeseries import (
     MINUTES,
     SECONDS,
+    SLOW_KEPT,
     RequestCounts,
+    SlowLog,
     TimeSeries,
     quantile,
+    request_size,
 )
 from hicache_metadata_server.protocol.history import History, SlowCall
-from tests.metadata_server.http_calls import run, running
+from tests.metadata_server.http_calls import running
 
 SCOPE = {"scopes": [{"scope": "0:kv", "slots": 8}]}
 BOUNDS = (0.001, 0.01, math.inf)
@@ -135,7 +137,7 @@ def test_the_slowest_of_the_last_hour_are_those_of_all_calls(calls):
     found = slow_log.calls(60 * now)
     # An hour back to the beginning of its minute at most.
     recent = sorted((seconds for seconds, time in made if time > 60 * now - 3600), reverse=True)
-    assert [call.seconds for call in found] == recent[:KEPT]
+    assert [call.seconds for call in found] == recent[:SLOW_KEPT]
     assert all(60 * now - 3600 < call.time <= 60 * now for call in found)
 
 
@@ -143,10 +145,10 @@ def test_no_more_is_kept_than_the_slowest_of_each_minute():
     slow_log = SlowLog()
     for minute in range(100):
         slow_log.rotate(60.0 * minute)
-        for number in range(3 * KEPT):
+        for number in range(3 * SLOW_KEPT):
             offer(slow_log, 0.001 * number, 60.0 * minute)
-    assert slow_log.floor == pytest.approx(0.001 * 2 * KEPT)
-    assert len(slow_log._heap) + sum(map(len, slow_log._earlier)) <= 61 * KEPT
+    assert slow_log.floor == pytest.approx(0.001 * 2 * SLOW_KEPT)
+    assert len(slow_log._heap) + sum(map(len, slow_log._earlier)) <= 61 * SLOW_KEPT
 
 
 @pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
@@ -202,152 +204,134 @@ async def fetch_history(caller, query="", **options):
     return p.decode(reply.body, History, kind)
 
 
-def test_the_server_tells_its_past():
-    async def scenario():
-        clock = Clock()
-        async with running(clock=clock) as caller:
-            recorder = caller.app.server.recorder
-            recorder.tick()
-            await caller.post("/v2/initialize", SCOPE)
-            await caller.store("0:kv", ["a", "b"])
-            await caller.post(
-                "/v2/lookup",
-                {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]},
-                headers={"X-Request-Id": "e\x007 <i>"},
-            )
-            await caller.post("/v2/lookup", {"scopes": []}, content_type="text/plain")
-            clock.now += 1
-            recorder.tick()
-            clock.now += 0.5
-            about = (await caller.send("GET", "/v2")).json
-            found = await fetch_history(caller)
-            assert (found.instance, found.started, found.now) == (
-                about["instance"],
-                1_000_000.0,
-                1_000_001.5,
-            )
-            seconds = found.seconds
-            assert (seconds.times, seconds.requests, seconds.refused, seconds.failed) == (
-                [1_000_001.0],
-                [5],
-                [1],
-                [0],
-            )
-            assert (seconds.hits, seconds.misses, seconds.live, seconds.free) == (
-                [2],
-                [1],
-                [2],
-                [6],
-            )
-            assert 0 < seconds.median_seconds[0] <= seconds.p99_seconds[0]
-            assert found.minutes.times == []
-            assert (await fetch_history(caller, "after=1000001")).seconds.times == []
-            assert (await fetch_history(caller, content_type=p.MSGPACK)).seconds == seconds
-            slow = {call.route: call for call in found.slowest if call.status == 200}
-            assert set(slow) == {"/v2/initialize", "/v2/reserve", "/v2/commit", "/v2/lookup", "/v2"}
-            asked = slow["/v2/lookup"]
-            assert (asked.entries, asked.scopes, asked.scope, asked.request_id, asked.status) == (
-                3,
-                1,
-                "0:kv",
-                "e_7__i_",
-                200,
-            )
-            assert slow["/v2/commit"].entries == 2
-            assert sorted(found.slowest, key=lambda call: -call.seconds) == found.slowest
-
-    run(scenario())
+async def test_the_server_tells_its_past():
+    clock = Clock()
+    async with running(clock=clock) as caller:
+        recorder = caller.app.server.recorder
+        recorder.tick()
+        await caller.post("/v2/initialize", SCOPE)
+        await caller.store("0:kv", ["a", "b"])
+        await caller.post(
+            "/v2/lookup",
+            {"scopes": [{"scope": "0:kv", "keys": ["a", "x", "b"]}]},
+            headers={"X-Request-Id": "e\x007 <i>"},
+        )
+        await caller.post("/v2/lookup", {"scopes": []}, content_type="text/plain")
+        clock.now += 1
+        recorder.tick()
+        clock.now += 0.5
+        about = (await caller.send("GET", "/v2")).json
+        found = await fetch_history(caller)
+        assert (found.instance, found.started, found.now) == (
+            about["instance"],
+            1_000_000.0,
+            1_000_001.5,
+        )
+        seconds = found.seconds
+        assert (seconds.times, seconds.requests, seconds.refused, seconds.failed) == (
+            [1_000_001.0],
+            [5],
+            [1],
+            [0],
+        )
+        assert (seconds.hits, seconds.misses, seconds.live, seconds.free) == (
+            [2],
+            [1],
+            [2],
+            [6],
+        )
+        assert 0 < seconds.median_seconds[0] <= seconds.p99_seconds[0]
+        assert found.minutes.times == []
+        assert (await fetch_history(caller, "after=1000001")).seconds.times == []
+        assert (await fetch_history(caller, content_type=p.MSGPACK)).seconds == seconds
+        slow = {call.route: call for call in found.slowest if call.status == 200}
+        assert set(slow) == {"/v2/initialize", "/v2/reserve", "/v2/commit", "/v2/lookup", "/v2"}
+        asked = slow["/v2/lookup"]
+        assert (asked.entries, asked.scopes, asked.scope, asked.request_id, asked.status) == (
+            3,
+            1,
+            "0:kv",
+            "e_7__i_",
+            200,
+        )
+        assert slow["/v2/commit"].entries == 2
+        assert sorted(found.slowest, key=lambda call: -call.seconds) == found.slowest
 
 
 @pytest.mark.parametrize("query", ["after=x", "after=nan", "after=inf"])
-def test_a_time_that_is_none_is_refused(query):
-    async def scenario():
-        async with running() as caller:
-            reply = await caller.send("GET", "/v2/history", query=query)
-            assert (reply.status, reply.json["code"], reply.json["field"]) == (
-                422,
-                "invalid",
-                "after",
-            )
-
-    run(scenario())
+async def test_a_time_that_is_none_is_refused(query):
+    async with running() as caller:
+        reply = await caller.send("GET", "/v2/history", query=query)
+        assert (reply.status, reply.json["code"], reply.json["field"]) == (
+            422,
+            "invalid",
+            "after",
+        )
 
 
-def test_the_clock_ticks_while_the_server_runs():
-    async def scenario():
-        import asyncio
+async def test_the_clock_ticks_while_the_server_runs():
+    import asyncio
 
-        async with running() as caller:
-            while not (await fetch_history(caller)).seconds.times:
-                await asyncio.sleep(0.05)
-
-    run(scenario())
+    async with running() as caller:
+        while not (await fetch_history(caller)).seconds.times:
+            await asyncio.sleep(0.05)
 
 
-def test_history_is_described():
-    async def scenario():
-        async with running() as caller:
-            described = (await caller.send("GET", "/openapi.json")).json
-            get = described["paths"]["/v2/history"]["get"]
-            assert get["responses"]["200"]["content"][p.JSON]["schema"] == {
-                "$ref": "#/components/schemas/History"
-            }
-            assert [parameter["name"] for parameter in get["parameters"]] == ["after"]
-            assert {"Series", "SlowCall"} <= set(described["components"]["schemas"])
-
-    run(scenario())
+async def test_history_is_described():
+    async with running() as caller:
+        described = (await caller.send("GET", "/openapi.json")).json
+        get = described["paths"]["/v2/history"]["get"]
+        assert get["responses"]["200"]["content"][p.JSON]["schema"] == {
+            "$ref": "#/components/schemas/History"
+        }
+        assert [parameter["name"] for parameter in get["parameters"]] == ["after"]
+        assert {"Series", "SlowCall"} <= set(described["components"]["schemas"])
 
 
-def test_the_page_is_for_everybody_and_holds_nothing():
+async def test_the_page_is_for_everybody_and_holds_nothing():
     """The same bytes with tokens and without, before and after there is data."""
 
-    async def scenario():
-        pages = []
-        for tokens in (None, Tokens({"r": p.Token.READ})):
-            async with running(tokens=tokens) as caller:
-                for _ in range(2):
-                    pages.append(
-                        [
-                            await caller.send("GET", path)
-                            for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg")
-                        ]
-                    )
-                    await caller.post("/v2/initialize", SCOPE)
-        assert pages.count(pages[0]) == 4
-        for reply in pages[0]:
-            assert reply.status == 200
-            policy = dict(
-                part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; ")
-            )
-            assert policy["default-src"] == "'none'"
-            assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
-            assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == (
-                "nosniff",
-                "no-referrer",
-            )
-        kinds = [reply.headers["content-type"].partition(";")[0] for reply in pages[0]]
-        assert kinds == ["text/html", "text/javascript", "text/css", "image/svg+xml"]
-
-    run(scenario())
+    pages = []
+    for tokens in (None, Tokens({"r": p.Token.READ})):
+        async with running(tokens=tokens) as caller:
+            for _ in range(2):
+                pages.append(
+                    [
+                        await caller.send("GET", path)
+                        for path in ("/", "/page/main.js", "/page/style.css", "/page/icon.svg")
+                    ]
+                )
+                await caller.post("/v2/initialize", SCOPE)
+    assert pages.count(pages[0]) == 4
+    for reply in pages[0]:
+        assert reply.status == 200
+        policy = dict(
+            part.split(" ", 1) for part in reply.headers["content-security-policy"].split("; ")
+        )
+        assert policy["default-src"] == "'none'"
+        assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+        assert (reply.headers["x-content-type-options"], reply.headers["referrer-policy"]) == (
+            "nosniff",
+            "no-referrer",
+        )
+    kinds = [reply.headers["content-type"].partition(";")[0] for reply in pages[0]]
+    assert kinds == ["text/html", "text/javascript", "text/css", "image/svg+xml"]
 
 
-def test_the_page_is_sent_once():
-    async def scenario():
-        async with running() as caller:
-            tag = (await caller.send("GET", "/")).headers["etag"]
-            again = await caller.send("GET", "/", headers={"If-None-Match": tag})
-            assert (again.status, again.body) == (304, b"")
-            for path in (
-                "/page/",
-                "/page/index.html",
-                "/page/../app.py",
-                "/page/__init__.py",
-                "/page/main.js/x",
-            ):
-                reply = await caller.send("GET", path)
-                assert (reply.status, reply.json["code"]) == (404, "unknown_route"), path
-
-    run(scenario())
+async def test_the_page_is_sent_once():
+    async with running() as caller:
+        tag = (await caller.send("GET", "/")).headers["etag"]
+        again = await caller.send("GET", "/", headers={"If-None-Match": tag})
+        assert (again.status, again.body) == (304, b"")
+        for path in (
+            "/page/",
+            "/page/index.html",
+            "/page/../app.py",
+            "/page/__init__.py",
+            "/page/main.js/x",
+        ):
+            reply = await caller.send("GET", path)
+            assert (reply.status, reply.json["code"]) == (404, "unknown_route"), path
 
 
 def test_messages_survive_both_forms():

@@ -12,12 +12,10 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
-from typer.testing import CliRunner
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_metadata_server.auth.tls import ServerTls, first_expiry
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.tls import client_context
@@ -26,6 +24,7 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_storage.objects import Call
 from tests.metadata_server.certificates import Authority, openssl
 from tests.metadata_server.servers import SERVE, Served
+from tests.support.commands import run_metadata
 
 pytestmark = pytest.mark.slow(seconds=25)
 
@@ -108,12 +107,12 @@ def test_the_command_line_and_the_driver_speak_tls(tmp_path, authority, others):
             (("--ca", trusted), 0),
             (("--ca", "/nonexistent"), 2),
         ):
-            done = CliRunner().invoke(app, ["status", "--url", place.url, *arguments])
+            done = run_metadata("status", "--url", place.url, *arguments)
             assert done.exit_code == code, done.output
         assert (
-            CliRunner()
-            .invoke(app, ["status", "--url", place.url], env={"HICACHE_METADATA_CA": trusted})
-            .exit_code
+            run_metadata(
+                "status", "--url", place.url, env={"HICACHE_METADATA_CA": trusted}
+            ).exit_code
             == 0
         )
         with closing(HttpMetadataClient(place.url, tls=client_context(ca=trusted))) as client:
@@ -148,10 +147,7 @@ def test_clients_show_certificates(tmp_path, authority, others):
                     with pytest.raises(MetadataError):
                         client.refresh(Call(10))
         with_certificate = ("--ca", str(authority.file), "--certificate", str(both))
-        assert (
-            CliRunner().invoke(app, ["status", "--url", place.url, *with_certificate]).exit_code
-            == 0
-        )
+        assert run_metadata("status", "--url", place.url, *with_certificate).exit_code == 0
 
 
 def test_a_certificate_is_changed_without_a_restart(tmp_path, authority):
@@ -247,9 +243,7 @@ def test_a_file_that_is_not_there_is_named_with_its_option(tmp_path, authority, 
         ValueError, match=f"{option}: {tmp_path}/nope.pem cannot be read: No such file or directory"
     ):
         ServerTls(*files.values())
-    told = CliRunner().invoke(
-        app, ["serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments]
-    )
+    told = run_metadata("serve", "--port", "0", "--store", f"sqlite:///{tmp_path}/m.db", *arguments)
     assert told.exit_code == 2
     assert f"{option}: {tmp_path}/nope.pem" in told.stderr
     assert len(told.stderr.strip().splitlines()) == 1
@@ -305,7 +299,7 @@ def openssl_end(file):
 
 def test_a_client_without_a_certificate_is_told_of_the_option(tmp_path, authority):
     with started(tmp_path, authority, f"--tls-client-ca {authority.file}") as place:
-        told = CliRunner().invoke(app, ["status", "--url", place.url, "--ca", str(authority.file)])
+        told = run_metadata("status", "--url", place.url, "--ca", str(authority.file))
         assert told.exit_code == 2
         assert (
             "if the server asks for a client certificate: --certificate FILE, or "

@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
 
 from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.token_file import (
@@ -25,15 +24,15 @@ from hicache_metadata_server.auth.token_file import (
 )
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
-from hicache_metadata_server.cli.main import app
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.tenants import ANYBODY
 from hicache_metadata_server.protocol import Token
 from tests.metadata_server.token_files import write_tokens
+from tests.support.commands import run_metadata
 
 
 def command(*arguments, **options):
-    return CliRunner().invoke(app, ["token", *map(str, arguments)], **options)
+    return run_metadata("token", *arguments, **options)
 
 
 def made(file, *options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hicache_storage.objects import envelope
+from hicache_storage.objects import namespace
 
 
 def test_forked_children_draw_generations_of_their_own():
@@ -13,10 +13,10 @@ def test_forked_children_draw_generations_of_their_own():
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            os.write(writer, envelope.seal(bytes(32), bytes(16), 0))
+            os.write(writer, namespace.seal(bytes(32), "key", 0))
             os._exit(0)
         os.close(writer)
         os.waitpid(child, 0)
         seen.append(os.read(reader, 64))
         os.close(reader)
-    assert len({*seen, envelope.seal(bytes(32), bytes(16), 0)}) == 3
+    assert len({*seen, namespace.seal(bytes(32), "key", 0)}) == 3

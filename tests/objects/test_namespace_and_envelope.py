@@ -6,15 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_storage.objects.envelope import (
+from hicache_storage.objects.namespace import (
     ENVELOPE_BYTES,
+    Namespace,
     belongs,
     checksum,
+    key_digest,
     seal,
     stored_checksum,
 )
-from hicache_storage.objects.namespace import Namespace, check_keys, key_digest
 from hicache_storage.spec import PageGeometry, PoolName
+from hicache_storage.spec.arguments import check_keys
 
 GEOMETRY = PageGeometry("page_first", "bfloat16", 64, 640, (4096, 4096))
 
@@ -69,7 +71,7 @@ def test_object_names_are_safe_and_distinct(first, second):
 
 def test_the_envelope_is_what_the_spec_says(kit):
     place = namespace(kit)
-    envelope = seal(place.envelope_prefix, key_digest("k"), 0x1122334455667788)
+    envelope = seal(place.envelope_prefix, "k", 0x1122334455667788)
     assert len(envelope) == ENVELOPE_BYTES
     assert envelope[:8] == b"HCP2\1\0\0\0"
     assert int.from_bytes(envelope[8:16], "little") == 8192
@@ -77,13 +79,13 @@ def test_the_envelope_is_what_the_spec_says(kit):
     assert envelope[32:48] == key_digest("k")
     assert envelope[56:] == bytes.fromhex("8877665544332211")
     assert stored_checksum(envelope) == 0x1122334455667788
-    assert seal(place.envelope_prefix, key_digest("k"), 0)[48:56] != envelope[48:56]
+    assert seal(place.envelope_prefix, "k", 0)[48:56] != envelope[48:56]
 
 
 @given(position=st.integers(0, 47), flip=st.integers(1, 255))
 def test_any_other_prefix_does_not_belong(position, flip):
     prefix = bytes(range(32))
-    envelope = bytearray(seal(prefix, key_digest("k"), 7))
+    envelope = bytearray(seal(prefix, "k", 7))
     assert belongs(envelope, prefix, key_digest("k"))
     envelope[position] ^= flip
     assert not belongs(envelope, prefix, key_digest("k"))
@@ -92,7 +94,7 @@ def test_any_other_prefix_does_not_belong(position, flip):
 @pytest.mark.parametrize("length", [0, 63, 65])
 def test_an_envelope_of_another_length_does_not_belong(length):
     prefix = bytes(32)
-    assert not belongs((seal(prefix, key_digest("k"), 7) * 2)[:length], prefix, key_digest("k"))
+    assert not belongs((seal(prefix, "k", 7) * 2)[:length], prefix, key_digest("k"))
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5))

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import promql_parser
@@ -18,6 +16,7 @@ from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics import ALERTS, dashboard, rules, with_generated_parts
 from hicache_storage.tools.metrics.alerts import SPARE_SHARE as TOLD_SHARE
 from hicache_storage.tools.metrics.queries import rate, selected
+from tests.support.commands import run_hicache
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "observability.md"
@@ -190,18 +189,11 @@ def test_the_share_of_spare_slots_is_the_servers():
 
 
 def test_the_command(tmp_path):
-    hicache = [sys.executable, "-c", "from hicache_storage.cli.main import main; main()", "metrics"]
-    listed = subprocess.run(
-        [*hicache, "list"], capture_output=True, text=True, check=True, timeout=120
-    ).stdout.splitlines()
+    listed = run_hicache("metrics", "list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == [
         name for component in v.COMPONENTS for name in v.metrics_of(component)
     ]
-    subprocess.run(
-        [*hicache, "dashboard", "--output", tmp_path / "d.json"], check=True, timeout=120
-    )
+    done = run_hicache("metrics", "dashboard", "--output", tmp_path / "d.json")
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "d.json").read_text() == dashboard()
-    printed = subprocess.run(
-        [*hicache, "alerts"], capture_output=True, text=True, check=True, timeout=120
-    ).stdout
-    assert printed == rules()
+    assert run_hicache("metrics", "alerts").stdout == rules()

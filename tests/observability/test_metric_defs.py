@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -42,7 +40,8 @@ from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.world import SIZES, World
 from tests.hybrid.stack import Stack, tokens
 from tests.metadata_server.certificates import Authority
-from tests.metadata_server.http_calls import SlowStore, run, running
+from tests.metadata_server.http_calls import SlowStore, running
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +119,7 @@ def test_a_cache_exports_what_is_defined():
     assert world.cache.usage().device_tokens > 0
 
 
-def test_a_server_exports_what_is_defined(tmp_path):
+async def test_a_server_exports_what_is_defined(tmp_path):
     store = SlowStore()
     store.sizes = lambda: {"log": 1}
     service = MetadataService(durability=store.durability)
@@ -138,26 +137,21 @@ def test_a_server_exports_what_is_defined(tmp_path):
     security.file_watcher.watched.append(WatchedFiles("tokens", [tmp_path], lambda: None))
     root, acme = ({"authorization": f"Bearer {token}"} for token in ("root", "acme"))
 
-    async def scenario():
-        async with running(store, service, security=security, slow_seconds=1e-9) as caller:
-            await caller.post(
-                "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme
-            )
-            await caller.store("0:kv", ["a", "b"], headers=root)
-            await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
-            while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
-                pass
-            return exported((await caller.send("GET", "/metrics", headers=root)).body.decode())
-
-    assert run(scenario()) == expected("server") | expected("process")
+    async with running(store, service, security=security, slow_seconds=1e-9) as caller:
+        await caller.post(
+            "/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 8}]}, headers=acme
+        )
+        await caller.store("0:kv", ["a", "b"], headers=root)
+        await caller.post("/v2/describe", {"scope": "0:kv", "model": "m"}, headers=root)
+        while (await caller.post("/0/exists", {"keys": []}, headers=acme)).status != 429:
+            pass
+        text = (await caller.send("GET", "/metrics", headers=root)).body.decode()
+    assert exported(text) == expected("server") | expected("process")
 
 
-def test_a_server_without_a_store_has_no_transactions():
-    async def scenario():
-        async with running() as caller:
-            return exported((await caller.send("GET", "/metrics")).body.decode())
-
-    names = run(scenario())
+async def test_a_server_without_a_store_has_no_transactions():
+    async with running() as caller:
+        names = exported((await caller.send("GET", "/metrics")).body.decode())
     assert "hicache_metadata_ready" in names
     assert not [name for name in names if "transaction" in name or "store" in name]
 
@@ -285,4 +279,4 @@ def test_the_definitions_are_light():
         "set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_python(code)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from hicache_storage.tools.metrics import ALERTS, rules
+from tests.support.commands import run_program
 
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).with_name("alert_rules.yaml")
@@ -23,9 +23,7 @@ def promtool(*arguments):
     has none."""
     program = shutil.which("promtool") or shutil.which("promtool", path=Path(sys.executable).parent)
     assert program, "there is no promtool: scripts/setup.sh brings it"
-    return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, check=False, timeout=240
-    )
+    return run_program(program, *arguments)
 
 
 def tried(text):

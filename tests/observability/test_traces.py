@@ -3,7 +3,6 @@ nobody wants them."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -24,6 +23,7 @@ from hicache_storage.spec import ConfigError, HiCacheStorageExtraInfo
 from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import SlowStore
 from tests.observability.serving import ask, serving, stopped
+from tests.support.commands import run_python
 
 SERVE = f'{sys.executable} -c "from hicache_storage.cli.main import main; main()" metadata serve --port {{port}}'
 
@@ -163,7 +163,7 @@ def test_nothing_is_imported_where_nothing_is_traced():
         "hicache_metadata_server.http.asgi\n"
         "sys.exit(any(name.split('.')[0] == 'opentelemetry' for name in sys.modules))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_python(code)
 
 
 def test_traces_without_opentelemetry_are_refused_with_advice(monkeypatch):

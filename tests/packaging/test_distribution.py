@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.commands import run_hicache
+
 pytestmark = pytest.mark.slow(seconds=30)
 
 ROOT = Path(__file__).parents[2]
@@ -55,12 +57,7 @@ def test_the_bare_install_is_light():
 def test_the_version_comes_from_git_and_the_command_line_tells_it():
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hicache_storage.cli.main", "--version"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_hicache("--version")
     assert done.stdout == f"hicache-storage {version('hicache-storage')}\n"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.commands import run_python
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -38,9 +38,7 @@ def test_the_3fs_driver_does_without_the_server():
         "names = [name for name in sys.modules if name.startswith('hicache_metadata_server.')]\n"
         "print(*{name.split('.')[1] for name in names})"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    found = run_python(code)
     assert set(found.stdout.split()) == {"client", "protocol"}
 
 
@@ -52,7 +50,5 @@ def test_the_command_line_starts_without_heavy_libraries():
         "app()\n"
         "print(*sorted({'torch', 'numpy', 'pytest', 'hypothesis', 'fastapi'} & set(sys.modules)))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    found = run_python(code)
     assert found.stdout.split() == []

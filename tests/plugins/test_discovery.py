@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -18,6 +16,7 @@ from hicache_storage.spec import (
     DriverNotFoundError,
     DriverUnavailableError,
 )
+from tests.support.commands import run_python
 
 GOOD = """
 from hicache_storage import Capabilities, DriverSpec, hookimpl
@@ -161,8 +160,6 @@ heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "fastapi", "aiohttp", "hyp
 print(sorted(heavy & set(sys.modules)))
 storage.close()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True
-    )
+    done = run_python(source)
     assert done.stdout.strip() == "[]"
     assert not (tmp_path / "x").exists()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import hicache_storage.pools
+from tests.support.commands import run_python
 
 WITHOUT_TORCH = """
 import sys
@@ -31,7 +29,7 @@ assert "torch" not in sys.modules, "torch was imported"
 
 
 def test_pools_of_the_protocol_need_no_torch() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True, timeout=60)
+    run_python(WITHOUT_TORCH)
 
 
 def test_every_public_name_is_there() -> None:

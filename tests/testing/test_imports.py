@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.support.commands import run_python
 
 
 def test_no_test_runner_is_imported():
     program = "import sys, hicache_storage.testing; print(*{'pytest', 'hypothesis', 'torch'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = run_python(program)
     assert done.stdout.split() == []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -30,17 +27,15 @@ from hicache_storage.tools.bench.settings import (
     Sweep,
 )
 from hicache_storage.tools.bench.sweep import run_sweep
+from tests.support.commands import run_hicache
 
 pytestmark = pytest.mark.slow(seconds=60)
 
-HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 QUICK = ("--pages", "4KiB", "--batch", "8", "--seconds", "0.05", "--max-stored", "1MiB")
 
 
 def bench(*arguments):
-    return subprocess.run(
-        [HICACHE, "bench", *arguments], capture_output=True, text=True, check=False
-    )
+    return run_hicache("bench", *arguments)
 
 
 def sweep(tmp_path, *, clients=(1,), kind=ClientKind.THREADS, candidates=None, **changes):

@@ -19,6 +19,7 @@ from hicache_storage.objects import ObjectStorage
 from hicache_storage.plugins import Registry
 from hicache_storage.spec import Capabilities, DriverConfig, Durability, HiCacheStorage, Sharing
 from hicache_storage.tools.doctor import DoctorTarget, Status, drivers, endpoints, machine, plugins
+from tests.support.commands import run_python
 
 SOUND = Capabilities(deletes=True)
 TARGET = DoctorTarget(driver="acme")
@@ -131,9 +132,13 @@ def test_a_class_that_is_not_what_it_should_be(monkeypatch, driver, said):
 
 
 def test_the_installed_drivers_are_sound():
-    findings = list(drivers.check_drivers(DoctorTarget()))
-    assert findings
-    assert {finding.status for finding in findings} == {Status.OK}, findings
+    # In a process of its own: what other tests have imported or registered is not installed.
+    found = run_python(
+        "from hicache_storage.tools.doctor import DoctorTarget, Status, drivers\n"
+        "findings = list(drivers.check_drivers(DoctorTarget()))\n"
+        "print(len(findings), *[each for each in findings if each.status is not Status.OK])"
+    )
+    assert int(found.stdout) > 0
 
 
 def test_an_instance_that_promises_more():

@@ -4,18 +4,14 @@ behind."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sysconfig
-from pathlib import Path
 
 import pytest
 
 from hicache_storage.tools.doctor import DoctorTarget, Status, examine
 from hicache_storage.tools.doctor.round_trip import check_round_trip
+from tests.support.commands import run_hicache
 
 pytestmark = pytest.mark.slow(seconds=46)
-
-HICACHE = Path(sysconfig.get_path("scripts")) / "hicache"
 
 
 def diagnose(driver, *checks, options=None, deadline=20.0, grace=60.0):
@@ -164,9 +160,7 @@ def test_no_page_is_left_in_a_real_store(tmp_path):
 
 
 def doctor(*arguments):
-    return subprocess.run(
-        [HICACHE, "doctor", *arguments], capture_output=True, text=True, check=False
-    )
+    return run_hicache("doctor", *arguments)
 
 
 def test_the_command_on_a_sound_driver(site):

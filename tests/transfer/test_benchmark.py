@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache_storage.transfer import StreamSimulator
+from tests.support.commands import run_program
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BENCHMARK = BENCHMARKS / "device_copies.py"
@@ -24,13 +24,7 @@ def benchmark(monkeypatch):
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, str(BENCHMARK), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    return run_program(sys.executable, BENCHMARK, *arguments)
 
 
 def test_it_runs_on_the_simulator(tmp_path):

@@ -3,11 +3,11 @@ takes it as wheels."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from tests.support.commands import run_program
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_MSGSPEC = """
@@ -29,19 +29,9 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without()
 def run(tmp_path, **environment):
     """The script in this Python, in which msgspec seems not to be installed."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MSGSPEC)
-    return subprocess.run(
-        [ROOT / "scripts" / "gpu_tests.sh", sys.executable],
-        env=os.environ
-        | {
-            "PYTHONPATH": str(tmp_path),
-            "PARTS": "stack",
-            "CUDA_VISIBLE_DEVICES": "",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    variables = {"PYTHONPATH": str(tmp_path), "PARTS": "stack", "CUDA_VISIBLE_DEVICES": ""}
+    return run_program(
+        ROOT / "scripts" / "gpu_tests.sh", sys.executable, **{**variables, **environment}
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.commands import run_python
 
 WITHOUT_TORCH = """
 import sys
@@ -48,31 +47,18 @@ sys.exit(ended)
 ROOT = Path(__file__).parents[2]
 
 
-def run(code, **options):
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_naming_the_parts_needs_no_torch():
-    run(WITHOUT_TORCH)
+    run_python(WITHOUT_TORCH)
 
 
 def test_using_them_needs_torch_alone():
-    run(WITH_TORCH_ALONE)
+    run_python(WITH_TORCH_ALONE)
 
 
 def test_tests_of_copies_on_a_gpu_need_little_more():
     """`scripts/gpu_tests.sh` finds them where there is no plugin of pytest, and nothing of ours is
     installed."""
-    found = run(GPU_TESTS, cwd=ROOT, env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    found = run_python(GPU_TESTS, cwd=ROOT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1").stdout
     assert "tests/transfer/test_cuda.py::test_no_call_waits_for_a_copy" in found
     assert "tests/transfer/test_cuda_queues.py::test_no_transfer_locks_memory" in found
     assert "test_a_missing_event_is_found[cuda" in found

@@ -4,8 +4,6 @@ errors, ends of threads."""
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from hicache_storage.transfer import StreamFailedError, recorded
 from hicache_storage.transfer.simulator import StreamSimulator
 from hicache_storage.transfer.simulator.races import byte_runs
+from tests.support.commands import run_python
 
 
 @pytest.fixture
@@ -290,4 +289,4 @@ def test_byte_runs_are_the_elements_of_a_view(view):
 
 def test_the_simulator_is_importable_without_torch():
     program = "import sys, hicache_storage.transfer, hicache_storage.transfer.simulator; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    run_python(program)

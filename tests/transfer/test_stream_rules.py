@@ -19,18 +19,7 @@ from hicache_storage.transfer import BACKENDS, Acknowledgement, recorded
 def write_back_behind_kernels(bench):
     """Kernels write three pages, which are copied out at once: more than the staging buffers
     take."""
-    contents, pages = [bench.content(seed) for seed in range(3)], (4, 0, 3)
-    host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
-    for page, content in zip(pages, contents, strict=True):
-        bench.run_kernel(page, content)
-    bench.engine.write_back(bench.slots(*pages), host).wait()
-    for number, content in enumerate(contents):
-        assert same(
-            bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size),
-            content,
-        )
-    bench.engine.host_slots.free(host)
-    bench.finish()
+    write_back_pages(bench, range(3), at_once=False)
 
 
 def overwrite_behind_write_back(bench):
@@ -143,13 +132,14 @@ def layers_behind_their_events(bench, seeds=range(3)):
     assert counter.arrived() == LAYERS
 
 
-def pages_written_back(bench, seeds):
-    """Three pages are copied out that have been there for a while."""
+def write_back_pages(bench, seeds, *, at_once=True):
+    """Copy out three pages: that have been there for a while, or whose kernels are still to run."""
     contents, pages = [bench.content(seed) for seed in seeds], (4, 0, 3)
     host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
     for page, content in zip(pages, contents, strict=True):
-        bench.run_kernel(page, content, at_once=True)
-    bench.compute.synchronize()
+        bench.run_kernel(page, content, at_once=at_once)
+    if at_once:
+        bench.compute.synchronize()
     bench.engine.write_back(bench.slots(*pages), host).wait()
     for number, content in enumerate(contents):
         assert same(
@@ -162,16 +152,16 @@ def pages_written_back(bench, seeds):
 
 def staged_out_behind_slow_kernels(bench):
     """Staging buffers are used again, and gathering takes its time."""
-    pages_written_back(bench, range(3))
+    write_back_pages(bench, range(3))
     bench.place.delay(bench.staging("_out").filler)
-    pages_written_back(bench, range(3, 6))
+    write_back_pages(bench, range(3, 6))
 
 
 def staged_out_behind_a_slow_bus(bench):
     """Staging buffers are used again, and copies to the host take their time."""
-    pages_written_back(bench, range(3))
+    write_back_pages(bench, range(3))
     bench.delay_draining("_out")
-    pages_written_back(bench, range(3, 6))
+    write_back_pages(bench, range(3, 6))
 
 
 def staged_in_behind_a_slow_bus(bench):

@@ -1,10 +1,10 @@
-"""The format of a bundle: the pages of a batch, their index, and a footer.
+"""Bundles: the names of their files, and the format: the pages of a batch, an index, a footer.
 
 ```
 page 0 | page 1 | ... | page n-1 | envelope 0 | ... | envelope n-1 | keys | footer
 
 page      its components one after the other; all pages of a namespace are equally long
-envelope  64 bytes (hicache_storage.objects.envelope)
+envelope  64 bytes (hicache_storage.objects.namespace)
 keys      UTF-8, separated by NUL, in the order of the pages
 footer    64 bytes:
   0   8   magic "HCBUNDLE"
@@ -24,19 +24,26 @@ for those of another bundle, whatever a disk answers.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
 
+from hicache_backends.file.paths import (
+    HEX,
+    MAX_CREATED_US,
+    MAX_FILE_BYTES,
+    PID_SCOPE_PATTERN,
+    WRITER_PATTERN,
+    ProcessId,
+)
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hicache_backends.file.paths import BundleId, BundleName
+    from collections.abc import Iterable, Sequence
 
 _MAGIC = b"HCBUNDLE"
 _VERSION = 1
@@ -53,6 +60,102 @@ class NotABundleError(ValueError):
 
     file_bytes: int | None = None
     """The file's real length, where it is known."""
+
+
+class BundleId(msgspec.Struct, frozen=True, gc=False):
+    """Identity of a bundle within its namespace; never used twice.
+
+    Not tracked by the garbage collector.
+    """
+
+    writer: str
+    sequence: int
+
+
+class Claim(NamedTuple):
+    """A claim to replace a bundle, in the name of that bundle.
+
+    Once the replacement is in place the claimed bundle is void.
+    """
+
+    process: ProcessId
+    replacement: BundleId
+
+
+class BundleName(msgspec.Struct, frozen=True, gc=False):
+    """The name of a bundle's file, with its length and age.
+
+    A listing of names is enough to know the used bytes. There is one object for each file of a
+    store; the garbage collector does not track them.
+    """
+
+    writer: str
+    sequence: int
+    size: int
+    """Length of the file, in bytes."""
+    created_us: int
+    """Microseconds since 1970 by the writer's clock, no two batches of a writer the same; kept when
+    the bundle is rewritten."""
+    checksum: int
+    """`tail_checksum` of the file: bytes with another one belong to a different file."""
+    claim: Claim | None = None
+    """The claim of a process that replaces it. Until that is done the bundle stays valid."""
+
+    @property
+    def id(self) -> BundleId:
+        return BundleId(self.writer, self.sequence)
+
+    @property
+    def plain(self) -> BundleName:
+        """The name without a claim.
+
+        Names that differ in anything else belong to different files.
+        """
+        return self if self.claim is None else msgspec.structs.replace(self, claim=None)
+
+    def __str__(self) -> str:
+        plain = f"{self.writer}-{self.sequence:x}-{self.size:x}-{self.created_us:x}-{self.checksum:x}.bundle"
+        if self.claim is None:
+            return plain
+        (pid_scope, pid, started), by = self.claim
+        return f"{plain}.{pid_scope}-{pid:x}-{started:x}-{by.writer}-{by.sequence:x}.claimed"
+
+
+_BUNDLE = re.compile(
+    f"({WRITER_PATTERN})-({HEX})-({HEX})-({HEX})-({HEX})\\.bundle"
+    f"(?:\\.({PID_SCOPE_PATTERN})-({HEX})-({HEX})-({WRITER_PATTERN})-({HEX})\\.claimed)?"
+)
+
+
+def parse_bundle(text: str) -> BundleName | None:
+    """Parse the name of a bundle; None for a name that the driver did not make."""
+    match = _BUNDLE.fullmatch(text)
+    if match is None:
+        return None
+    writer, sequence, size, created, checksum, pid_scope, pid, started, claimant, number = (
+        match.groups()
+    )
+    claim = (
+        None
+        if pid_scope is None
+        else Claim(
+            ProcessId(pid_scope, int(pid, 16), int(started, 16)),
+            BundleId(claimant, int(number, 16)),
+        )
+    )
+    name = BundleName(
+        writer, int(sequence, 16), int(size, 16), int(created, 16), int(checksum, 16), claim
+    )
+    return name if is_plausible(name) else None
+
+
+def is_plausible(name: BundleName) -> bool:
+    return name.size <= MAX_FILE_BYTES and name.created_us <= MAX_CREATED_US
+
+
+def bundles_among(texts: Iterable[str]) -> list[BundleName]:
+    """Parse the names of bundles among file names, and skip all others."""
+    return [name for name in map(parse_bundle, texts) if name is not None]
 
 
 class BundleIndex(msgspec.Struct, frozen=True, gc=False):

@@ -13,10 +13,9 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hicache_backends.file.bundle import Bundle
+from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
-from hicache_backends.file.paths import BundleId, BundleName, bundles_among, sync_directory
-from hicache_backends.posix.statx import list_directory
+from hicache_backends.posix.directories import list_directory, sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -74,10 +73,9 @@ class BundleSet:
     page that stays in the store is found at any moment.
     """
 
-    def __init__(
-        self, namespace: str, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool
-    ) -> None:
+    def __init__(self, namespace: str, paths: StorePaths, feed: ChangeFeed) -> None:
         self.namespace = namespace
+        self.directory = paths.bundles(namespace)
         self.lock = threading.RLock()
         self.bundles: dict[BundleId, Bundle] = {}
         self.used = 0
@@ -86,10 +84,8 @@ class BundleSet:
         """Published by this storage, and not announced yet."""
         self._listed_unshared = False
         """A listing was applied since `force_relist`: it may have shown unannounced changes."""
-        self._paths = paths
+        self._asks_server = paths.asks_server
         self._feed = feed
-        self._asks_server = asks_server
-        self._directory = paths.bundles(namespace)
         self._listeners: list[BundleSetListener] = []
         self._adding: dict[BundleId, Bundle] = {}
         """Being added; left non-empty only by an interrupt."""
@@ -179,6 +175,10 @@ class BundleSet:
                 self.invalidate()
                 continue
             with self.lock:
+                if self._invalidations != plan.invalidations and attempt < MAX_RELISTS:
+                    # Another thread has found a file gone, perhaps one of this plan: the pages are
+                    # in a replacement that only a listing shows, so nothing is removed before.
+                    continue
                 self._remove(plan.removed)
                 # An invalidation during the catch-up asks for a listing that this one has not made.
                 if (
@@ -321,7 +321,7 @@ class BundleSet:
         return Bundle(
             self.namespace,
             name,
-            self._directory,
+            self.directory,
             name.id,
             name.size,
             name.created_us * 1_000,
@@ -395,7 +395,7 @@ class BundleSet:
     def _list_bundles(self) -> dict[BundleId, BundleName]:
         """List the bundles that are in place, and remove void ones."""
         names, claimed = dict[BundleId, BundleName](), list[BundleName]()
-        for name in bundles_among(self._stable_listing(self._directory)):
+        for name in bundles_among(self._stable_listing()):
             id = name.id
             other = names.setdefault(id, name)
             if other is not name:
@@ -406,7 +406,7 @@ class BundleSet:
         for name in claimed:
             if name.claim is not None and name.claim.replacement in names:
                 with contextlib.suppress(OSError):
-                    os.unlink(f"{self._directory}/{name}")
+                    os.unlink(f"{self.directory}/{name}")
                 if names.get(name.id) == name:
                     del names[name.id]
         return names
@@ -429,12 +429,12 @@ class BundleSet:
 
     def _has_its_size(self, name: BundleName) -> bool:
         try:
-            return os.stat(f"{self._directory}/{name}").st_size == name.size
+            return os.stat(f"{self.directory}/{name}").st_size == name.size
         except OSError:
             return False
 
-    def _stable_listing(self, directory: str) -> list[str]:
-        """The names in a directory, from a listing that no rename has passed.
+    def _stable_listing(self) -> list[str]:
+        """The names of the files, from a listing that no rename has passed.
 
         A long listing takes several steps. A bundle that is renamed between two of them, from a
         name not listed yet to one that has been passed, would be missing. So the directory is
@@ -442,11 +442,11 @@ class BundleSet:
         each time past a listing, is missing until the process that renames it announces the change:
         then all storages list again.
         """
-        names = list_directory(directory, asks_server=self._asks_server)
+        names = list_directory(self.directory, asks_server=self._asks_server)
         for _ in range(MAX_RELISTS):
             if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
                 break
-            before, names = names, list_directory(directory, asks_server=self._asks_server)
+            before, names = names, list_directory(self.directory, asks_server=self._asks_server)
             if set(names).issuperset(before):
                 break
         return names
@@ -477,7 +477,7 @@ class BundleSet:
             if self._feed.syncs:
                 # Its writer may not have synced it yet: a page reported here must survive a loss of
                 # power.
-                sync_directory(self._paths.bundles(self.namespace))
+                sync_directory(self.directory)
             self._feed.queue(self.namespace, events)
             self._feed.announce()
         except OSError as error:
@@ -508,10 +508,9 @@ class BundleSet:
 class BundleSets:
     """The bundle sets of a store by namespace, created when first asked for."""
 
-    def __init__(self, paths: StorePaths, feed: ChangeFeed, *, asks_server: bool) -> None:
+    def __init__(self, paths: StorePaths, feed: ChangeFeed) -> None:
         self._paths = paths
         self._feed = feed
-        self._asks_server = asks_server
         self._lock = threading.Lock()
         self._bundle_sets: dict[str, BundleSet] = {}
         self.on_created: Callable[[BundleSet], None] | None = None
@@ -523,9 +522,7 @@ class BundleSets:
         with self._lock:
             bundle_set = self._bundle_sets.get(namespace)
             if bundle_set is None:
-                bundle_set = BundleSet(
-                    namespace, self._paths, self._feed, asks_server=self._asks_server
-                )
+                bundle_set = BundleSet(namespace, self._paths, self._feed)
                 if self.on_created is not None:
                     self.on_created(bundle_set)
                 self._bundle_sets[namespace] = bundle_set

@@ -26,16 +26,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.events import Event, EventLogs, WriterCursor, parse_cursor
-from hicache_backends.file.paths import is_birth
-from hicache_backends.posix.descriptors import Handle
-from hicache_backends.posix.statx import cached_attributes, list_directory, server_attributes
+from hicache_backends.file.paths import BIRTH_NAME
+from hicache_backends.posix.directories import (
+    Attributes,
+    cached_attributes,
+    list_directory,
+    server_attributes,
+)
+from hicache_backends.posix.files import Handle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from hicache_backends.file.paths import StorePaths
     from hicache_backends.file.temp_files import ServerClock
-    from hicache_backends.posix.statx import Attributes
 
 MANY_CURSORS = 128
 """Cursors of idle writers are retired only above so many."""
@@ -186,18 +190,16 @@ class ChangeFeed:
     def __init__(
         self,
         paths: StorePaths,
-        counter: ChangeCounter,
         writer: str,
         *,
-        asks_server: bool,
         syncs: bool = False,
     ) -> None:
         self.writer = writer
         self.syncs = syncs
         self.lock = threading.RLock()
         self._paths = paths
-        self._counter = counter
-        self._asks_server = asks_server
+        self._asks_server = paths.asks_server
+        self.counter = ChangeCounter(paths.counter, asks_server=paths.asks_server)
         self._list_lock = threading.Lock()
         self._seen_tags: deque[int] = deque(maxlen=MAX_SEEN_TAGS)
         """Tags of the latest counter values."""
@@ -230,7 +232,7 @@ class ChangeFeed:
         """Answer `read` without I/O or a lock held during I/O; None where that is not possible."""
         # `_known` is compared without `_list_lock`: a listing that runs meanwhile sets it last,
         # after the snapshot that belongs to it.
-        value = self._counter.read_cached()
+        value = self.counter.read_cached()
         if value is None or value != self._known:
             return None
         snapshot = self._snapshot
@@ -268,7 +270,7 @@ class ChangeFeed:
                 # A storage that may not write cannot change the counter; it may report a page
                 # earlier than other storages do.
                 with contextlib.suppress(OSError):
-                    self._counter.advance()
+                    self.counter.advance()
 
     def next_sequence(self, namespace: str) -> int:
         """The number of this writer's next event in a namespace; `lock` is held."""
@@ -336,7 +338,7 @@ class ChangeFeed:
             self._advance_due = True
         if self._advance_due:
             # Last: a reader that sees the new value finds the cursors in place.
-            self._counter.advance(value)
+            self.counter.advance(value)
             self._advance_due = False
 
     def _log(self, after: WriterCursor, events: list[Event]) -> list[Event]:
@@ -389,15 +391,16 @@ class ChangeFeed:
         """
         # No lock: a cursor that its writer renames meanwhile is missing under its old name, and
         # stays.
-        listed = os.listdir(self._paths.writers)
-        if not any(map(is_birth, listed)):
+        names = os.listdir(self._paths.writers)
+        if not any(map(BIRTH_NAME.fullmatch, names)):
             # The process that made the store was killed before it could.
             self._paths.mark_birth()
-        names = [name for name in listed if parse_cursor(name) is not None]
         if len(names) <= MANY_CURSORS:
             return
         idle = list[str]()
         for name in names:
+            if parse_cursor(name) is None:
+                continue
             with contextlib.suppress(OSError):
                 if (
                     clock.age_seconds(os.stat(f"{self._paths.writers}/{name}").st_ctime_ns)
@@ -410,9 +413,13 @@ class ChangeFeed:
             with contextlib.suppress(OSError):
                 os.rename(f"{self._paths.writers}/{name}", f"{self._paths.retired}/{name}")
 
+    def close(self) -> None:
+        """Close the descriptor of the counter. The feed can be used again."""
+        self.counter.close()
+
     def _counter_value(self) -> Attributes | None:
         with contextlib.suppress(FileNotFoundError):
-            return self._counter.read()
+            return self.counter.read()
         return None
 
     def _read_counter(self) -> Attributes | None:
@@ -437,7 +444,7 @@ class ChangeFeed:
                 writers[cursor.writer] = cursor
         # Not by the inode alone: file servers, and local file systems too, give the number of a
         # deleted directory again.
-        births, before = frozenset(filter(is_birth, names)), self._births
+        births, before = frozenset(filter(BIRTH_NAME.fullmatch, names)), self._births
         self._births = births
         same = (
             self._known is not None

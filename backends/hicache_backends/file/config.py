@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from hicache_backends.posix.paths import check_path
+from hicache_backends.posix.directories import check_path
 from hicache_storage.spec import DriverConfig, parse_bytes
 
 MIN_BYTES = 4096

@@ -33,16 +33,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import xxhash
 
-from hicache_backends.file.bundle import BundleIndex
+from hicache_backends.file.bundle import BundleId, BundleIndex, BundleName, is_plausible
 from hicache_backends.file.paths import (
     HEX,
     MAX_CREATED_US,
     MAX_FILE_BYTES,
     NAMESPACE_PATTERN,
     WRITER_PATTERN,
-    BundleId,
-    BundleName,
-    is_plausible,
 )
 from hicache_storage.objects import ENVELOPE_BYTES
 

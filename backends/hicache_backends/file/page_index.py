@@ -17,11 +17,11 @@ from hicache_backends.file.bundle import (
     Bundle,
     BundleFormat,
     BundleIndex,
+    BundleName,
     NotABundleError,
 )
 from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
 from hicache_backends.file.events import segment_of
-from hicache_backends.file.paths import BundleName
 from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ObjectRead
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle_set import BundleSet
     from hicache_backends.file.change_feed import FeedSnapshot
     from hicache_backends.file.temp_files import ServerClock
-    from hicache_backends.posix.descriptors import Descriptors
+    from hicache_backends.posix.files import Descriptors
     from hicache_storage.objects import Namespace
     from hicache_storage.objects.thread_pool import ThreadPool
 
@@ -143,9 +143,9 @@ class PageIndex:
             with self.bundle_set.lock:
                 self._requeue_invalid()
         for _ in range(MAX_RELISTS):
-            if self.read_indexes(expired):
+            # A file was gone, here or in another thread: a replacement may hold its pages.
+            if self.read_indexes(expired) and self.bundle_set.is_current(snapshot):
                 return
-            # A file was gone: another may have taken its place.
             self.bundle_set.catch_up(snapshot, expired)
 
     def is_current(self, snapshot: FeedSnapshot) -> bool:
@@ -323,13 +323,15 @@ class PageIndex:
         else:
             for part in parts:
                 self._read_indexes(part, read)
-        gone = list[Bundle]()
+        gone = [bundle for bundle, index in read if index is None and not bundle.gone]
         with self.bundle_set.lock:
+            if gone:
+                # First: a thread that finds nothing unread takes the bundle set for current.
+                self.bundle_set.invalidate()
+                self.bundle_set.remove(gone)
             for bundle, index in read:
-                if bundle.gone:
-                    pass  # Removed meanwhile, by an event.
-                elif index is None:
-                    gone.append(bundle)
+                if bundle.gone or index is None:
+                    pass  # Removed, just now or meanwhile by an event.
                 elif isinstance(index, BundleIndex):
                     self._note_index(bundle, index)
                 elif isinstance(index, NotABundleError):
@@ -340,9 +342,6 @@ class PageIndex:
                     logger.debug("cannot read %s now: %s", bundle.path, index)
                 # Last: after an interrupt it is read again.
                 self._unread.pop(bundle, None)
-            if gone:
-                self.bundle_set.remove(gone)
-                self.bundle_set.invalidate()
         return not gone
 
     def _note_index(self, bundle: Bundle, index: BundleIndex) -> None:

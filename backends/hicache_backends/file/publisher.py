@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from hicache_backends.file.bundle import BundleName, Claim, bundles_among
 from hicache_backends.file.events import Added, Removed, Unlisted
-from hicache_backends.file.paths import BundleName, Claim, bundles_among, sync_directory
+from hicache_backends.file.paths import has_exited
+from hicache_backends.posix.directories import list_directory, sync_directory
 from hicache_backends.posix.faults import detached
-from hicache_backends.posix.process_id import current_process, has_exited
-from hicache_backends.posix.statx import list_directory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from hicache_backends.file.bundle_set import BundleSet
     from hicache_backends.file.change_feed import ChangeFeed
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.paths import StorePaths, TemporaryName
-    from hicache_backends.file.temp_files import ServerClock, TempFiles
+    from hicache_backends.file.paths import StorePaths
+    from hicache_backends.file.temp_files import ServerClock, TempFiles, TemporaryName
     from hicache_backends.file.writer import PendingBundle
-    from hicache_storage.objects import Call, Namespace
+    from hicache_storage.objects import Call
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class Publisher:
         temp_files: TempFiles,
         clock: ServerClock,
         *,
-        asks_server: bool,
         syncs: bool,
         abandoned_seconds: float,
     ) -> None:
@@ -71,9 +70,7 @@ class Publisher:
         self._feed = feed
         self._temp_files = temp_files
         self._syncs = syncs
-        self._asks_server = asks_server
         self._abandoned_seconds = abandoned_seconds
-        self._process = current_process()
         self._described: set[str] = set()
 
     def publish(
@@ -97,8 +94,8 @@ class Publisher:
             if (bundle := self._publish(pending, call)) is not None
         ]
         if self._syncs:
-            for namespace in {pending.page_index.namespace.name for pending, _ in published}:
-                sync_directory(self._paths.bundles(namespace))
+            for directory in {bundle.directory for _, bundle in published}:
+                sync_directory(directory)
         self._feed.announce()
         return published
 
@@ -113,7 +110,7 @@ class Publisher:
             OSError: it is still there.
         """
         name = bundle.name
-        path = self._paths.bundle(bundle.namespace, name)
+        path = f"{bundle.directory}/{name}"
         try:
             if name.claim is None:
                 # Without a lock: an unlink that hangs blocks no other thread. A process that claims
@@ -178,7 +175,7 @@ class Publisher:
             # one killed after the second rename leaves a void bundle that any listing removes.
             claimed = self._claim(bundle_set, old, new)
             try:
-                os.rename(self._paths.temporary(name), new.path)
+                os.rename(self._temp_files.path(name), new.path)
             except OSError:
                 self._undo_claim(bundle_set, claimed, old, new)
                 raise
@@ -186,7 +183,7 @@ class Publisher:
             # replacement can no longer be undone.
             try:
                 if self._syncs:
-                    sync_directory(self._paths.bundles(namespace))
+                    sync_directory(new.directory)
                 os.unlink(claimed)
             except FileNotFoundError:
                 pass  # A listing has found both, and removed the void one.
@@ -208,8 +205,8 @@ class Publisher:
             FileNotFoundError: another process has claimed it first.
             OSError: the claim failed.
         """
-        name = msgspec.structs.replace(old.name, claim=Claim(self._process, new.name.id))
-        path = self._paths.bundle(old.namespace, name)
+        name = msgspec.structs.replace(old.name, claim=Claim(self._temp_files.process, new.name.id))
+        path = f"{old.directory}/{name}"
         try:
             self._check_unclaimed(old)
         except FileNotFoundError:
@@ -257,11 +254,8 @@ class Publisher:
         if self._is_abandoned(bundle, claim):
             # The claimant is gone, so its state is final: it either put the replacement in place or
             # not.
-            directory = self._paths.bundles(bundle.namespace)
-            if all(
-                name.id != claim.replacement
-                for name in bundles_among(list_directory(directory, asks_server=self._asks_server))
-            ):
+            names = list_directory(bundle.directory, asks_server=self._paths.asks_server)
+            if all(name.id != claim.replacement for name in bundles_among(names)):
                 return
         raise FileNotFoundError(f"{bundle.path} is being replaced")
 
@@ -316,33 +310,40 @@ class Publisher:
         then, and stays, because another storage may already have reported its pages.
         """
         try:
-            os.unlink(self._paths.temporary(pending.name))
+            os.unlink(self._temp_files.path(pending.name))
         except OSError:
             self._skip_sequence(bundle_set)
         else:
             self._feed.queue(bundle_set.namespace, [Removed(name.id)])
 
     def _move(self, pending: PendingBundle, path: str) -> None:
-        namespace = pending.page_index.namespace
+        page_index = pending.page_index
         # The directories are made once; after that the rename itself shows whether they are still
         # there.
-        if namespace.name not in self._described:
-            self._create(namespace)
+        if page_index.namespace.name not in self._described:
+            self._create(page_index)
         try:
-            os.rename(self._paths.temporary(pending.name), path)
+            os.rename(self._temp_files.path(pending.name), path)
         except FileNotFoundError:
             # Either the store was deleted, or the temporary file was collected as abandoned; the
             # second rename fails only in the latter case.
-            self._create(namespace)
-            os.rename(self._paths.temporary(pending.name), path)
+            self._create(page_index)
+            os.rename(self._temp_files.path(pending.name), path)
 
-    def _create(self, namespace: Namespace) -> None:
-        self._paths.create_namespace(namespace.name)
+    def _create(self, page_index: PageIndex) -> None:
+        """Make a namespace's directories, and a description for people; all write the same."""
+        namespace, directory = page_index.namespace, page_index.bundle_set.directory
+        above = os.path.dirname(directory)
+        os.makedirs(directory, exist_ok=True)
         self._described.add(namespace.name)
         if self._syncs:
             sync_directory(self._paths.root)
-            sync_directory(os.path.dirname(self._paths.bundles(namespace.name)))
+            sync_directory(above)
+        description = f"{above}/namespace.json"
+        if os.path.exists(description):
+            return
+        text = msgspec.json.format(msgspec.json.encode(namespace.describe()), indent=2)
         try:
-            self._paths.describe_namespace(namespace, self._temp_files.name(0))
+            self._temp_files.write(description, text + b"\n")
         except OSError as error:
             logger.debug("cannot describe namespace %s: %s", namespace.name, error)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hicache_backends.file.bundle import FOOTER_BYTES
 from hicache_backends.file.page_index import Extent
 from hicache_backends.posix.faults import GONE, NO_DESCRIPTOR, detached, raise_if_cancelled
-from hicache_backends.posix.vectored import is_cached, read_cached_into, read_into, scatter
+from hicache_backends.posix.files import is_cached, read_cached_into, read_into, scatter
 from hicache_storage.objects import ObjectRead, running_checksum
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from hicache_backends.file.bundle import Bundle
     from hicache_backends.posix.buffers import Buffers
-    from hicache_backends.posix.descriptors import Descriptors, Handle
+    from hicache_backends.posix.files import Descriptors, Handle
     from hicache_storage.objects import Call
     from hicache_storage.objects.thread_pool import ThreadPool
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleIndex, tail_checksum
 from hicache_backends.file.page_index import Extent
-from hicache_backends.posix.vectored import read_into, write_from
+from hicache_backends.posix.files import read_into, write_from
 from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hicache_backends.file.publisher import Publisher
     from hicache_backends.file.reader import Reader
     from hicache_backends.file.temp_files import TempFiles
-    from hicache_backends.posix.descriptors import Descriptors
+    from hicache_backends.posix.files import Descriptors
     from hicache_storage.objects import Call, Namespace
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle_set import BundleSets, no_deadline
 from hicache_backends.file.capacity import Capacity
-from hicache_backends.file.change_feed import ChangeCounter, ChangeFeed, FeedSnapshot
+from hicache_backends.file.change_feed import ChangeFeed, FeedSnapshot
 from hicache_backends.file.page_index import PageIndex
-from hicache_backends.file.paths import StorePaths, random_writer, sync_directory
+from hicache_backends.file.paths import StorePaths, random_writer
 from hicache_backends.file.publisher import Publisher
 from hicache_backends.file.reader import CHUNK_BYTES as READ_BYTES
 from hicache_backends.file.reader import Reader
@@ -21,8 +21,8 @@ from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.temp_files import ServerClock, TempFiles
 from hicache_backends.file.writer import CHUNK_BYTES, MAX_BUNDLE_BYTES, Writer
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.descriptors import Descriptors
-from hicache_backends.posix.paths import mount_of
+from hicache_backends.posix.directories import mount_of, sync_directory
+from hicache_backends.posix.files import Descriptors
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 
@@ -80,27 +80,22 @@ class Store:
         damaged: Callable[[Namespace, int], None],
     ) -> None:
         self.path = os.path.abspath(config.path)
-        self.paths = StorePaths(self.path)
-        self._create(syncs=config.fsync)
         mount = mount_of(self.path)
         self.is_local = mount.is_local
-        asks_server, writer_name = not mount.is_local, random_writer()
+        self.paths = StorePaths(self.path, asks_server=not mount.is_local)
+        self._create(syncs=config.fsync)
         direct = mount.favours_direct_reads if config.direct_io is None else config.direct_io
         threads = config.threads or _default_threads(mount.is_local and not direct)
         self.thread_pool = ThreadPool("hicache-file", threads - 1)
         self.descriptors = Descriptors(config.open_files)
         self.clock = ServerClock()
-        self._counter = ChangeCounter(self.paths.counter, asks_server=asks_server)
-        self.feed = ChangeFeed(
-            self.paths, self._counter, writer_name, asks_server=asks_server, syncs=config.fsync
-        )
-        self.bundle_sets = BundleSets(self.paths, self.feed, asks_server=asks_server)
+        self.feed = ChangeFeed(self.paths, random_writer(), syncs=config.fsync)
+        self.bundle_sets = BundleSets(self.paths, self.feed)
         self.temp_files = TempFiles(
             self.paths,
-            writer_name,
+            self.feed.writer,
             self.descriptors,
             self.clock,
-            asks_server=asks_server,
             abandoned_seconds=config.abandoned_seconds,
         )
         self.publisher = Publisher(
@@ -108,7 +103,6 @@ class Store:
             self.feed,
             self.temp_files,
             self.clock,
-            asks_server=asks_server,
             syncs=config.fsync,
             abandoned_seconds=config.abandoned_seconds,
         )
@@ -251,7 +245,7 @@ class Store:
             self.flush_touches()
         self.thread_pool.close(CLOSE_SECONDS)
         self.descriptors.close()
-        self._counter.close()
+        self.feed.close()
 
     def _read_feed(self) -> FeedSnapshot:
         try:

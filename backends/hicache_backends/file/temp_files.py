@@ -10,21 +10,66 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hicache_backends.file.paths import TemporaryName, parse_temporary
-from hicache_backends.posix.process_id import current_process, has_exited
-from hicache_backends.posix.statx import list_directory
+from hicache_backends.file.paths import (
+    HEX,
+    MAX_FILE_BYTES,
+    PID_SCOPE_PATTERN,
+    WRITER_PATTERN,
+    ProcessId,
+    current_process,
+    has_exited,
+)
+from hicache_backends.posix.directories import list_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hicache_backends.file.paths import StorePaths
-    from hicache_backends.posix.descriptors import Descriptors
+    from hicache_backends.posix.files import Descriptors
 
 TOLERANCE_NS = 2_000_000_000
 """Smaller differences are ignored: some file systems keep whole seconds. In nanoseconds."""
+
+
+class TemporaryName(NamedTuple):
+    """The name of a file that is being written.
+
+    It contains the length: that reserves room before the first byte is written.
+    """
+
+    process: ProcessId
+    writer: str
+    number: int
+    size: int
+
+    def __str__(self) -> str:
+        pid_scope, pid, started = self.process
+        return (
+            f"{pid_scope}-{pid:x}-{started:x}-{self.writer}-{self.number:x}-{self.size:x}.temporary"
+        )
+
+
+_TEMPORARY = re.compile(
+    f"({PID_SCOPE_PATTERN})-({HEX})-({HEX})-({WRITER_PATTERN})-({HEX})-({HEX})\\.temporary"
+)
+
+
+def parse_temporary(text: str) -> TemporaryName | None:
+    """Parse the name of a temporary file; None for a name that the driver did not make."""
+    match = _TEMPORARY.fullmatch(text)
+    if match is None:
+        return None
+    pid_scope, pid, started, writer, number, size = match.groups()
+    length = int(size, 16)
+    if length > MAX_FILE_BYTES:
+        return None
+    return TemporaryName(
+        ProcessId(pid_scope, int(pid, 16), int(started, 16)), writer, int(number, 16), length
+    )
 
 
 class ServerClock:
@@ -81,21 +126,22 @@ class TempFiles:
         descriptors: Descriptors,
         clock: ServerClock,
         *,
-        asks_server: bool,
         abandoned_seconds: float,
     ) -> None:
         self._clock = clock
         self._paths = paths
         self._writer = writer
-        self._asks_server = asks_server
         self._descriptors = descriptors
         self._abandoned_seconds = abandoned_seconds
-        self._process = current_process()
+        self.process = current_process()
         self._numbers = itertools.count()
 
     def name(self, size: int) -> TemporaryName:
         """A new name for a file of at most `size` bytes."""
-        return TemporaryName(self._process, self._writer, next(self._numbers), size)
+        return TemporaryName(self.process, self._writer, next(self._numbers), size)
+
+    def path(self, name: TemporaryName) -> str:
+        return f"{self._paths.temporaries}/{name}"
 
     def create(self, name: TemporaryName) -> int:
         """Create a file; from now on its length counts as used. The caller closes the descriptor.
@@ -104,12 +150,28 @@ class TempFiles:
             OSError: it cannot be created.
         """
         # O_EXCL: a file of that name would be another writer's, since names are never used twice.
-        path, flags = self._paths.temporary(name), os.O_RDWR | os.O_CREAT | os.O_EXCL
+        path, flags = self.path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL
         try:
             return self._descriptors.open(path, flags)
         except FileNotFoundError:
             self._paths.create()
             return self._descriptors.open(path, flags)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Write a file, and move it to a path: a reader finds all of the content, or no file.
+
+        Raises:
+            OSError: it cannot be written, or not be moved; no temporary file is left.
+        """
+        name = self.name(len(content))
+        try:
+            with open(self.create(name), "wb") as file:
+                file.write(content)
+            os.rename(self.path(name), path)
+        except OSError:
+            # A file that stays would count as used until this process ends.
+            self.discard(name)
+            raise
 
     def ask_time(self) -> int:
         """Read the file server's clock, in nanoseconds since 1970, from the times of a new file.
@@ -131,7 +193,7 @@ class TempFiles:
         One that cannot be removed now is collected later.
         """
         with contextlib.suppress(OSError):
-            os.unlink(self._paths.temporary(name))
+            os.unlink(self.path(name))
 
     def collect(self) -> tuple[int, int]:
         """Remove the files of processes that were killed.
@@ -144,7 +206,7 @@ class TempFiles:
             OSError: the files could not be listed.
         """
         reserved = collected = 0
-        for text in list_directory(self._paths.temporaries, asks_server=self._asks_server):
+        for text in list_directory(self._paths.temporaries, asks_server=self._paths.asks_server):
             name = parse_temporary(text)
             if name is None:
                 continue
@@ -158,7 +220,7 @@ class TempFiles:
 
     def _is_leftover(self, name: TemporaryName) -> bool:
         # This process may have several storages open; the files of each count as in use.
-        if name.process == self._process:
+        if name.process == self.process:
             return False
         dead = has_exited(name.process)
         if dead is not None:
@@ -166,14 +228,14 @@ class TempFiles:
         try:
             # The process cannot be checked from this machine, so the age decides. The server gives
             # the mtime, and its clock is asked for the age.
-            written = os.stat(self._paths.temporary(name)).st_mtime_ns
+            written = os.stat(self.path(name)).st_mtime_ns
             return self._clock.age_seconds(written) > self._abandoned_seconds
         except OSError:
             return False
 
     def _remove(self, name: TemporaryName) -> bool:
         try:
-            os.unlink(self._paths.temporary(name))
+            os.unlink(self.path(name))
         except FileNotFoundError:
             return True
         except OSError:

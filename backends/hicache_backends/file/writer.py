@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import BundleIndex, tail_checksum
 from hicache_backends.posix.faults import NO_ROOM, detached
-from hicache_backends.posix.vectored import write_from
+from hicache_backends.posix.files import write_from
 from hicache_storage.objects import running_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.file.page_index import PageIndex
-    from hicache_backends.file.paths import TemporaryName
-    from hicache_backends.file.temp_files import ServerClock, TempFiles
+    from hicache_backends.file.temp_files import ServerClock, TempFiles, TemporaryName
     from hicache_storage.objects import Call, ObjectWrite
 
 logger = logging.getLogger(__name__)
@@ -48,6 +47,8 @@ class PendingBundle:
     page_index: PageIndex
     writes: list[ObjectWrite]
     name: TemporaryName
+    size: int
+    """Length of the whole file, in bytes."""
     created_us: int
     rank: int
     """Position among the bundles of a batch, from its tail, starting at 1; 0 for a single one."""
@@ -61,10 +62,6 @@ class PendingBundle:
     @property
     def keys(self) -> list[str]:
         return [write.key for write in self.writes]
-
-    @property
-    def size(self) -> int:
-        return self.page_index.format.bundle_bytes(self.keys)
 
 
 class Writer:
@@ -120,7 +117,7 @@ class Writer:
             if limit is not None:
                 limit -= size
             pending_bundles.append(
-                PendingBundle(page_index, some, self._temp_files.name(size), created_us, 0)
+                PendingBundle(page_index, some, self._temp_files.name(size), size, created_us, 0)
             )
         if len(pending_bundles) > 1:
             for rank, pending in enumerate(reversed(pending_bundles), start=1):
@@ -158,6 +155,7 @@ class Writer:
         try:
             while not self._write_all(pending, call):
                 pending.writes = pending.writes[: len(pending.writes) // 2]
+                pending.size = pending.page_index.format.bundle_bytes(pending.keys)
             if pending.index is not None and self._syncs:
                 os.fsync(pending.descriptor)
             if pending.rank:

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from hicache_backends.posix.paths import check_path
+from hicache_backends.posix.directories import check_path
 from hicache_metadata_server.client.addresses import addresses
 from hicache_storage.spec import DriverConfig, parse_bytes
 

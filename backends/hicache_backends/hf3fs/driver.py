@@ -17,7 +17,7 @@ from hicache_backends.hf3fs.writer import PageWriter
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.errors import InUseError
 from hicache_storage.objects import Call, ObjectRead, ObjectStorage
-from hicache_storage.objects.envelope import stored_checksum
+from hicache_storage.objects.namespace import stored_checksum
 from hicache_storage.spec import (
     Capabilities,
     Durability,

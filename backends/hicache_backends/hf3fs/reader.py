@@ -9,7 +9,7 @@ from hicache_backends.hf3fs.slots.engine import SlotRead
 from hicache_backends.hf3fs.slots.scopes import metadata_keys
 from hicache_metadata_server.protocol import LookupScope
 from hicache_storage.objects import ObjectRead
-from hicache_storage.objects.envelope import stored_checksum
+from hicache_storage.objects.namespace import stored_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_backends.hf3fs.slots.scopes import SlotScope, store_id
 from hicache_backends.hf3fs.slots.usrbio import UsrbioEngine, load_library
-from hicache_backends.posix.paths import make_last, mount_of
+from hicache_backends.posix.directories import make_last, mount_of
 from hicache_storage.objects import Call
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 

@@ -21,7 +21,7 @@ from hicache_metadata_server.protocol import (
     SlotState,
 )
 from hicache_storage.objects import Call, ObjectWrite
-from hicache_storage.objects.envelope import ENVELOPE_BYTES, stored_checksum
+from hicache_storage.objects.namespace import ENVELOPE_BYTES, stored_checksum
 from hicache_storage.spec import StorageUnavailableError
 
 if TYPE_CHECKING:

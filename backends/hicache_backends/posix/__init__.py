@@ -1,1 +1,1 @@
-"""Input and output that several drivers share: threads, vectored reads, statx, descriptors."""
+"""Input and output that several drivers share: open files, directories, buffers."""

@@ -21,8 +21,7 @@ from hicache_conformance.fixtures.fault_calls import (
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.requirements import declares
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.servers import ServerInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.requirements import declares
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Inconclusive, NotPromised, Violation
 from hicache_storage.spec import PoolName
 

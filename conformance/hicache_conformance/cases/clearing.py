@@ -39,6 +39,48 @@ class ClearingCases:
             sut.expect(keys, pool, generation=1)
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    def test_clear_removes_what_was_read(self, context: CaseContext) -> None:
+        """Pages that were looked up and read are gone too, and so they are the second time."""
+        sut, keys = context.storage(pools=_pools()), context.keys(4)
+        for generation in range(2):
+            for pool in sut.memories:
+                sut.store(keys, pool, generation=generation)
+                if context.interface_profile.clears_at_once:
+                    for key in keys:
+                        sut.has(key, pool)
+                    sut.expect(keys, pool, generation=generation)
+            sut.call("clear", sut.storage.clear)
+            for pool in sut.memories:
+                sut.expect_missing(
+                    keys, pool, rule="LC-4", why=f"was cleared by clear {generation} of 2"
+                )
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears", "sharing>=process"])
+    def test_clear_reaches_other_storages(self, context: CaseContext) -> None:
+        """Pages that another storage of equal identity has read are gone for it too."""
+        one, keys = context.storage(pools=_pools()), context.keys(4)
+        two = context.storage(replace(one.identity), pools=_pools())
+        for pool in one.memories:
+            one.store(keys, pool)
+            if context.interface_profile.clears_at_once:
+                two.expect(keys, pool)
+                for key in keys:
+                    two.has(key, pool)
+        one.call("clear", one.storage.clear)
+        for pool in two.memories:
+            two.expect_missing(keys, pool, rule="LC-4", why="was cleared by another storage")
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears", "durability>=reopen"])
+    def test_cleared_pages_stay_gone(self, context: CaseContext) -> None:
+        """A storage that is opened when all others are closed finds no page that was cleared."""
+        one, keys = context.storage(), context.keys(4)
+        one.store(keys)
+        one.call("clear", one.storage.clear)
+        one.call("close", one.storage.close)
+        two = context.storage(replace(one.identity))
+        two.expect_missing(keys, rule="LC-4", why="was cleared before the store was reopened")
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:
         """Other models, tenants, ranks and salts keep their pages."""
         own, keys = context.storage(context.identity(tp_size=2), pools=_pools()), context.keys(4)
@@ -74,6 +116,21 @@ class ClearingCases:
                             f"page {index} key {short(keys[index])} of pool {pool!r} belongs to "
                             f"{change}; another's clear removed it",
                         )
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    def test_a_clear_without_pools(self, context: CaseContext) -> None:
+        """A storage of another model that has no pools has nothing to clear."""
+        sut, keys = context.storage(), context.keys(3)
+        sut.store(keys)
+        other = context.storage(replace(sut.identity, model="conformance/model2"), pools={})
+        other.call("clear", other.storage.clear)
+        for index, content in enumerate(sut.get(keys)):
+            if content is None:
+                raise Violation(
+                    "LC-4",
+                    f"page {index} key {short(keys[index])} is there, and another's clear removed "
+                    f"it, which has no pools and is of another model",
+                )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_strangers_files_alone(self, context: CaseContext) -> None:

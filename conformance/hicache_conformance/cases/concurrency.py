@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.history.checker import HistoryChecker
 from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import Call, Recorder
@@ -69,6 +71,65 @@ class ConcurrencyCases:
         fresh = context.keys(4)
         sut.store(fresh)
         sut.expect(fresh)
+
+    @covers("CC-1", needs=["deletes"])
+    def test_many_threads_and_deletes(self, context: CaseContext) -> None:
+        """The same while every thread deletes pages, too."""
+        sut, keys = context.storage(pools=_wide_pool()), context.keys(12)
+        history = _SharedHistory(context, sut.identity)
+        together("CC-1", history.threads(sut, keys, {**MIX, Call.DELETE: 1}))
+        history.judge()
+
+    @covers("CC-1")
+    def test_many_threads_and_pools(self, context: CaseContext) -> None:
+        """Threads set and read two pools in one call, in one order and in the other."""
+        pools = [PoolName.KV, PoolName.MAMBA]
+        sut = context.storage(pools={pool: GuardedPool(pages=8 * THREADS) for pool in pools})
+
+        def use(client: StorageUnderTest, order: list[PoolName], keys: list[str]) -> None:
+            groups = [PageGroup(keys, pool) for pool in order]
+            for _ in range(context.profile.thread_calls // 3):
+                client.store_many(groups)
+                found = client.get_many(groups)
+                for pool in order:
+                    client.compare(keys, found[pool], pool)
+
+        together(
+            "CC-1",
+            [
+                partial(
+                    use,
+                    sut.client(number, THREADS, context.chance(f"places {number}")),
+                    pools if number % 2 else pools[::-1],
+                    context.keys(3),
+                )
+                for number in range(THREADS)
+            ],
+        )
+
+    @covers("CC-1")
+    def test_pools_are_registered_during_calls(self, context: CaseContext) -> None:
+        """Calls of one pool succeed while another one is registered again and again."""
+        sut, keys = context.storage(pools=_wide_pool()), context.keys(4)
+        sut.store(keys)
+        registered = threading.Event()
+
+        def read(client: StorageUnderTest) -> None:
+            while not registered.is_set():
+                client.expect(keys)
+                client.expect_existing(keys, rule="CC-1")
+
+        def register() -> None:
+            try:
+                for _ in range(10):
+                    context.with_pool(sut, PoolName.DRAFT, GuardedPool(pages=4))
+            finally:
+                registered.set()
+
+        clients = [
+            sut.client(number, THREADS, context.chance(f"places {number}")) for number in range(3)
+        ]
+        together("CC-1", [*(partial(read, client) for client in clients), register])
 
     @covers("CC-1")
     def test_many_storages(self, context: CaseContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,11 +10,16 @@ import pytest
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 ALL_DAMAGES = pytest.mark.parametrize(
@@ -42,6 +48,39 @@ class CorruptObjectCases:
                 "GET-5",
                 f"page 0 key {short(key)} is damaged ({damage}), and a get delivers it: "
                 f"{sut.explain(key, content)}",
+            )
+
+    @covers("GET-5", "GET-1", levels=[Level.POOLS], corrupts=True)
+    def test_damaged_pages_of_a_side_pool(self, context: CaseContext) -> None:
+        """Pages of every pool are verified."""
+        pools: dict[str, PoolMemory] = {
+            PoolName.KV: GuardedPool(),
+            PoolName.INDEXER: GuardedPool(components=(40,)),
+        }
+        sut, key = context.storage(pools=pools), context.keys(1)[0]
+        for pool in pools:
+            _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT, pool)
+        for pool, found in sut.get_many([PageGroup([key], pool) for pool in pools]).items():
+            if found[0] is not None:
+                raise Violation(
+                    "GET-5",
+                    f"page 0 key {short(key)} of pool {pool!r} is damaged, and a get delivers it: "
+                    f"{sut.explain(key, found[0], pool)}",
+                )
+
+    @covers("GET-5", "GET-1", corrupts=True)
+    @pytest.mark.parametrize("place", [0, 3, 6])
+    def test_each_page_of_a_batch_is_verified(self, context: CaseContext, place: int) -> None:
+        """A damaged page at the beginning, in the middle and at the end of a batch."""
+        sut, keys = context.storage(), context.keys(7)
+        sut.store(keys[:place] + keys[place + 1 :])
+        _plant(context, sut, keys[place], ObjectCorruption.FLIPPED_BIT)
+        content = sut.get(keys)[place]
+        if content is not None:
+            raise Violation(
+                "GET-5",
+                f"page {place} of 7 key {short(keys[place])} is damaged, and a get delivers it: "
+                f"{sut.explain(keys[place], content)}",
             )
 
     @covers("GET-3", "SET-6", corrupts=True)
@@ -98,6 +137,21 @@ class CorruptObjectCases:
                 f"{told}",
             )
 
+    @covers("GET-7", corrupts=True)
+    def test_each_damaged_page_is_counted(self, context: CaseContext) -> None:
+        """A get of two damaged pages and a sound one counts two."""
+        sut, keys = context.storage(), context.keys(3)
+        sut.store(keys[1:2])
+        for key in (keys[0], keys[2]):
+            _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT)
+        before = sut.stats().pages_damaged
+        sut.get(keys)
+        counted = sut.stats().pages_damaged - before
+        if counted != 2:
+            raise Violation(
+                "GET-7", f"a get of 2 damaged pages and a sound one counted {counted} damaged pages"
+            )
+
     @covers("GET-7", "EX-9", corrupts=True)
     @ALL_DAMAGES
     def test_a_page_found_damaged_stops_existing(
@@ -106,6 +160,8 @@ class CorruptObjectCases:
         """A page that a read has found damaged is a miss for exists and every later read."""
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
+        # Found before it is read: a driver that remembers its lookups has to forget this one.
+        sut.has(key)
         sut.get([key])
         if sut.has(key):
             raise Violation(
@@ -131,8 +187,32 @@ class CorruptObjectCases:
         sut.get([key])
         _repair(sut, key, damage)
 
+    @covers("SET-3", "GET-7", needs=["sharing>=process"], corrupts=True)
+    def test_a_repair_by_another_storage(self, context: CaseContext) -> None:
+        """A page that two storages have found damaged is there for both when one has set it."""
+        one = context.storage()
+        two, key = context.storage(replace(one.identity)), context.keys(1)[0]
+        _plant(context, one, key, ObjectCorruption.FLIPPED_BIT)
+        for sut in (one, two):
+            sut.get([key])
+        _repair(two, key, ObjectCorruption.FLIPPED_BIT)
+        if one.get([key])[0] is None:
+            raise Violation(
+                "SET-3",
+                f"page 0 key {short(key)} was found damaged and repaired by another storage, and a "
+                f"get answers False",
+            )
+        one.expect([key], rule="SET-3")
+        one.expect_existing([key], rule="SET-3")
 
-def _plant(context: CaseContext, sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:
+
+def _plant(
+    context: CaseContext,
+    sut: StorageUnderTest,
+    key: str,
+    damage: ObjectCorruption,
+    pool: str = PoolName.KV,
+) -> None:
     if (
         damage in BY_CHECKSUM
         and context.interface_profile.promises is None
@@ -142,7 +222,7 @@ def _plant(context: CaseContext, sut: StorageUnderTest, key: str, damage: Object
             "the options leave checksums unverified, as get_stats() says; nothing can notice "
             "damaged bytes"
         )
-    held = context.corrupt_page(sut, key, damage)
+    held = context.corrupt_page(sut, key, damage, pool)
     # A store of fixed places cannot hold another length; then there is nothing, and nothing is what
     # a get must find.
     if not held and damage not in WRONG_LENGTHS:

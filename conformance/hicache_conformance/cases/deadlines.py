@@ -223,8 +223,7 @@ class DeadlineCases:
         blank = canary(1, memory.page_bytes)
         # All pages of the pool and not only those that were asked for: a late read may hit any of
         # them.
-        for page in range(memory.pages):
-            memory.write(page, blank)
+        memory.fill(range(memory.pages), blank)
         injector.heal()
         # One storage reads on its own threads: what hung before has gone on when a later read is
         # through.
@@ -232,15 +231,13 @@ class DeadlineCases:
             fresh = context.unopened(sut.identity, options=UNGUARDED)
             fresh.get(keys)
             time.sleep(LATE_SECONDS / 2)
-        for page in range(memory.pages):
-            found = memory.read(page)
-            if found != blank:
-                key = keys[pages.index(page)] if page in pages else ""
-                raise Violation(
-                    "GET-9",
-                    f"host page {page} was written after the get of "
-                    f"{short(key) if key else 'other pages'} had returned ({plan})",
-                )
+        for page in memory.changed(range(memory.pages), blank):
+            key = keys[pages.index(page)] if page in pages else ""
+            raise Violation(
+                "GET-9",
+                f"host page {page} was written after the get of "
+                f"{short(key) if key else 'other pages'} had returned ({plan})",
+            )
 
     @covers("SET-8", levels=FAULTS)
     def test_nothing_is_published_late(self, context: CaseContext, injector: FaultInjector) -> None:
@@ -257,8 +254,7 @@ class DeadlineCases:
         )
         # The caller reuses the host pages at once, as an engine does. A driver that reads them when
         # the write goes on publishes these bytes.
-        for page in pages:
-            memory.write(page, spent(memory.page_bytes))
+        memory.fill(pages, spent(memory.page_bytes))
         injector.heal()
         wait_until_serving(context, sut, plan)
         refused = [key for key, ok in zip(keys, answer[PoolName.KV], strict=True) if not ok]
@@ -372,8 +368,7 @@ class _Unusual:
                     rule, f"{told} raised {type(error).__name__}, which is no HiCacheError: {error}"
                 ) from error
         # The host pages are somebody else's now.
-        for page in self._pages:
-            self._memory.write(page, spent(self._memory.page_bytes))
+        self._memory.fill(self._pages, spent(self._memory.page_bytes))
 
     def check_untouched(self, plan: FaultPlan) -> None:
         """Make sure that nothing was read into the host pages afterwards.
@@ -381,13 +376,12 @@ class _Unusual:
         Raises:
             Violation: GET-9.
         """
-        for page in self._pages:
-            if self._memory.read(page) != spent(self._memory.page_bytes):
-                raise Violation(
-                    "GET-9",
-                    f"host page {page} was written after a get with "
-                    f"deadline_seconds={self.seconds} had ended ({plan})",
-                )
+        for page in self._memory.changed(self._pages, spent(self._memory.page_bytes)):
+            raise Violation(
+                "GET-9",
+                f"host page {page} was written after a get with deadline_seconds={self.seconds} "
+                f"had ended ({plan})",
+            )
 
     def check_unpublished(self, plan: FaultPlan) -> None:
         """Make sure that nothing was stored of what the host pages hold since.

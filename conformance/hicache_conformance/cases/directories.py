@@ -12,8 +12,7 @@ from hicache_conformance.fixtures.fault_calls import UNGUARDED
 from hicache_conformance.fixtures.open_context import DIRECTORY
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.requirements import declares
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Violation
 from hicache_storage.plugins import registry
 

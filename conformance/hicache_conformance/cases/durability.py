@@ -14,8 +14,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.requirements import declares
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule

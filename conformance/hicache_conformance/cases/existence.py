@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.harness.oracle import PoolQuery, check
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import (
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.interfaces.profile import InterfaceProfile
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"
@@ -113,6 +115,94 @@ class ExistenceCases:
                     f"{hit}, must be {wanted}",
                 )
 
+    @covers("EX-1", "EX-5", "EX-6")
+    def test_the_form_of_a_hit(self, context: CaseContext) -> None:
+        """Numbers of pages are of type int, and endpoints come in a list, hit or miss."""
+        pools = {PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)}
+        # Without the layers, whose counters add up numbers of any type.
+        sut, keys = context.storage(pools=pools, options=NO_LAYERS), context.keys(4)
+        for pool in pools:
+            sut.store(keys[:3], pool)
+        for chain in (keys, keys[3:]):
+            _check_form(sut.exists(chain, all_pages(SIDE)), context.interface_profile)
+
+    @covers("EX-5", "EX-6")
+    def test_a_hit_stays_what_it_is(self, context: CaseContext) -> None:
+        """An answer does not change with the calls that follow."""
+        sut, keys = context.storage(options=NO_LAYERS), context.keys(4)
+        sut.store(keys)
+        answer = sut.exists(keys)
+        before = (list(answer.restorable_prefix_pages), dict(answer.extra_pool_hit_pages))
+        sut.exists(keys[:2])
+        sut.exists(context.keys(1))
+        after = (answer.restorable_prefix_pages, answer.extra_pool_hit_pages)
+        if after != before:
+            raise Violation(
+                "EX-5",
+                f"an answer changed with later calls: endpoints and pools' verdicts were {before}, "
+                f"and are {after}",
+            )
+
+    @covers("EX-1", "EX-2", "EX-3", "EX-5")
+    def test_chains_longer_than_a_request(self, context: CaseContext) -> None:
+        """A chain of 300 pages, of which a side pool lacks some, with windows of up to 150 pages."""
+        pools = {pool: GuardedPool(pages=320, components=(32,)) for pool in (PoolName.KV, SIDE)}
+        sut, keys = context.storage(pools=pools), context.keys(300)
+        there = [place not in (20, 100, 220, 299) for place in range(300)]
+        sut.store(keys)
+        sut.store([key for key, ok in zip(keys, there, strict=True) if ok], SIDE)
+        verdicts = context.interface_profile.pool_verdicts
+        check(sut.exists(keys), [True] * 300, verdicts=verdicts)
+        for transfer in (all_pages(SIDE), *(trailing(SIDE, window) for window in (1, 9, 150))):
+            asked = [PoolQuery(transfer, there)]
+            check(sut.exists(keys, transfer), [True] * 300, asked, verdicts=verdicts)
+
+    @covers("EX-7", "EX-6", levels=[Level.CORE, Level.POOLS])
+    def test_unknown_pools_beside_known_ones(self, context: CaseContext) -> None:
+        """Each other pool of the call has its own verdict; the hit is 0."""
+        sut = context.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
+        keys = context.keys(3)
+        sut.store(keys)
+        sut.store(keys[:2], SIDE)
+        answer = sut.exists(keys, all_pages("never_registered"), all_pages(SIDE))
+        told, wanted = dict(answer.extra_pool_hit_pages), {"kv": 3, SIDE: 2, "never_registered": 0}
+        if told != wanted:
+            raise Violation(
+                "EX-6",
+                f"beside an unregistered pool the pools' verdicts are {told}, must be {wanted}",
+            )
+
+    @covers("EX-7", levels=[Level.CORE, Level.POOLS])
+    def test_kv_that_is_not_registered(self, context: CaseContext) -> None:
+        """With a side pool alone the hit is 0, and nothing is raised."""
+        sut, keys = context.storage(pools={SIDE: GuardedPool(page_size=1)}), context.keys(3)
+        sut.store(keys, SIDE)
+        for transfers in ([], [all_pages(SIDE)]):
+            answer = sut.exists(keys, *transfers)
+            told = answer.extra_pool_hit_pages.get(PoolName.KV)
+            if (answer.kv_hit_pages, told) != (0, 0):
+                raise Violation(
+                    "EX-7",
+                    f"kv is not registered: the hit is {answer.kv_hit_pages} and kv's verdict "
+                    f"{told}, must be 0",
+                )
+
+    @covers("EX-7", levels=[Level.CORE, Level.POOLS])
+    def test_a_pool_that_was_asked_for_before(self, context: CaseContext) -> None:
+        """A pool that an exists named before it was registered is known afterwards."""
+        sut, keys = context.storage(), context.keys(3)
+        sut.store(keys)
+        sut.exists(keys, all_pages(SIDE))
+        later = context.with_pool(sut, SIDE, GuardedPool(page_size=1))
+        later.store(keys, SIDE)
+        hit = later.exists(keys, all_pages(SIDE)).kv_hit_pages
+        if hit != 3:
+            raise Violation(
+                "EX-7",
+                f"pool {SIDE!r} was registered after an exists had named it, and has 3 pages; "
+                f"kv_hit_pages is {hit}",
+            )
+
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pool(self, context: CaseContext) -> None:
         """A pool that nobody registered makes the hit 0, and its verdict is 0."""
@@ -135,8 +225,11 @@ class ExistenceCases:
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_no_keys(self, context: CaseContext) -> None:
-        """An empty chain is a hit of 0 pages, with side pools or without."""
+        """An empty chain is a hit of 0 pages, with side pools or without, also after a hit."""
         sut = context.storage(pools={PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)})
+        keys = context.keys(2)
+        sut.store(keys)
+        sut.exists(keys)
         for transfers in ([], [all_pages(SIDE)], [trailing(SIDE, 2)], [block_groups(SIDE, 2, 1)]):
             answer = sut.exists([], *transfers)
             if answer.kv_hit_pages != 0 or answer.restorable_prefix_pages != []:
@@ -231,6 +324,29 @@ class _Library:
         """Ask for the chain that has these patterns."""
         return self._sut.exists(
             [self._keys[place][pattern] for place, pattern in enumerate(patterns)], *transfers
+        )
+
+
+def _check_form(answer: PoolTransferResult, profile: InterfaceProfile) -> None:
+    """Check the types in an answer.
+
+    Raises:
+        Violation: EX-1, EX-5 or EX-6.
+    """
+    hit: object = answer.kv_hit_pages
+    if type(hit) is not int:
+        raise Violation("EX-1", f"kv_hit_pages is {hit!r}, must be of type int")
+    endpoints: object = answer.restorable_prefix_pages
+    if type(endpoints) is not list or any(type(end) is not int for end in endpoints):
+        raise Violation(
+            "EX-5", f"restorable_prefix_pages is {endpoints!r:.200}, must be a list of int"
+        )
+    verdicts: object = answer.extra_pool_hit_pages
+    if profile.pool_verdicts and (
+        not isinstance(verdicts, dict) or any(type(pages) is not int for pages in verdicts.values())
+    ):
+        raise Violation(
+            "EX-6", f"extra_pool_hit_pages is {verdicts!r:.200}, must be a dict with values of int"
         )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_storage.spec import IDENTITY_FIELDS, PoolName
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 IDENTITY = [Level.IDENTITY]
@@ -137,6 +139,17 @@ class IdentityCases:
             reader.expect_missing(keys, rule="ID-1", why="was set from a pool of another geometry")
             writer.expect(keys)
 
+    @covers("ID-1", levels=IDENTITY)
+    def test_a_pool_is_registered_again_with_another_geometry(self, context: CaseContext) -> None:
+        """Pages of the former geometry are missing, and there again when that one is back."""
+        sut, keys = context.storage(), context.keys(4)
+        sut.store(keys)
+        # As many bytes, in components of other lengths.
+        other = context.with_pool(sut, PoolName.KV, GuardedPool(components=(160, 96)))
+        other.expect_missing(keys, rule="ID-1", why="was set from a pool of another geometry")
+        again = context.with_pool(other, PoolName.KV, GuardedPool())
+        again.expect(keys)
+
     @covers("ID-4", levels=IDENTITY)
     @pytest.mark.parametrize("ranks", ["pp", "cp", "dp"])
     def test_ranks_of_one_group(self, context: CaseContext, ranks: str) -> None:
@@ -165,6 +178,25 @@ class IdentityCases:
             reader.expect_existing(keys, rule="ID-2")
 
     @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    def test_misses_are_not_remembered(self, context: CaseContext) -> None:
+        """A storage that has missed pages finds them when another one has set them."""
+        one = context.storage(context.identity(**BASE))
+        two, keys = context.storage(replace(one.identity)), context.keys(4)
+        two.expect_missing(keys, rule="ID-2", why="was never set")
+        one.store(keys)
+        two.expect(keys, rule="ID-2")
+        two.expect_existing(keys, rule="ID-2")
+
+    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
+    def test_equal_identities_share_side_pools(self, context: CaseContext) -> None:
+        """Pages of several pools, set by one storage and read by another."""
+        one = context.storage(context.identity(**BASE), pools=_pools())
+        two, keys = context.storage(replace(one.identity), pools=_pools()), context.keys(3)
+        one.store_many([PageGroup(keys, pool) for pool in one.memories])
+        for pool in two.memories:
+            two.expect(keys, pool, rule="ID-2")
+
+    @covers("ID-2", levels=IDENTITY, needs=["sharing>=process"], probes=True)
     def test_what_does_not_decide(self, context: CaseContext) -> None:
         """DP ranks that serve the same weights share, whatever their rank."""
         one = context.storage(context.identity(**{**BASE, "dp_replicated": True}))
@@ -184,6 +216,23 @@ class IdentityCases:
         two = context.storage(replace(one.identity))
         two.expect(keys, rule="ID-2")
         two.expect_existing(keys, rule="ID-2")
+
+    @covers("ID-2", levels=IDENTITY, needs=["durability>=reopen"], probes=True)
+    def test_side_pools_survive_reopening(self, context: CaseContext) -> None:
+        """The same for pages of several pools."""
+        one, keys = context.storage(context.identity(**BASE), pools=_pools()), context.keys(3)
+        one.store_many([PageGroup(keys, pool) for pool in one.memories])
+        one.call("close", one.storage.close)
+        two = context.storage(replace(one.identity), pools=_pools())
+        for pool in two.memories:
+            two.expect(keys, pool, rule="ID-2")
+
+
+def _pools() -> dict[str, PoolMemory]:
+    return {
+        PoolName.KV: GuardedPool(),
+        PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
+    }
 
 
 def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], rule: str) -> None:

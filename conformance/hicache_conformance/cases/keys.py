@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
-from hicache_storage.spec import MAX_KEY_BYTES, PoolName
+from hicache_storage.spec import MAX_KEY_BYTES, HiCacheStorageExtraInfo, PoolName
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
@@ -102,6 +103,17 @@ KEYS: Final = (
     "\u0661",
     "1",
     "\uff11",
+    # Of one hash: CRC-32, FNV-1a of 32 bits twice, 31 h + c, 33 h ^ c.
+    "plumless",
+    "buckeroo",
+    "costarring",
+    "liquid",
+    "declinate",
+    "macallums",
+    "Aa",
+    "BB",
+    "hetairas",
+    "mentioner",
 )
 """Texts that file names, URLs, shells, file systems and other people's naming schemes treat in some
 way of their own."""
@@ -190,6 +202,57 @@ class KeyCases:
                     "ID-6",
                     f"key {short(keys[index])} was set in a batch, and is not found by itself",
                 )
+
+    @covers("ID-6", levels=[Level.IDENTITY])
+    def test_the_prefix_names_no_page(self, context: CaseContext) -> None:
+        """A page that was set with prefix keys is found without them and with others."""
+        sut, keys, prefix = context.storage(), context.keys(3), context.keys(4)
+        told = [
+            HiCacheStorageExtraInfo(prefix_keys=prefix[:2], request_id="one"),
+            HiCacheStorageExtraInfo(prefix_keys=prefix[2:]),
+            None,
+        ]
+        sut.info = told[0]
+        sut.store(keys)
+        for info in told:
+            sut.info = info
+            shown = list(info.prefix_keys or ()) if info else []
+            found = sut.get(keys).count(None), sut.exists(keys).kv_hit_pages
+            if found != (0, 3):
+                raise Violation(
+                    "ID-6",
+                    f"3 pages were set with the prefix keys {list(map(short, prefix[:2]))}; with "
+                    f"{list(map(short, shown))} a get misses {found[0]} and exists finds {found[1]}",
+                )
+
+    @covers("ID-6", levels=[Level.IDENTITY])
+    def test_calls_leave_their_arguments_alone(self, context: CaseContext) -> None:
+        """Keys and indices are what they were, so that a caller can pass them to the next call."""
+        sut, keys = context.storage(), context.keys(3)
+        [transfer] = sut.transfers([PageGroup(keys)], [[4, 9, 2]])
+        indices = transfer.host_indices
+        assert indices is not None
+        slots, chain, prefix = indices.clone(), list(keys), context.keys(2)
+        info = HiCacheStorageExtraInfo(prefix_keys=list(prefix))
+        for name, ask in (
+            ("batch_set_v2", lambda: sut.storage.batch_set_v2([transfer], info)),
+            ("batch_exists_v2", lambda: sut.storage.batch_exists_v2(chain, None, info)),
+            ("batch_get_v2", lambda: sut.storage.batch_get_v2([transfer], info)),
+        ):
+            sut.call(name, ask)
+            for argument, now, then in (
+                ("keys", str(transfer.keys), str(keys)),
+                ("host_indices", str(indices), str(slots)),
+                ("keys", str(chain), str(keys)),
+                ("prefix_keys", str(info.prefix_keys), str(prefix)),
+            ):
+                if now != then:
+                    raise Violation(
+                        "ID-6",
+                        f"{name} changed the caller's {argument} from {then:.100} to {now:.100}",
+                    )
+            if transfer.host_indices is not indices:
+                raise Violation("ID-6", f"{name} replaced host_indices of the caller's transfer")
 
 
 def _long_keys(context: CaseContext) -> list[str]:

@@ -8,8 +8,11 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+import pytest
 
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.global_state import unchanged_globals
@@ -18,7 +21,7 @@ from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.requirements import beyond
+from hicache_conformance.model.rules import beyond
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.forked_child import ask_in_child
 from hicache_storage.plugins import registry
@@ -70,6 +73,30 @@ class LifecycleCases:
         if not sut.call("health", sut.storage.health).ok:
             raise Violation("LC-1", f"the storage serves, and health() says {sut.storage.health()}")
 
+    @covers("LC-1", needs=["sharing>=process"])
+    @pytest.mark.parametrize("call", ["batch_exists_v2", "batch_get_v2", "delete", "clear"])
+    def test_any_call_may_be_the_first(self, context: CaseContext, call: str) -> None:
+        """A storage that nobody has opened serves another one's pages in its first call."""
+        one, keys = context.storage(), context.keys(3)
+        one.store(keys)
+        two = context.unopened(replace(one.identity))
+        what = f"the first call of a storage that was not opened, {call}, of 3 pages that are there"
+        if call == "batch_exists_v2":
+            hit = two.exists(keys).kv_hit_pages
+            if hit != 3:
+                raise Violation("LC-1", f"{what}: kv_hit_pages is {hit}")
+        elif call == "batch_get_v2":
+            missed = two.get(keys).count(None)
+            if missed:
+                raise Violation("LC-1", f"{what}: {missed} of them are answered with False")
+        elif call == "delete" and context.capabilities.deletes:
+            removed = two.delete(keys)
+            if removed != [True] * 3:
+                raise Violation("LC-1", f"{what}: it answered {removed}")
+        elif call == "clear" and context.capabilities.clears:
+            two.call("clear", two.storage.clear)
+            one.expect_missing(keys, rule="LC-1", why=f"was cleared by {what}")
+
     @covers("LC-6")
     def test_declared_when_open(self, context: CaseContext) -> None:
         """An open storage declares capabilities within those of its driver's registration."""
@@ -90,12 +117,17 @@ class LifecycleCases:
         for _ in range(3):
             sut.call("close", sut.storage.close)
         transfer = PoolTransfer(PoolName.KV, slots_of([0, 1], 2), keys=keys)
-        for name, ask in (
+        calls: list[tuple[str, Callable[[], object]]] = [
             ("batch_exists_v2", lambda: sut.storage.batch_exists_v2(keys)),
             ("batch_get_v2", lambda: sut.storage.batch_get_v2([transfer])),
             ("batch_set_v2", lambda: sut.storage.batch_set_v2([transfer])),
             ("open", sut.storage.open),
-        ):
+        ]
+        if context.capabilities.deletes:
+            calls.append(("delete", lambda: sut.storage.delete(keys)))
+        if context.capabilities.clears:
+            calls.append(("clear", sut.storage.clear))
+        for name, ask in calls:
             _check_closed(name, ask)
         sut.call("get_stats after close", sut.storage.get_stats)
         if sut.call("health after close", sut.storage.health).ok:
@@ -110,7 +142,7 @@ class LifecycleCases:
 
     @covers("LC-2")
     def test_nothing_is_left_behind(self, context: CaseContext) -> None:
-        """Storages that are opened, used and closed leave no thread and no descriptor."""
+        """Storages that are opened, used and closed leave no thread, descriptor or process."""
         # The first one may import modules and start what the process keeps.
         _live_once(context)
         before = OpenResources.now()

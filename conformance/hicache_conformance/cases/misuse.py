@@ -309,8 +309,7 @@ def _check_refused(
 
 def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
     for pool, memory in sut.memories.items():
-        for page in range(memory.pages):
-            memory.write(page, canary(0, memory.page_bytes))
+        memory.fill(range(memory.pages), canary(0, memory.page_bytes))
         sut.fill(PageGroup(keys, pool), PAGES)
 
 
@@ -324,9 +323,8 @@ def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str
             )
     for pool, memory in sut.memories.items():
         blank = canary(0, memory.page_bytes)
-        touched = [
-            page for page in range(memory.pages) if page not in PAGES and memory.read(page) != blank
-        ]
+        others = [page for page in range(memory.pages) if page not in PAGES]
+        touched = memory.changed(others, blank)
         if touched:
             raise Violation(
                 "FT-2", f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed"

@@ -80,6 +80,42 @@ class PoolCases:
         for pool in names:
             sut.expect(["b_c", "c", "_b_c", "a", f"{pool}_c", f"{pool}/c", f"c.{pool}"], pool)
 
+    @covers("SET-1", levels=POOLS, needs=["deletes"])
+    def test_a_delete_is_of_one_pool(self, context: CaseContext) -> None:
+        """A key is deleted from one pool, and stays in the others."""
+        sut, keys = context.storage(pools=_four_pools()), context.keys(3)
+        pools = list(sut.memories)
+        sut.store_many([PageGroup(keys, pool) for pool in pools])
+        doomed = PoolName.MAMBA
+        sut.delete(keys, doomed)
+        sut.expect_missing(keys, doomed, rule="SET-1", why="was deleted from this pool")
+        for pool in pools:
+            if pool != doomed:
+                sut.expect(keys, pool)
+
+    @covers("GET-3", "GET-1", levels=POOLS)
+    def test_borrowed_indices_of_a_get(self, context: CaseContext) -> None:
+        """A get, too, reads a transfer without own indices by those of the pool that it names."""
+        sut = context.storage(
+            pools={PoolName.KV: GuardedPool(), "indexer": GuardedPool(components=(40,))}
+        )
+        keys = context.keys(4)
+        sut.store_many([PageGroup(keys), PageGroup(keys[1:], "indexer")])
+        transfers = [
+            PoolTransfer(PoolName.KV, slots_of([9, 2, 30, 5], 2), keys=keys),
+            PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV),
+        ]
+        answer = sut.call("batch_get_v2", lambda: sut.storage.batch_get_v2(transfers))
+        if answer != {"kv": [True] * 4, "indexer": [False, True, True, True]}:
+            raise Violation(
+                "GET-3",
+                f"a get of kv and of indexer, which borrows kv's indices and lacks the first page, "
+                f"answered {answer}",
+            )
+        sut.compare(keys, [sut.memories["kv"].read(page) for page in (9, 2, 30, 5)])
+        found = [sut.memories["indexer"].read(page) for page in (2, 30, 5)]
+        sut.compare(keys[1:], found, "indexer")
+
     @covers("GET-1", "SET-1", levels=POOLS)
     def test_borrowed_indices(self, context: CaseContext) -> None:
         """A transfer without own indices takes the keys and slots of the pool that it names."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, slots_of
@@ -17,8 +18,43 @@ from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
+
+ORDERS: Final[Mapping[str, Callable[[int], int]]] = {
+    "ascending": lambda page: page,
+    "descending": lambda page: -page,
+    "every-second": lambda page: page % 2 * 64 + page,
+    "at-the-end": lambda page: page if page >= 48 else 64 + page,
+}
+"""Orders of the host pages of a call, by what they are sorted by."""
+
+
+def _slice(slots: torch.Tensor) -> torch.Tensor:
+    return _behind(slots).flatten()[len(slots) :]
+
+
+def _column(slots: torch.Tensor) -> torch.Tensor:
+    return _behind(slots).T.contiguous()[:, 1]
+
+
+def _behind(slots: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # The other row are slots of the pool too, so that nothing but the wrong page shows an error.
+    return torch.stack([torch.arange(len(slots)), slots])
+
+
+VIEWS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "slice": _slice,
+    "column": _column,
+}
+"""Tensors that hold the slots of a call in a part of their memory."""
 
 
 class ReadingCases:
@@ -95,12 +131,54 @@ class ReadingCases:
         sut.compare([*parts[0], *parts[1], *parts[2]], found[:3] + found[4:], rule="GET-3")
 
     @covers("GET-3")
+    def test_the_form_of_answers(self, context: CaseContext) -> None:
+        """Lists of truth values, for the pools of the call alone, also where all pages are missing.
+
+        Batches of several sizes, so that no list is as long as the one before.
+        """
+        pools: dict[str, PoolMemory] = {PoolName.KV: GuardedPool(), PoolName.SWA: GuardedPool()}
+        # Without the layers, because their counters would fail on a wrong form before the driver's
+        # answer arrives here.
+        sut = context.storage(pools=pools, options=NO_LAYERS)
+        for size in (5, 1, 3):
+            stored, missing = context.keys(size), context.keys(size)
+            # `set` and `get` check the form.
+            sut.store(stored)
+            for keys in (stored, missing, stored[:1] + missing):
+                sut.get(keys)
+            sut.store(stored, PoolName.SWA)
+            sut.get(stored, PoolName.SWA)
+
+    @covers("GET-3")
+    def test_an_answer_stays_what_it_is(self, context: CaseContext) -> None:
+        """The answers of a get and a set do not change with the calls that follow."""
+        sut, stored, missing = context.storage(options=NO_LAYERS), context.keys(3), context.keys(2)
+        sut.store(stored)
+        chain = [*stored, *missing]
+        transfers = sut.transfers([PageGroup(chain)], [sut.own_pages(chain)])
+        found = sut.call("batch_get_v2", lambda: sut.storage.batch_get_v2(transfers))
+        written = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
+        before = [dict(found), list(found[PoolName.KV]), list(written[PoolName.KV])]
+        sut.get(context.keys(2))
+        sut.set(stored[:1])
+        after = [dict(found), found[PoolName.KV], written[PoolName.KV]]
+        if after != before:
+            raise Violation(
+                "GET-3",
+                f"the answers of a get and a set changed with later calls, from {before[1:]} to "
+                f"{after[1:]}",
+            )
+
+    @covers("GET-3")
     def test_no_keys(self, context: CaseContext) -> None:
-        """A transfer without keys is answered with an empty list."""
+        """A transfer without keys is answered with an empty list, and no transfer with no pool."""
         sut = context.storage()
         for answer in (sut.set([]), sut.get([])):
             if answer != []:
                 raise Violation("GET-3", f"no keys were answered with {answer}")
+        # Both check that no pool is answered for.
+        sut.set_many([])
+        sut.get_many([])
 
     @covers("GET-2")
     def test_neighbours_of_a_destination(self, context: CaseContext) -> None:
@@ -115,6 +193,47 @@ class ReadingCases:
             chain = context.random.sample(stored + missing, context.random.randint(1, 12))
             # `get` itself checks every page that is no destination.
             sut.get(chain)
+
+    @covers("GET-1", "SET-1")
+    def test_more_pages_than_a_request_holds(self, context: CaseContext) -> None:
+        """300 pages in one call, which a driver may have to divide."""
+        memory = GuardedPool(pages=320, components=(32,))
+        sut, keys = context.storage(pools={PoolName.KV: memory}), context.keys(300)
+        sut.store(keys)
+        sut.expect(keys)
+        # Page by page, so that what a set has left out is not blamed on a get.
+        sut.expect(keys[-1:])
+
+    @covers("GET-1", "SET-1")
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_host_pages_in_order(self, context: CaseContext, order: str) -> None:
+        """Host pages that adjoin, that descend, and that lie at the end of the pool.
+
+        Drivers copy those in one piece that engines most often have. What was set from one order is
+        read into another, so that two errors do not cancel out.
+        """
+        sut = context.storage()
+        for size in (2, 7, 64):
+            ordered, scattered = context.keys(size), context.keys(size)
+            sut.store(scattered)
+            shuffle = sut.arrange
+            sut.arrange = lambda pages: pages.sort(key=ORDERS[order])
+            sut.expect(scattered)
+            sut.store(ordered)
+            sut.arrange = shuffle
+            sut.expect(ordered)
+
+    @covers("GET-2", "GET-1", "SET-1")
+    @pytest.mark.parametrize("view", VIEWS)
+    def test_indices_that_are_part_of_a_tensor(self, context: CaseContext, view: str) -> None:
+        """Indices that are a slice of a longer tensor, or a column of one."""
+        sut = context.storage()
+        keys, others = context.keys(6), context.keys(6)
+        sut.store(keys)
+        sut.view = VIEWS[view]
+        sut.expect(keys)
+        sut.store(others)
+        sut.expect(others)
 
     @covers("GET-1", "GET-2")
     def test_one_destination_for_two_keys(self, context: CaseContext) -> None:

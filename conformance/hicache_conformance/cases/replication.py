@@ -54,6 +54,7 @@ class ReplicationCases:
         ranks[0].expect(keys[:3])
         for rank in ranks[1:]:
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
+            rank.expect_existing(keys[:3], rule="ID-3")
             answer = rank.set(keys)
             if answer != [True, True, True, False]:
                 raise Violation(

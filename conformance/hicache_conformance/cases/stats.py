@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
@@ -11,6 +13,7 @@ from hicache_storage.spec.stats import OPERATIONS
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
     from hicache_conformance.harness.storage_under_test import StorageUnderTest
 
 
@@ -35,6 +38,48 @@ class StatsCases:
             pages_damaged=0,
             pages_written=5,
         )
+
+    @covers("OB-1")
+    def test_lookups_and_gets_are_counted_apart(self, context: CaseContext) -> None:
+        """Pages that an exists has not found are absent, and no get has missed them."""
+        sut, keys, missing = context.storage(), context.keys(3), context.keys(2)
+        sut.store(keys)
+        sut.exists([*keys, *missing])
+        _check(sut, pages_hit=3, pages_absent=2, pages_missed=0, pages_read=0)
+        sut.get(missing)
+        _check(sut, pages_hit=3, pages_absent=2, pages_missed=2)
+
+    @covers("OB-1")
+    def test_transfers_of_one_pool_are_counted_once(self, context: CaseContext) -> None:
+        """Several transfers of a pool in one call."""
+        sut, keys = context.storage(), context.keys(5)
+        groups = [PageGroup(keys[:2]), PageGroup(keys[2:3]), PageGroup(keys[3:])]
+        sut.store_many(groups)
+        _check(sut, pages_written=5)
+        sut.get_many(groups)
+        _check(sut, pages_read=5, bytes_read=5 * sut.memories[PoolName.KV].page_bytes)
+
+    @covers("OB-1")
+    def test_each_pool_is_counted_by_itself(self, context: CaseContext) -> None:
+        """Two pools in one call, with pages of different lengths and different holes."""
+        pools: dict[str, PoolMemory] = {
+            PoolName.KV: GuardedPool(),
+            PoolName.INDEXER: GuardedPool(components=(40,)),
+        }
+        sut, keys = context.storage(pools=pools), context.keys(4)
+        sut.store_many([PageGroup(keys[:3]), PageGroup(keys[:1], PoolName.INDEXER)])
+        sut.get_many([PageGroup(keys), PageGroup(keys, PoolName.INDEXER)])
+        for pool, stored in ((PoolName.KV, 3), (PoolName.INDEXER, 1)):
+            length = pools[pool].page_bytes
+            _check(
+                sut,
+                pool,
+                pages_written=stored,
+                bytes_written=stored * length,
+                pages_read=stored,
+                bytes_read=stored * length,
+                pages_missed=4 - stored,
+            )
 
     @covers("OB-1")
     def test_latencies(self, context: CaseContext) -> None:
@@ -63,10 +108,10 @@ class StatsCases:
         _check(sut, pages_written=3, pages_read=3)
 
 
-def _check(sut: StorageUnderTest, **wanted: int) -> None:
-    stats = sut.stats()
+def _check(sut: StorageUnderTest, pool: str = PoolName.KV, **wanted: int) -> None:
+    stats = sut.stats(pool)
     for name, count in wanted.items():
         if getattr(stats, name) != count:
             raise Violation(
-                "OB-1", f"{name} of pool 'kv' is {getattr(stats, name)}, must be {count}"
+                "OB-1", f"{name} of pool {str(pool)!r} is {getattr(stats, name)}, must be {count}"
             )

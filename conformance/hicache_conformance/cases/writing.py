@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import struct
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.harness.page_patterns import canary, short
+from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from hicache_conformance.fixtures.context import CaseContext
+    from hicache_conformance.harness.pools import PoolMemory
+    from hicache_conformance.harness.storage_under_test import StorageUnderTest
+
+CONTENTS: Final[Mapping[str, bytes]] = {
+    "a page of zeros": b"\0",
+    "a page of ones": b"\xff",
+    "a page that ends with zeros": b"page" + bytes(92),
+    "a page that begins with zeros": bytes(92) + b"page",
+    "a page of the envelope's mark": b"HCP2" + struct.pack("<HHQ", 1, 0, 256),
+    "a page of line ends": b"\r\n\n\x1a",
+    "a page of NaNs": b"\x01\x7f\x81\x7f\x01\xfc\xa0\x7f",
+}
+"""Pages by their words; each is filled with its bytes, the last ones at its end."""
 
 
 class WritingCases:
@@ -39,13 +58,16 @@ class WritingCases:
     def test_deleted_pages_are_gone(self, context: CaseContext) -> None:
         """delete() removes what it is told, and makes room for other bytes.
 
-        It says where there was something.
+        It says where there was something. The pages have been found and read before.
         """
         sut, keys, missing = context.storage(), context.keys(6), context.keys(1)
         sut.store(keys)
-        doomed = [keys[1], missing[0], keys[4]]
-        removed = sut.call("delete", lambda: sut.storage.delete(doomed))
-        if list(removed) != [True, False, True]:
+        sut.expect_existing(keys, rule="SET-1")
+        # No keys are none, and not all.
+        sut.delete([])
+        sut.expect(keys)
+        removed = sut.delete([keys[1], missing[0], keys[4]])
+        if removed != [True, False, True]:
             raise Violation(
                 "SET-1", f"deleting a stored, a missing and a stored page answered {removed}"
             )
@@ -53,6 +75,112 @@ class WritingCases:
         sut.expect([keys[0], keys[2], keys[3], keys[5]])
         sut.store([keys[1]], generation=1)
         sut.expect([keys[1]], generation=1)
+
+    @covers("SET-1", needs=["deletes", "sharing>=process"])
+    def test_pages_that_another_storage_deletes(self, context: CaseContext) -> None:
+        """Pages that two storages have read are gone for both when one of them deletes them.
+
+        The other one can set them anew.
+        """
+        one = context.storage()
+        two, keys = context.storage(replace(one.identity)), context.keys(4)
+        one.store(keys)
+        for sut in (one, two):
+            sut.expect_existing(keys, rule="SET-1")
+            sut.expect(keys)
+        if two.delete(keys) != [True] * 4:
+            raise Violation("SET-1", "deleting 4 pages of another storage did not remove them all")
+        for sut in (two, one):
+            sut.expect_missing(keys, rule="SET-1", why="was deleted by another storage")
+        one.store(keys, generation=1)
+        for sut in (one, two):
+            sut.expect(keys, generation=1)
+
+    @covers("SET-1", needs=["deletes", "durability>=reopen"])
+    def test_deleted_pages_stay_gone(self, context: CaseContext) -> None:
+        """A storage that is opened when all others are closed finds no page that was deleted."""
+        one, keys = context.storage(), context.keys(4)
+        one.store(keys)
+        one.delete(keys[:2])
+        one.call("close", one.storage.close)
+        two = context.storage(replace(one.identity))
+        two.expect_missing(keys[:2], rule="SET-1", why="was deleted before the store was reopened")
+        two.expect(keys[2:])
+
+    @covers("SET-1", needs=["deletes"])
+    def test_equal_pages_under_two_keys(self, context: CaseContext) -> None:
+        """Two keys whose pages have the same bytes: one is deleted, and the other stays."""
+        sut, keys = context.storage(), context.keys(2)
+        content = b"the same bytes under two keys".ljust(sut.memories[PoolName.KV].page_bytes)
+        for key in keys:
+            _store_content(sut, key, content, "a page that equals another one")
+        sut.delete(keys[:1])
+        _expect_content(sut, keys[1], content, "a page whose equal was deleted")
+        sut.expect_missing(keys[:1], rule="SET-1", why="was deleted")
+
+    @covers("SET-1", "GET-1")
+    def test_pages_of_any_bytes(self, context: CaseContext) -> None:
+        """Pages of zeros, pages that end with zeros, and pages with bytes of file formats in them.
+
+        What a page holds says nothing about whether it is there or where it ends.
+        """
+        sut, keys = context.storage(), context.keys(len(CONTENTS))
+        length = sut.memories[PoolName.KV].page_bytes
+        for key, (words, cell) in zip(keys, CONTENTS.items(), strict=True):
+            _store_content(sut, key, _content(cell, length), words)
+        for key, (words, cell) in zip(keys, CONTENTS.items(), strict=True):
+            _expect_content(sut, key, _content(cell, length), words)
+
+    @covers("GET-2")
+    def test_a_set_changes_no_host_page(self, context: CaseContext) -> None:
+        """Neither a set nor an exists changes a page of the host pool."""
+        sut, keys = context.storage(), context.keys(5)
+        memory, pages = sut.memories[PoolName.KV], [7, 8, 30, 2, 63]
+        for page in range(memory.pages):
+            memory.write(page, canary(page, memory.page_bytes))
+        transfers = sut.transfers([PageGroup(keys)], [pages])
+        for name, ask in (
+            ("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers)),
+            ("batch_exists_v2", lambda: sut.storage.batch_exists_v2(keys)),
+        ):
+            sut.call(name, ask)
+            for page in range(memory.pages):
+                if memory.read(page) != canary(page, memory.page_bytes):
+                    raise Violation(
+                        "GET-2", f"{name} with host pages {pages} changed host page {page}"
+                    )
+
+    @covers("SET-3", "SET-1", needs=["sharing>=process"])
+    def test_pages_of_another_storage_are_not_rewritten(self, context: CaseContext) -> None:
+        """A storage does not rewrite pages that another one of equal identity has set."""
+        one = context.storage()
+        two, keys = context.storage(replace(one.identity)), context.keys(4)
+        one.store(keys)
+        two.store(keys, generation=1)
+        for sut in (one, two):
+            check_not_rewritten(sut, keys)
+
+    @covers("SET-3", "SET-1")
+    def test_single_pages_are_not_rewritten(self, context: CaseContext) -> None:
+        """Sets of one page each, of pages that exist."""
+        sut, keys = context.storage(), context.keys(2)
+        for key in keys:
+            sut.store([key])
+            sut.store([key], generation=1)
+        check_not_rewritten(sut, keys)
+
+    @covers("SET-3", "SET-1", levels=[Level.POOLS])
+    def test_side_pools_are_not_rewritten(self, context: CaseContext) -> None:
+        """The same for each of several pools, in one call."""
+        pools: dict[str, PoolMemory] = {
+            PoolName.KV: GuardedPool(),
+            PoolName.MAMBA: GuardedPool(page_size=1, components=(80, 24)),
+        }
+        sut, keys = context.storage(pools=pools), context.keys(3)
+        for generation in (0, 1):
+            sut.store_many([PageGroup(keys, pool, generation) for pool in pools])
+        for pool in pools:
+            check_not_rewritten(sut, keys, pool)
 
     @covers("SET-3", "SET-1")
     def test_existing_pages_are_not_rewritten(self, context: CaseContext) -> None:
@@ -68,18 +196,8 @@ class WritingCases:
                     f"page {index} key {short(keys[index])} was answered with False in a batch of "
                     f"existing and new pages",
                 )
-        found = sut.get(keys)
-        for index, content in enumerate(found[:3]):
-            if (
-                content is not None
-                and sut.generation_of(keys[index], content, PoolName.KV, [1]) == 1
-            ):
-                raise Violation(
-                    "SET-3",
-                    f"page {index} key {short(keys[index])} existed, and a set wrote it anew",
-                )
-        sut.compare(keys[:3], found[:3], generation=0)
-        sut.compare(keys[3:], found[3:], generation=1)
+        check_not_rewritten(sut, keys[:3])
+        sut.expect(keys[3:], generation=1)
 
     @covers("SET-3")
     def test_a_key_that_stands_twice_in_a_set(self, context: CaseContext) -> None:
@@ -138,3 +256,43 @@ class WritingCases:
                 if wrong:
                     raise Violation("SET-7", f"page {index} key {short(key)} {wrong}")
             sut.compare(keys, found)
+
+
+def check_not_rewritten(
+    sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolName.KV
+) -> None:
+    """Read pages that were set twice.
+
+    Raises:
+        Violation: SET-3, one of them holds the bytes of the second set.
+    """
+    found = sut.get(keys, pool)
+    for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+        if content is not None and sut.generation_of(key, content, pool, [1]) == 1:
+            raise Violation(
+                "SET-3",
+                f"page {index} key {short(key)} of pool {pool!r} existed, and a set wrote it anew",
+            )
+    sut.compare(keys, found, pool)
+
+
+def _content(cell: bytes, length: int) -> bytes:
+    return (cell * (length // len(cell) + 1))[-length:]
+
+
+def _store_content(sut: StorageUnderTest, key: str, content: bytes, words: str) -> None:
+    pages = sut.own_pages([key])
+    sut.memories[PoolName.KV].write(pages[0], content)
+    transfers = sut.transfers([PageGroup([key])], [pages])
+    answer = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
+    if answer != {PoolName.KV: [True]}:
+        raise Violation("SET-1", f"{words} was refused: {answer}")
+
+
+def _expect_content(sut: StorageUnderTest, key: str, content: bytes, words: str) -> None:
+    found = sut.get([key])[0]
+    if found is None:
+        raise Violation("SET-1", f"{words} was stored (True), and a get answers False")
+    if found != content:
+        wrong = sum(a != b for a, b in zip(found, content, strict=True))
+        raise Violation("GET-1", f"{words} came back with {wrong} of {len(content)} bytes changed")

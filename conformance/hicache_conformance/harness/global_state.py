@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Generator
     from types import FrameType
 
-SIGNALS: Final = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCHLD,
-    signal.SIGPIPE,
-    signal.SIGALRM,
+FATAL: Final = (
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
 )
+"""Signals that cannot be handled, or not in Python: faulthandler has its own handlers of them."""
+SIGNALS: Final = tuple(number for number in signal.Signals if number not in FATAL)
 LEVEL: Final = 33
 
 

@@ -1,4 +1,4 @@
-"""Leak check: threads and descriptors that are open before and after."""
+"""Leak check: threads, descriptors and child processes that are there before and after."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class OpenResources:
-    """Threads and descriptors of this process."""
+    """Threads, descriptors and children of this process."""
 
     threads: dict[int, str]
     """Names by identifier."""
     descriptors: dict[int, str]
     """Targets by number."""
+    children: dict[int, str]
+    """Names by process id; of those that have ended, and are not reaped, too."""
 
     @classmethod
     def now(cls) -> Self:
@@ -35,7 +37,7 @@ class OpenResources:
             except FileNotFoundError:
                 # The descriptor that lists the directory.
                 continue
-        return cls(threads, descriptors)
+        return cls(threads, descriptors, _children())
 
     def beyond(self, before: OpenResources) -> str:
         """Describe resources that were not open before; empty if there are none."""
@@ -50,4 +52,22 @@ class OpenResources:
             # The target too: a number that was closed and given out again is another descriptor.
             if before.descriptors.get(number) != target
         ]
+        words += [
+            f"child process {number} ({name})"
+            for number, name in self.children.items()
+            if number not in before.children
+        ]
         return ", ".join(words)
+
+
+def _children() -> dict[int, str]:
+    children = dict[int, str]()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # `pid (name) state ppid ...`, where the name may hold blanks and parentheses.
+            name, _, fields = entry.read_text().partition(" (")[2].rpartition(") ")
+        except OSError:
+            continue
+        if fields.split()[1] == str(os.getpid()):
+            children[int(entry.parent.name)] = name
+    return children

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolHitPolicy, PoolName
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
+
+_MAX_DRAWN: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,8 @@ def check(
     if list(answer.restorable_prefix_pages) != legal:
         raise Violation(
             "EX-5",
-            f"{scene}: restorable_prefix_pages is {answer.restorable_prefix_pages}, must be {legal}",
+            f"{scene}: restorable_prefix_pages is {_shown(answer.restorable_prefix_pages)}, must be "
+            f"{_shown(legal)}",
         )
     if not verdicts:
         return
@@ -111,8 +115,21 @@ def check(
 
 
 def drawn(present: Sequence[bool]) -> str:
-    """A presence map as text: `x` for a page that is there."""
+    """A presence map as text: `x` for a page that is there.
+
+    A long one as runs, such as `x200 .1 x99`.
+    """
+    if len(present) > _MAX_DRAWN:
+        runs = [(there, sum(1 for _ in pages)) for there, pages in groupby(present)]
+        return " ".join(f"{'x' if there else '.'}{count}" for there, count in runs)
     return "".join("x" if there else "." for there in present)
+
+
+def _shown(endpoints: Sequence[int]) -> str:
+    shown = str(endpoints)
+    if len(shown) <= 4 * _MAX_DRAWN:
+        return shown
+    return f"{endpoints[0]} to {endpoints[-1]}, {len(endpoints)} in all"
 
 
 def _check_verdict(

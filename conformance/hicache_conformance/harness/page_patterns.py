@@ -19,6 +19,8 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicache_storage.spec import StorageIdentity
 
 CELL_BYTES = 16
@@ -67,6 +69,10 @@ class PagePatterns:
         )
         return b"".join(cells)[:length]
 
+    def render_all(self, pages: Iterable[Page], length: int) -> list[bytes]:
+        """The bytes of each of the pages."""
+        return [self.render(page, length) for page in pages]
+
     def explain(self, found: bytes, expected: Page) -> str:
         """Describe the content of `found` where it is not `expected`; empty where it is."""
         wanted = self.render(expected, len(found))
@@ -78,6 +84,13 @@ class PagePatterns:
         start = offset // CELL_BYTES * CELL_BYTES
         wrong = sum(a != b for a, b in zip(found, wanted, strict=True))
         return f"{self._describe(found[start : start + CELL_BYTES], start, expected)} ({wrong} of {len(found)} bytes differ)"
+
+    def explain_all(self, found: Iterable[bytes | None], expected: Iterable[Page]) -> list[str]:
+        """As `explain`, for several pages; empty for one that is missing."""
+        return [
+            "" if content is None else self.explain(content, page)
+            for content, page in zip(found, expected, strict=True)
+        ]
 
     def generation(self, found: bytes, page: Page) -> int | None:
         """Return the generation of `page` that `found` is as a whole; None where it is none."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from hicache_storage.spec import HostPool, PageGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import torch
 
@@ -15,40 +16,53 @@ GUARD_BYTES = 64
 GUARD = b"\xa7" * GUARD_BYTES
 
 
-class PoolMemory(Protocol):
+class PoolMemory(ABC):
     """A registered pool, seen by the suite.
 
     Not through the driver, and not through the SDK's adapters.
     """
 
+    pages: int
+    page_size: int
+    page_bytes: int
+
     @property
     def host_pool(self) -> object:
         """The object to register."""
-        ...
+        return self
 
-    @property
-    def pages(self) -> int: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def page_bytes(self) -> int: ...
-
+    @abstractmethod
     def read(self, page: int) -> bytes:
         """The bytes of a page, all components one after the other."""
-        ...
 
+    @abstractmethod
     def write(self, page: int, content: bytes) -> None:
         """Replace the bytes of a page."""
-        ...
 
     def guards_intact(self) -> bool:
         """Return whether the bytes before and behind the pool's memory are unchanged."""
-        ...
+        return True
+
+    def read_all(self, pages: Iterable[int]) -> list[bytes]:
+        """Return the bytes of each page."""
+        return [self.read(page) for page in pages]
+
+    def write_all(self, pages: Iterable[int], contents: Iterable[bytes]) -> None:
+        """Write one content to each page."""
+        for page, content in zip(pages, contents, strict=True):
+            self.write(page, content)
+
+    def fill(self, pages: Iterable[int], content: bytes) -> None:
+        """Write the same content to all pages."""
+        for page in pages:
+            self.write(page, content)
+
+    def changed(self, pages: Iterable[int], content: bytes) -> list[int]:
+        """Return the pages whose bytes differ from `content`."""
+        return [page for page in pages if self.read(page) != content]
 
 
-class GuardedPool:
+class GuardedPool(PoolMemory):
     """A `HostPool` whose components lie in separate memory, each between two guards.
 
     Args:
@@ -81,10 +95,6 @@ class GuardedPool:
             for length in components
         ]
 
-    @property
-    def host_pool(self) -> object:
-        return self
-
     def page_buffers(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return [self._page(slot // self.page_size) for slot in first_slots]
 
@@ -116,16 +126,19 @@ class GuardedPool:
         return self.components_at(page, self.geometry.component_bytes)
 
 
-class LentMemory:
+class LentMemory(PoolMemory):
     """The pages of any `HostPool`, such as the SDK's own."""
 
     def __init__(self, pool: HostPool) -> None:
         geometry = pool.geometry
-        self.host_pool: object = pool
         self._pool = pool
         self.page_size = geometry.page_size
         self.page_bytes = geometry.page_bytes
         self.pages = geometry.size // geometry.page_size
+
+    @property
+    def host_pool(self) -> object:
+        return self._pool
 
     def read(self, page: int) -> bytes:
         return b"".join(self._pool.page_buffers([page * self.page_size])[0])
@@ -136,11 +149,8 @@ class LentMemory:
             buffer[:] = content[start : start + len(buffer)]
             start += len(buffer)
 
-    def guards_intact(self) -> bool:
-        return True
 
-
-class EngineHostPool:
+class EngineHostPool(PoolMemory):
     """A pool as an engine has it (SGLang's `layer_first`).
 
     One strided tensor, no addresses, and flat pages that are copies.
@@ -161,7 +171,6 @@ class EngineHostPool:
         # contiguous.
         self.kv_buffer = torch.full((layers, self.size, 2, row), GUARD[0], dtype=self.dtype)
         self.page_bytes = layers * page_size * row
-        self.host_pool: object = self
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         """The page at slot `index`: a strided view, or, flat, a copy."""

@@ -6,7 +6,7 @@ Verifies the form of every answer and the neighbours of every destination.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.page_patterns import Page, canary, short, spent
 from hicache_conformance.harness.pools import slots_of
@@ -24,6 +24,8 @@ from hicache_storage.spec import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from random import Random
+
+    import torch
 
     from hicache_conformance.harness.page_patterns import PagePatterns
     from hicache_conformance.harness.pools import PoolMemory
@@ -66,6 +68,10 @@ class StorageUnderTest:
         self._calls = client
         self.info: HiCacheStorageExtraInfo | None = None
         """What every call is told besides its pages; a short deadline, for instance."""
+        self.arrange: Callable[[list[int]], object] = random.shuffle
+        """Puts the host pages of a pool in an order, from which calls take theirs."""
+        self.view: Callable[[torch.Tensor], torch.Tensor] = lambda slots: slots
+        """Makes the indices of a transfer of its slots; a part of another tensor, for instance."""
 
     @property
     def identity(self) -> StorageIdentity:
@@ -96,10 +102,9 @@ class StorageUnderTest:
         answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
         for group, pages in zip(groups, placed, strict=True):
             memory = self.memories[group.pool]
-            for page in pages:
-                # The next owner's bytes: a driver that keeps a reference and writes later stores
-                # these (SET-7).
-                memory.write(page, spent(memory.page_bytes))
+            # The next owner's bytes: a driver that keeps a reference and writes later stores these
+            # (SET-7).
+            memory.fill(pages, spent(memory.page_bytes))
         return _checked(answer, groups)
 
     def get(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bytes | None]:
@@ -119,11 +124,9 @@ class StorageUnderTest:
         pools = {group.pool for group in groups}
         for pool in pools:
             memory = self.memories[pool]
-            blank = canary(self._calls, memory.page_bytes)
             # All pages of the client, those that are not read included: a neighbour that is touched
             # shows by a missing canary.
-            for page in self._own_pages(memory):
-                memory.write(page, blank)
+            memory.fill(self._own_pages(memory), canary(self._calls, memory.page_bytes))
         transfers = self.transfers(groups, placed)
         answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
         verdicts = _checked(answer, groups)
@@ -136,19 +139,19 @@ class StorageUnderTest:
                 for page in pages
             ]
             self._check_neighbours(pool, frozenset(pages))
-            memory = self.memories[pool]
             delivered[pool] = [
-                memory.read(page) if ok else None
-                for page, ok in zip(pages, verdicts[pool], strict=True)
+                content if ok else None
+                for content, ok in zip(
+                    self.memories[pool].read_all(pages), verdicts[pool], strict=True
+                )
             ]
         return delivered
 
     def fill(self, group: PageGroup, pages: Sequence[int]) -> None:
         """Put a transfer's pages where it will read them."""
         memory = self.memories[group.pool]
-        for key, page in zip(group.keys, pages, strict=True):
-            owner = Page(self.identity, group.pool, key, group.generation)
-            memory.write(page, self._patterns.render(owner, memory.page_bytes))
+        owners = self._owners(group.keys, group.pool, group.generation)
+        memory.write_all(pages, self._patterns.render_all(owners, memory.page_bytes))
 
     def transfers(
         self, groups: Sequence[PageGroup], placed: Sequence[Sequence[int]]
@@ -157,7 +160,7 @@ class StorageUnderTest:
         return [
             PoolTransfer(
                 PoolName(group.pool),
-                slots_of(pages, self.memories[group.pool].page_size),
+                self.view(slots_of(pages, self.memories[group.pool].page_size)),
                 keys=list(group.keys),
             )
             for group, pages in zip(groups, placed, strict=True)
@@ -171,7 +174,9 @@ class StorageUnderTest:
         )
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
-            raise Violation("EX-1", f"kv_hit_pages is {hit} for {len(keys)} keys")
+            raise Violation(
+                "EX-1" if keys else "EX-8", f"kv_hit_pages is {hit} for {len(keys)} keys"
+            )
         if listed != sorted(set(listed)) or any(
             not 1 <= endpoint <= len(keys) for endpoint in listed
         ):
@@ -189,6 +194,17 @@ class StorageUnderTest:
         # A side pool's verdict is asked for with its transfer; KV has one in any answer (EX-6).
         window = () if pool == PoolName.KV else (all_pages(pool),)
         return self.exists([key], *window).extra_pool_hit_pages.get(PoolName(pool), 0) == 1
+
+    def delete(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        """Delete pages; the answer, one for each key.
+
+        Raises:
+            Violation: SET-1 for the form of the answer.
+        """
+        answer = self.call("delete", lambda: self.storage.delete(keys, pool=pool))
+        if not _is_list_of_bools(answer, len(keys)):
+            raise Violation("SET-1", f"a delete of {len(keys)} keys answered {answer!r:.200}")
+        return list(answer)
 
     def clear(self) -> str:
         """Clear the storage's namespaces.
@@ -255,16 +271,14 @@ class StorageUnderTest:
         rule: str = "",
     ) -> None:
         """As `expect`, for pages that were read already."""
-        for index, (key, content) in enumerate(zip(keys, found, strict=True)):
+        wrongs = self._patterns.explain_all(found, self._owners(keys, pool, generation, writer))
+        for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
             if content is None:
                 raise Violation(
                     rule or "SET-1",
                     f"page {index} key {short(key)} of pool {pool!r} was stored (True), and a get "
                     f"answers False",
                 )
-            wrong = self._patterns.explain(
-                content, Page(writer or self.identity, pool, key, generation)
-            )
             if wrong:
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -297,13 +311,11 @@ class StorageUnderTest:
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
-        for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
-            lost = "was stored (True), and a get answers False"
-            wrong = (
-                lost
-                if content is None
-                else self._patterns.explain(content, Page(self.identity, pool, key))
-            )
+        found = self.get(keys, pool)
+        wrongs = self._patterns.explain_all(found, self._owners(keys, pool))
+        for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
+            if content is None:
+                wrong = "was stored (True), and a get answers False"
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -366,12 +378,22 @@ class StorageUnderTest:
         """A page of this client for each of the keys."""
         return list(self._own_pages(self.memories[pool]))[: len(keys)]
 
+    def _owners(
+        self,
+        keys: Sequence[str],
+        pool: str,
+        generation: int = 0,
+        writer: StorageIdentity | None = None,
+    ) -> list[Page]:
+        identity = writer or self.identity
+        return [Page(identity, pool, key, generation) for key in keys]
+
     def _own_pages(self, memory: PoolMemory) -> range:
         group = memory.pages // self._clients
         return range(self._client * group, (self._client + 1) * group)
 
     def _place(self, groups: Sequence[PageGroup]) -> list[list[int]]:
-        """Pages for every transfer, in no order that a driver could guess.
+        """Pages for every transfer, by default in no order that a driver could guess.
 
         No two are the same in a pool.
         """
@@ -380,7 +402,7 @@ class StorageUnderTest:
         for group in groups:
             if group.pool not in free:
                 free[group.pool] = list(self._own_pages(self.memories[group.pool]))
-                self._random.shuffle(free[group.pool])
+                self.arrange(free[group.pool])
             taken, free[group.pool] = (
                 free[group.pool][: len(group.keys)],
                 free[group.pool][len(group.keys) :],
@@ -396,16 +418,14 @@ class StorageUnderTest:
     def _check_neighbours(self, pool: str, destinations: frozenset[int]) -> None:
         memory = self.memories[pool]
         blank = canary(self._calls, memory.page_bytes)
-        for page in self._own_pages(memory):
-            if page not in destinations and memory.read(page) != blank:
-                near = min(
-                    destinations, key=lambda destination: abs(destination - page), default=None
-                )
-                raise Violation(
-                    "GET-2",
-                    f"a get into host pages {sorted(destinations)} touched page {page} (nearest: "
-                    f"{near})",
-                )
+        neighbours = [page for page in self._own_pages(memory) if page not in destinations]
+        for page in memory.changed(neighbours, blank):
+            near = min(destinations, key=lambda destination: abs(destination - page), default=None)
+            raise Violation(
+                "GET-2",
+                f"a get into host pages {sorted(destinations)} touched page {page} (nearest: "
+                f"{near})",
+            )
         if not memory.guards_intact():
             raise Violation(
                 "GET-2",
@@ -448,12 +468,16 @@ def _checked(
         )
     for pool, pages in expected.items():
         verdicts = answer[PoolName(pool)]
-        if (
-            not isinstance(verdicts, list)
-            or len(verdicts) != pages
-            or not all(isinstance(ok, bool) for ok in verdicts)
-        ):
+        if not _is_list_of_bools(verdicts, pages):
             raise Violation(
                 "GET-3", f"pool {pool!r}: {pages} keys were answered with {verdicts!r:.200}"
             )
     return {pool: list(answer[PoolName(pool)]) for pool in expected}
+
+
+def _is_list_of_bools(answer: object, length: int) -> bool:
+    return (
+        isinstance(answer, list)
+        and len(cast("list[object]", answer)) == length
+        and all(isinstance(ok, bool) for ok in cast("list[object]", answer))
+    )

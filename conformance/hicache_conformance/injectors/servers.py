@@ -20,7 +20,7 @@ from hicache_conformance.harness.sparse_files import copy_file
 from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
-from hicache_conformance.model.placeholders import filled, port_names
+from hicache_conformance.model.settings import filled, port_names
 from hicache_conformance.model.violation import Inconclusive
 
 if TYPE_CHECKING:

@@ -6,9 +6,6 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from hicache_conformance.model.pytest_keys import CASE_MARK
 from hicache_conformance.model.rules import Level
 
 if TYPE_CHECKING:
@@ -39,6 +36,11 @@ def covers(
     corrupts: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Say which rules a case tests, in which levels, and what it needs."""
+    # Here, because the command line reads cases and does without pytest.
+    import pytest
+
+    from hicache_conformance.model.pytest_keys import CASE_MARK
+
     # Through getattr, because the mark is registered by a plugin and pytest's stub knows only its
     # own.
     mark = getattr(pytest.mark, CASE_MARK)
@@ -55,13 +57,18 @@ def described(function: Callable[..., object], arguments: dict[str, Any]) -> Cas
 
 
 def cases_of(suite: type) -> dict[str, Case]:
-    """The cases of a class and its bases, by function name, in the order of definition."""
+    """The cases of a class and its bases, by function name, in the order of definition.
+
+    A case that the class binds to None is left out.
+    """
+    from hicache_conformance.model.pytest_keys import CASE_MARK
+
     found = dict[str, Case]()
     # The order in which pytest runs the methods of base classes, so that lists and reports agree
     # with a run.
     for home in reversed(suite.__mro__):
         for function in vars(home).values():
             for mark in getattr(function, "pytestmark", ()):
-                if mark.name == CASE_MARK:
+                if mark.name == CASE_MARK and getattr(suite, function.__name__) is not None:
                     found[function.__name__] = described(function, dict(mark.kwargs))
     return found

@@ -1,7 +1,7 @@
 """Outcomes of cases and rules, and the file that a run streams them to.
 
-The file has one line of JSON, a kind and its content, for each of these: a header, the number of
-cases, a start and an outcome for each case, a footer. A driver that takes the process down leaves a
+The file has one line of JSON, a kind and its content, for each of these: a header, all cases of the
+suite, the number of those collected, a start and an outcome for each of them, a footer. A driver that takes the process down leaves a
 file without a footer, whose last start says which case it was.
 """
 
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from hicache_conformance.model.case import Case
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 from hicache_storage.tools.options import HIDDEN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
@@ -139,6 +140,8 @@ class OutcomeStream:
     """All that a run has written down so far."""
 
     header: Header | None = None
+    catalogue: dict[str, Case] = field(default_factory=dict[str, Case])
+    """All cases of the suite by function name, also those that this run leaves out."""
     cases: int = 0
     """Number of cases that were collected."""
     outcomes: list[CaseOutcome] = field(default_factory=list[CaseOutcome])
@@ -154,6 +157,8 @@ class OutcomeStream:
         match kind:
             case "header":
                 self.header = msgspec.convert(content, Header)
+            case "catalogue":
+                self.catalogue = {case.name: case for case in msgspec.convert(content, list[Case])}
             case "collected":
                 self.cases = content
             case "start":
@@ -199,6 +204,14 @@ class StreamWriter:
     def header(self, header: Header) -> None:
         """Say what is known before the first case."""
         self._write("header", header)
+
+    def catalogue(self, cases: Mapping[str, Case]) -> None:
+        """Say which cases the suite has.
+
+        The process that judges the run reads them here: to import them, and with them torch, takes
+        it two seconds.
+        """
+        self._write("catalogue", list(cases.values()))
 
     def collected(self, cases: int) -> None:
         """Say how many cases there are."""

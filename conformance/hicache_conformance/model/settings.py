@@ -1,20 +1,26 @@
-"""Settings of a run."""
+"""Settings of a run, and the placeholders in its options and commands: `{tmp}`, `{port:NAME}`."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 import msgspec
 
 from hicache_conformance.model.rules import Level
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
 """Environment variable by which `hicache conformance run` tells its child process where its
 `RunFile` is."""
+TMP: Final = "{tmp}"
+_PORT: Final = re.compile(r"\{port:([A-Za-z0-9_.-]+)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +104,24 @@ class RunFile:
         """The run file of this process, where it is the child of a command line."""
         path = os.environ.get(RUN_VARIABLE)
         return cls.read(Path(path)) if path else None
+
+
+def filled(text: str, tmp: Path | str, ports: Mapping[str, int]) -> str:
+    """The text with its placeholders filled in; a port that is not known stays as it is."""
+    # Left as it is: the preflight names the port in its message, where a wrong number would be a
+    # connection refused.
+    return _PORT.sub(lambda found: str(ports.get(found[1], found[0])), text.replace(TMP, str(tmp)))
+
+
+def port_names(texts: Iterable[object]) -> list[str]:
+    """Names of the ports in texts, each once, in their order; what is no text has none."""
+    return list(
+        dict.fromkeys(
+            name for text in texts if isinstance(text, str) for name in _PORT.findall(text)
+        )
+    )
+
+
+def mentions_tmp(texts: Iterable[object]) -> bool:
+    """Return whether `{tmp}` stands in one of the texts."""
+    return any(TMP in text for text in texts if isinstance(text, str))

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hicache_conformance.model.outcomes import Header
-from hicache_conformance.model.requirements import undeclared
-from hicache_conformance.model.rules import all_needs, spec_version
+from hicache_conformance.model.rules import all_needs, spec_version, undeclared
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
 from hicache_storage.plugins import registry
 from hicache_storage.spec import Capabilities

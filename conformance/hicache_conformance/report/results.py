@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from hicache_conformance.model.outcomes import Outcome
-from hicache_conformance.model.placeholders import mentions_tmp, port_names
 from hicache_conformance.model.rules import Level
+from hicache_conformance.model.settings import mentions_tmp, port_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from hicache_conformance.model.case import Case
     from hicache_conformance.model.outcomes import RunResult
     from hicache_conformance.model.rules import Rule
     from hicache_conformance.model.settings import Settings
@@ -54,7 +53,6 @@ def conclude(
     console: Console,
     ran: RunResult,
     settings: Settings,
-    cases: Mapping[str, Case],
     report: Path | None,
     rules: Mapping[str, Rule] | None = None,
 ) -> int:
@@ -64,7 +62,6 @@ def conclude(
         console: where to.
         ran: the run.
         settings: what was asked for.
-        cases: all cases of the suite by function name.
         report: directory of the report; None for none.
         rules: the rules to judge by; those of the contract if not given.
     """
@@ -73,11 +70,11 @@ def conclude(
         reason = stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}"
         console.print(Text(reason, "red"))
         return BROKEN
-    judgement = judge(stream, settings.levels, cases, rules)
+    judgement = judge(stream, settings.levels, stream.catalogue, rules)
     if report is not None:
         from hicache_conformance.report import write_report
 
-        write_report(report, stream.header, judgement, cases)
+        write_report(report, stream.header, judgement, stream.catalogue)
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
     show(console, judgement, stream, report and report / "results.json")
     if not stream.finished:

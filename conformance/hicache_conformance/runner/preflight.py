@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.fixtures.context import FOREIGN_OPTIONS
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.environment import commands_of, environment_of
-from hicache_conformance.fixtures.open_context import TMP, filled_config
+from hicache_conformance.fixtures.open_context import filled_config
 from hicache_conformance.interfaces.profile import describe_interface
 from hicache_conformance.model.outcomes import Replay
-from hicache_conformance.model.placeholders import port_names
+from hicache_conformance.model.settings import TMP, port_names
 from hicache_conformance.model.violation import Inconclusive
 from hicache_conformance.report.header import blank_header
 from hicache_storage.plugins import create_storage
@@ -21,7 +21,7 @@ from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
 from hicache_storage.tools.options import redacted
 
 if TYPE_CHECKING:
-    from hicache_conformance.fixtures.declaration import DriverDeclaration
+    from hicache_conformance.fixtures.open_context import DriverDeclaration
     from hicache_conformance.model.outcomes import StreamWriter
     from hicache_conformance.model.settings import RunFile
 
@@ -42,7 +42,7 @@ def check_driver(
     """
     try:
         with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
-            options = FOREIGN_OPTIONS if run.interface else None
+            options = NO_LAYERS if run.interface else None
             commands = commands_of(owner.driver, owner.config, owner.services)
             name = f"{owner.__module__}.{owner.__qualname__}"
             ports = environment_of(config, name, commands).ports()

@@ -10,6 +10,7 @@ import pytest
 
 from hicache_conformance.fixtures.open_context import require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
+from hicache_conformance.model.case import cases_of
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
 from hicache_conformance.model.pytest_keys import (
     CASE_MARK,
@@ -28,7 +29,7 @@ from hicache_conformance.runner.preflight import check_driver
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hicache_conformance.fixtures.declaration import DriverDeclaration
+    from hicache_conformance.fixtures.open_context import DriverDeclaration
     from hicache_conformance.model.case import Case
     from hicache_conformance.model.outcomes import CaseOutcome
     from hicache_conformance.model.verdict import Judgement
@@ -62,11 +63,12 @@ class Session:
         Raises:
             pytest.UsageError: a class names no driver, or an option has a bad value.
         """
+        for owner in dict.fromkeys(map(_class_of, cases)):
+            require_driver(owner)
         deselected = list[pytest.Item]()
         for item in cases:
             owner, mark = _class_of(item), item.get_closest_marker(CASE_MARK)
             assert mark is not None
-            require_driver(owner)
             rules, levels = tuple(mark.kwargs["rules"]), tuple(map(str, mark.kwargs["levels"]))
             if not self._wants(item, levels):
                 deselected.append(item)
@@ -89,6 +91,7 @@ class Session:
                 check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
             else:
                 check_server(self._config, self._run, self._writer)
+            self._writer.catalogue(cases_of(_class_of(cases[0])))
             # With those that an earlier process has run, so that the progress bar goes on where it
             # was.
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))

@@ -11,4 +11,6 @@ from msgspec import Meta
 class MemoryConfig(DriverConfig, frozen=True, kw_only=True):
     """Options of the driver `memory`."""
 
-    store: Annotated[str, Meta(description="Storages that name the same store see the same pages.")] = "default"
+    store: Annotated[
+        str, Meta(description="Storages that name the same store see the same pages.")
+    ] = "default"

@@ -11,7 +11,15 @@ from hicache_memory_driver.plugin import CAPABILITIES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.objects import Call, LookupBatch, Namespace, ObjectRead, ObjectWrite, ReadBatch, WriteBatch
+    from hicache_storage.objects import (
+        Call,
+        LookupBatch,
+        Namespace,
+        ObjectRead,
+        ObjectWrite,
+        ReadBatch,
+        WriteBatch,
+    )
     from hicache_storage.spec import StorageIdentity
 
     from hicache_memory_driver.config import MemoryConfig
@@ -59,7 +67,7 @@ class MemoryStorage(ObjectStorage):
     def _put(self, write: ObjectWrite, call: Call) -> bool:
         payload = write.tobytes()
         if call.expired():
-            # The caller may have been answered and may have reused the memory that the bytes came from.
+            # The caller may have been answered, and have reused the memory of these bytes.
             return False
         self._objects[write.namespace.object_name(write.key)] = payload
         return True

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-MAX_NAME_CHARACTERS: Final = 32
+MAX_NAME_CHARACTERS: Final = 23
+"""With longer names the lines of the templates would be wrapped, at 100 columns."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 _REPOSITORY: Final = re.compile(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+")
 

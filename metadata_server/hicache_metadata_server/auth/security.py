@@ -1,30 +1,33 @@
-"""Access control of one server: tokens, rate limits, TLS and audit log."""
+"""Access control of one server: origins, tokens, rate limits, TLS and audit log."""
 
 from __future__ import annotations
 
+import ipaddress
+import math
+import socket
+import time
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import structlog
 
 from hicache_metadata_server.auth.audit_log import AuditLog
-from hicache_metadata_server.auth.origins import OriginPolicy
-from hicache_metadata_server.auth.rate_limits import RateLimiter
 from hicache_metadata_server.auth.tls import ServerTls
 from hicache_metadata_server.auth.token_file import read_token_file, readable_by_all
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.auth.watched_files import FileWatcher, WatchedFiles
-from hicache_metadata_server.core.tenants import TenantUsage
+from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.tenants import TOO_MANY, TenantUsage
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.prometheus import scalar, scalars
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from prometheus_client.core import Metric
 
-    from hicache_metadata_server.core.tenants import Tenants
+    from hicache_metadata_server.core.tenants import Caller, Quotas, Tenants
     from hicache_metadata_server.protocol import ScopeGeometry
     from hicache_metadata_server.settings import ServerSettings
 
@@ -32,6 +35,14 @@ MIN_CHARACTERS: Final = 16
 """Characters of a token in the environment below which the log warns."""
 
 _log = structlog.get_logger()
+PRIVATE: Final = (".localhost", ".local", ".internal")
+"""Top-level domains that nobody can register."""
+OPTION: Final = "HICACHE_METADATA_ALLOWED_HOSTS"
+MAX_CACHED_HOSTS: Final = 1024
+_OWN_SITE: Final = (b"same-origin", b"none")
+COMPLETIONS: Final = frozenset(("commit", "abort", "renew", "unpin", "confirm_write"))
+"""Requests that complete an earlier one. Refusing them would waste the pages written in between, and
+keep their slots leased."""
 
 
 class TenantScopes(Protocol):
@@ -188,3 +199,166 @@ class Security:
             and settings.host not in ("127.0.0.1", "::1", "localhost")
         ):
             _log.warning("no_tls", host=settings.host, consequence="tokens travel in the clear")
+
+
+class OriginPolicy:
+    """Checks against cross-site requests and DNS rebinding, for servers without tokens.
+
+    A page of any site can make a browser send requests to this machine. A cross-site request has
+    the page's site in `Origin`, or says so in `Sec-Fetch-Site`. With DNS rebinding, the page's own
+    host name resolves to this machine, so that the browser sends no cross-site headers; its name is
+    in `Host`.
+
+    Accepted in `Host` are addresses, names that nobody outside can register (without a dot, or
+    ending in one of `PRIVATE`), the machine's own name, and the names in `allowed`.
+    """
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        self._allowed = {name.strip().lower() for name in allowed if name.strip()}
+        self._names = self._allowed | {socket.gethostname().lower()}
+        # Clients send the same few values: parsing each of them once takes it off the fast path.
+        self._accepted = set[bytes]()
+        """Values of `Host` that were accepted before."""
+
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        """Check that no page of another site has sent a request.
+
+        Raises:
+            RequestError: 403; another site's page has sent it, or may have.
+        """
+        host = headers.get(b"host", b"")
+        if host not in self._accepted:
+            self._check_host(host)
+        # `Origin` decides where there is one: old browsers send no `Sec-Fetch-Site`, and programs
+        # send neither.
+        origin = headers.get(b"origin")
+        if origin is not None:
+            self._check_origin(origin, host)
+        elif headers.get(b"sec-fetch-site", b"none") not in _OWN_SITE:
+            raise _refused(
+                "a page of another site has sent this request, and this server has no tokens",
+                "Sec-Fetch-Site",
+            )
+
+    def _check_host(self, host: bytes) -> None:
+        name = _name_of(host)
+        if not (self._is_private(name) or name in self._names):
+            message = (
+                f"this server has no tokens, and does not know itself as {name[:100]!r}: name it "
+                f"in {OPTION}, or give the server tokens"
+            )
+            raise _refused(message, "Host")
+        # Any address is accepted, so that a client could make up values without end.
+        if len(self._accepted) < MAX_CACHED_HOSTS:
+            self._accepted.add(host)
+
+    def _check_origin(self, origin: bytes, host: bytes) -> None:
+        # `null`, the origin of sandboxed frames and local files, has no `://` and is refused.
+        _, _, site = origin.lower().partition(b"://")
+        # Against the port as well: another server on this machine is another site.
+        if not site or (site != host.lower() and _name_of(site) not in self._allowed):
+            raise _refused(
+                f"a page of {origin[:100].decode('latin-1')!r} has sent this request, and this "
+                f"server has no tokens",
+                "Origin",
+            )
+
+    def _is_private(self, name: str) -> bool:
+        if "." not in name and ":" not in name:
+            return True
+        return name.endswith(PRIVATE) or _is_address(name)
+
+
+def _name_of(host_and_port: bytes) -> str:
+    """Host of `host:port`, without the brackets of an IPv6 address."""
+    text = host_and_port.decode("latin-1").strip().lower()
+    if text.startswith("["):
+        address, _, rest = text[1:].partition("]")
+        return address if not rest or rest.startswith(":") else text
+    # A dot at the end is legal in DNS and names the same host.
+    return text.partition(":")[0].rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _refused(message: str, field: str) -> RequestError:
+    return RequestError(403, "forbidden", message, field)
+
+
+class _TokenBucket:
+    __slots__ = ("burst", "level", "rate", "since")
+
+    def __init__(self, rate: float, burst: float, now: float) -> None:
+        self.rate = rate
+        self.burst = burst
+        self.level = burst
+        self.since = now
+
+    def take(self, now: float, min_level: float) -> float:
+        """Take one token; returns 0, or the seconds until there is one without taking it."""
+        self.level = min(self.burst, self.level + (now - self.since) * self.rate)
+        self.since = now
+        if self.level - 1 < min_level:
+            return (min_level + 1 - self.level) / self.rate
+        self.level -= 1
+        return 0.0
+
+
+class RateLimiter:
+    """Token buckets of the tenants that have a limit.
+
+    Each server process counts for itself. Used from one event loop.
+    """
+
+    def __init__(self, tenants: Tenants, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tenants = tenants
+        self._clock = clock
+        self._quotas: Quotas = tenants.quotas
+        self._buckets: dict[str, _TokenBucket | None] = {}
+        self.throttled: dict[str, int] = {}
+        """Number of refused requests by tenant."""
+
+    def admit(self, caller: Caller, route: str) -> None:
+        """Count a request of a tenant.
+
+        Raises:
+            RequestError: 429, with the seconds to wait.
+        """
+        tenant = caller.tenant
+        if not tenant:
+            return
+        # A reload of the tenants file replaces the quotas as a whole, and may have changed any rate.
+        if self._quotas is not self._tenants.quotas:
+            self._quotas = self._tenants.quotas
+            self._buckets = {}
+        bucket = self._buckets.get(tenant) if tenant in self._buckets else self._new_bucket(tenant)
+        if bucket is None:
+            return
+        # Completions may overdraw the bucket by a burst: they are counted, so that they are no way
+        # around the limit, and the tenant's next new request waits for them.
+        min_level = -bucket.burst if route.rpartition("/")[2] in COMPLETIONS else 0.0
+        seconds = bucket.take(self._clock(), min_level)
+        if seconds:
+            self.throttled[tenant] = self.throttled.get(tenant, 0) + 1
+            message = f"tenant {tenant!r} may send {bucket.rate:g} requests a second"
+            raise RequestError(
+                429, TOO_MANY, message, "Authorization", retry_seconds=math.ceil(seconds)
+            )
+
+    def _new_bucket(self, tenant: str) -> _TokenBucket | None:
+        quota = self._quotas.of(tenant)
+        rate = quota.requests_per_second
+        # Also None is kept: tenants without a limit need no look at the quotas either.
+        bucket = (
+            None
+            if rate is None
+            else _TokenBucket(rate, max(1.0, quota.burst or rate), self._clock())
+        )
+        self._buckets[tenant] = bucket
+        return bucket

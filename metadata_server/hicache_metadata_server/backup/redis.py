@@ -27,7 +27,6 @@ from hicache_metadata_server.shared.service import TOGETHER, SharedService
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator
-    from types import TracebackType
 
     from hicache_metadata_server.core.snapshot_parts import SnapshotPart
 
@@ -55,12 +54,7 @@ class SharedStoreClient:
         """Return the client, which is connected already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the connections."""
         self.close()
 

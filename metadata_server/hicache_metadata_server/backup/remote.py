@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, BinaryIO, Protocol, Self, TypeVar, cast
 from hicache_metadata_server.backup.filters import emptied
 from hicache_metadata_server.backup.frames import FrameReader, FrameWriter
 from hicache_metadata_server.core.errors import SnapshotError
-from hicache_metadata_server.core.export import CHUNK_SLOTS
-from hicache_metadata_server.core.export_messages import chunk_digest, parts_of
+from hicache_metadata_server.core.export import CHUNK_SLOTS, chunk_digest, parts_of
 from hicache_metadata_server.core.snapshot_parts import Counters, EmptySlots, Pages, ScopeHeader
 from hicache_metadata_server.protocol import Export, Exported, ScopeGeometry, Scopes
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
     from pathlib import Path
-    from types import TracebackType
 
     from hicache_metadata_server.core.snapshot_parts import SnapshotPart
     from hicache_metadata_server.protocol import Answer, Request, ScopeStatus
@@ -68,12 +66,7 @@ class RemoteSource:
         """Return the source; no request was sent yet."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the spool."""
         self._file.close()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,23 +23,12 @@ if TYPE_CHECKING:
     from hicache_metadata_server.simulation.result import SimulationResult
     from hicache_metadata_server.simulation.sizing import Needs, Wanted
 
-LOAD: Final = "Synthetic load"
-CLUSTER: Final = "Cluster"
-SIZING: Final = "Sizing"
+# `Any`, as typer's own return type is: an option stands in the place of its value.
+_load: Any = partial(typer.Option, rich_help_panel="Synthetic load")
+_cluster: Any = partial(typer.Option, rich_help_panel="Cluster")
+_sizing: Any = partial(typer.Option, rich_help_panel="Sizing")
 
 OptionsT = TypeVar("OptionsT", bound="Struct")
-
-
-def _load(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=LOAD)
-
-
-def _cluster(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=CLUSTER)
-
-
-def _sizing(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=SIZING, **more)
 
 
 def simulate(
@@ -49,58 +39,65 @@ def simulate(
         Path | None, typer.Option(help="Write the synthetic load's events to this file.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    engines: Annotated[int, _load("Engines, any of which may get any prompt.")] = 16,
+    engines: Annotated[int, _load(help="Engines, any of which may get any prompt.")] = 16,
     requests_per_second: Annotated[
-        float, _load("Prompts of all engines together, per second.")
+        float, _load(help="Prompts of all engines together, per second.")
     ] = 20.0,
-    seconds: Annotated[float, _load("Simulated time.")] = 600.0,
-    page_tokens: Annotated[int, _load("Tokens in a page.")] = 64,
-    prefixes: Annotated[int, _load("Number of different shared prefixes.")] = 200,
-    prefix_tokens: Annotated[int, _load("Mean number of tokens of a shared prefix.")] = 2000,
+    seconds: Annotated[float, _load(help="Simulated time.")] = 600.0,
+    page_tokens: Annotated[int, _load(help="Tokens in a page.")] = 64,
+    prefixes: Annotated[int, _load(help="Number of different shared prefixes.")] = 200,
+    prefix_tokens: Annotated[int, _load(help="Mean number of tokens of a shared prefix.")] = 2000,
     zipf: Annotated[
-        float, _load("Skew of their popularity: prefix number n has the weight n ** -zipf.")
+        float, _load(help="Skew of their popularity: prefix number n has the weight n ** -zipf.")
     ] = 1.0,
-    turns: Annotated[float, _load("Mean number of prompts in a conversation.")] = 4.0,
-    turn_tokens: Annotated[int, _load("Mean number of tokens that a turn adds.")] = 1000,
-    think_seconds: Annotated[float, _load("Mean time between turns.")] = 30.0,
+    turns: Annotated[float, _load(help="Mean number of prompts in a conversation.")] = 4.0,
+    turn_tokens: Annotated[int, _load(help="Mean number of tokens that a turn adds.")] = 1000,
+    think_seconds: Annotated[float, _load(help="Mean time between turns.")] = 30.0,
     affinity: Annotated[
-        float, _load("Fraction of turns that go to the engine of the turn before.")
+        float, _load(help="Fraction of turns that go to the engine of the turn before.")
     ] = 0.0,
     engine_failures_per_hour: Annotated[
-        float, _load("Failures of all engines together, per hour.")
+        float, _load(help="Failures of all engines together, per hour.")
     ] = 0.0,
-    server_failures_per_hour: Annotated[float, _load("Failures of the server, per hour.")] = 0.0,
-    server_down_seconds: Annotated[float, _load("Duration of an outage of the server.")] = 3.0,
-    seed: Annotated[int, _load("Seed of the load; equal seeds give equal loads.")] = 0,
-    slots: Annotated[int, _cluster("Slots of each rank's scope.")] = 100_000,
-    ranks: Annotated[int, _cluster("Ranks of an engine that hold different bytes; 1 for MLA.")] = 8,
-    page_bytes: Annotated[int, _cluster("Bytes of a page of one rank.")] = 1 << 20,
-    local_pages: Annotated[int, _cluster("Pages that a rank keeps on its GPU and host.")] = 0,
+    server_failures_per_hour: Annotated[
+        float, _load(help="Failures of the server, per hour.")
+    ] = 0.0,
+    server_down_seconds: Annotated[float, _load(help="Duration of an outage of the server.")] = 3.0,
+    seed: Annotated[int, _load(help="Seed of the load; equal seeds give equal loads.")] = 0,
+    slots: Annotated[int, _cluster(help="Slots of each rank's scope.")] = 100_000,
+    ranks: Annotated[
+        int, _cluster(help="Ranks of an engine that hold different bytes; 1 for MLA.")
+    ] = 8,
+    page_bytes: Annotated[int, _cluster(help="Bytes of a page of one rank.")] = 1 << 20,
+    local_pages: Annotated[int, _cluster(help="Pages that a rank keeps on its GPU and host.")] = 0,
     chains: Annotated[
         bool,
-        _cluster("Engines send the prefix of each key, so that tails are evicted before heads."),
+        _cluster(
+            help="Engines send the prefix of each key, so that tails are evicted before heads."
+        ),
     ] = True,
-    write_seconds: Annotated[float, _cluster("Time from reserve to commit.")] = 0.05,
+    write_seconds: Annotated[float, _cluster(help="Time from reserve to commit.")] = 0.05,
     lease_seconds: Annotated[
-        float, _cluster("Duration of a lease, for which the slots of a dead writer are lost.")
+        float, _cluster(help="Duration of a lease, for which the slots of a dead writer are lost.")
     ] = 10.0,
     quarantine_seconds: Annotated[
-        float, _cluster("Time that freed slots stay in quarantine.")
+        float, _cluster(help="Time that freed slots stay in quarantine.")
     ] = 5.0,
-    warm_up_seconds: Annotated[float, _cluster("Simulated time before the counters start.")] = 0.0,
+    warm_up_seconds: Annotated[
+        float, _cluster(help="Simulated time before the counters start.")
+    ] = 0.0,
     hit_ratio: Annotated[
         float | None,
-        _sizing("Find the number of slots that gives this hit ratio.", min=0.0, max=1.0),
+        _sizing(help="Find the number of slots that gives this hit ratio.", min=0.0, max=1.0),
     ] = None,
     utilization: Annotated[
-        float, _sizing("Mean utilization of a server's core.", min=0.01, max=1.0)
+        float, _sizing(help="Mean utilization of a server's core.", min=0.01, max=1.0)
     ] = 0.5,
     measure: Annotated[
         bool,
-        typer.Option(
+        _sizing(
             "--measure",
             help="Measure the costs of a server on this machine, for about ten seconds.",
-            rich_help_panel=SIZING,
         ),
     ] = False,
 ) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hicache_metadata_server.core.free_slots import FreeSlots
 from hicache_metadata_server.core.leases import HeldLeases
-from hicache_metadata_server.core.lru import LruOrder
+from hicache_metadata_server.core.lru import LruOrder, PrefixRefs
 from hicache_metadata_server.core.pins import SlotPins
-from hicache_metadata_server.core.prefix_refs import PrefixRefs
 from hicache_metadata_server.core.slot_table import (
     FREE,
     LEASED,
     LIVE,
     NAMES,
     QUARANTINED,
+    FreeSlots,
     SlotTable,
+    Timers,
     as_run,
 )
-from hicache_metadata_server.core.timers import Timers
 from hicache_metadata_server.protocol import NO_SLOT, Reserved, SlotStatus
 
 if TYPE_CHECKING:

@@ -17,11 +17,10 @@ from hicache_metadata_server.core.errors import (
     too_large,
     unknown_scope,
 )
-from hicache_metadata_server.core.export import export_slots
-from hicache_metadata_server.core.export_messages import exported
-from hicache_metadata_server.core.id_allocator import IdAllocator
+from hicache_metadata_server.core.export import export_slots, exported
 from hicache_metadata_server.core.idempotency import IdempotencyCache
 from hicache_metadata_server.core.invariants import SHOWN, audit
+from hicache_metadata_server.core.leases import IdAllocator
 from hicache_metadata_server.core.limits import (
     DEFAULTS,
     Measure,

@@ -1,14 +1,18 @@
-"""Columns of a scope's slots, 73 bytes a used slot, and the index of slots by key."""
+"""The slots of a scope: columns, 73 bytes a used slot, index by key, free slots, and timers."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from array import array
+from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Final, cast
 
 from hicache_metadata_server.protocol import SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 FREE: Final = 0
 LEASED: Final = 1
@@ -112,3 +116,79 @@ def _new_index() -> dict[str, int]:
     index: dict[str | None, int] = {None: 0}
     del index[None]
     return cast("dict[str, int]", index)
+
+
+class FreeSlots:
+    """A queue of returned slots, followed by all slots that were never used."""
+
+    __slots__ = ("_table", "returned", "slots")
+
+    def __init__(self, table: SlotTable, slots: int) -> None:
+        self._table = table
+        self.slots = slots
+        self.returned = deque[int]()
+
+    def __len__(self) -> int:
+        return len(self.returned) + self.slots - len(self._table)
+
+    def add(self, slots: Iterable[int]) -> None:
+        """Return slots."""
+        self.returned.extend(slots)
+
+    def take(self, count: int) -> Sequence[int]:
+        """Take `count` slots in ascending order, as a range if they are neighbours.
+
+        Raises:
+            IndexError: fewer are free.
+        """
+        returned = self.returned
+        # Sorted, because clients read and write neighbours of a slot file with one system call.
+        back = sorted(returned.popleft() for _ in range(min(count, len(returned))))
+        new = self._grow(count - len(back))
+        return as_run(list(chain(back, new))) if back else new
+
+    def _grow(self, count: int) -> range:
+        first = len(self._table)
+        if count > self.slots - first:
+            raise IndexError(f"{count} new slots of {self.slots - first}")
+        if count:
+            self._table.grow(count)
+        return range(first, first + count)
+
+
+class Timers:
+    """A heap of times with slots.
+
+    No timer is cancelled: a lease that is committed or renewed keeps its old entry. The caller
+    compares the slot's own end, which is cheaper than a removal from the heap.
+    """
+
+    __slots__ = ("_heap", "_numbers")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Sequence[int]]] = []
+        # Breaks ties: slots may be a range or a list, which do not compare.
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, when: float, slots: Sequence[int]) -> None:
+        """Add a timer for slots. The sequence must not change afterwards."""
+        heapq.heappush(self._heap, (when, next(self._numbers), slots))
+
+    def next_time(self) -> float | None:
+        """Time of the first timer; None if there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float, most: int) -> list[Sequence[int]]:
+        """Take up to `most` due slots; the others stay due."""
+        found: list[Sequence[int]] = []
+        heap, room = self._heap, most
+        while heap and heap[0][0] <= now and room > 0:
+            when, _, slots = heapq.heappop(heap)
+            found.append(slots[:room])
+            if len(slots) > room:
+                self.add(when, slots[room:])
+            room -= len(found[-1])
+        return found

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
-from hicache_metadata_server.core.clock import SteadyClock
 from hicache_metadata_server.core.errors import RequestError, invalid
+from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.dashboard.assets import HEADERS, PREFIX, read_assets
 from hicache_metadata_server.http.asgi import ProtocolApp, content_types
 from hicache_metadata_server.http.openapi import openapi

@@ -7,9 +7,10 @@ both carry the same messages. Durations are in seconds.
 The messages of the optional `GET /v2/history` are in `history`.
 """
 
-from hicache_metadata_server.protocol.chunking import COLUMNS, FROM_THE_END, merged
 from hicache_metadata_server.protocol.elements import (
+    JSON,
     KEY_BYTES,
+    MSGPACK,
     NO_SLOT,
     Answer,
     Checksum,
@@ -27,9 +28,12 @@ from hicache_metadata_server.protocol.elements import (
     SlotState,
     StoreDurability,
     Token,
+    decode,
+    encode,
 )
-from hicache_metadata_server.protocol.encoding import JSON, MSGPACK, decode, encode
 from hicache_metadata_server.protocol.operations import (
+    PROTOCOL,
+    About,
     Drain,
     Draining,
     Drop,
@@ -40,11 +44,15 @@ from hicache_metadata_server.protocol.operations import (
     FsckReport,
     Inspect,
     Inspected,
+    Limits,
+    Problem,
     Scopes,
     ScopeStatus,
     SlotStatus,
 )
 from hicache_metadata_server.protocol.pages import (
+    COLUMNS,
+    FROM_THE_END,
     Abort,
     Clear,
     Cleared,
@@ -72,9 +80,9 @@ from hicache_metadata_server.protocol.pages import (
     SettledScope,
     Touch,
     Unpin,
+    merged,
 )
 from hicache_metadata_server.protocol.routes import IDEMPOTENCY_HEADER, ROUTES, Route
-from hicache_metadata_server.protocol.server_info import PROTOCOL, About, Limits, Problem
 from hicache_metadata_server.protocol.sglang import (
     SGLANG_ROUTES,
     SglangClear,

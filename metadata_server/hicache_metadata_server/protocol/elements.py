@@ -1,10 +1,11 @@
-"""Elements of messages: ranges of numbers, names, states, and the base classes of bodies."""
+"""Elements of messages: ranges of numbers, names, states, the base classes of bodies, encoding."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
 NO_SLOT: Final = -1
@@ -29,6 +30,10 @@ ModelName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,512}$(?!\n)")
 """One line without control characters: logs, terminals and labels of metrics show it."""
 # The bound keeps slot numbers and byte offsets far below 2**63.
 Slots = Annotated[int, Meta(ge=1, le=2**40)]
+T = TypeVar("T")
+
+JSON: Final = "application/json"
+MSGPACK: Final = "application/msgpack"
 
 
 class Token(StrEnum):
@@ -90,3 +95,32 @@ class Answer(Struct, frozen=True, kw_only=True):
     """Body of a response."""
 
     # Unknown fields are ignored: a newer server may send more.
+
+
+def encode(message: object, content_type: str = JSON) -> bytes:
+    """Encode a message.
+
+    Raises:
+        ValueError: the content type is neither JSON nor msgpack.
+    """
+    if content_type == JSON:
+        return msgspec.json.encode(message)
+    if content_type == MSGPACK:
+        return msgspec.msgpack.encode(message)
+    raise ValueError(f"unknown content type {content_type!r}; use {JSON} or {MSGPACK}")
+
+
+def decode(body: bytes, kind: type[T], content_type: str = JSON) -> T:
+    """Decode a message.
+
+    Raises:
+        ValueError: the content type is neither JSON nor msgpack.
+        msgspec.DecodeError: the body is not JSON, or not msgpack.
+        msgspec.ValidationError: the body is another message.
+    """
+    if content_type == JSON:
+        return msgspec.json.decode(body, type=kind)
+    if content_type == MSGPACK:
+        return msgspec.msgpack.decode(body, type=kind)
+    # Never guessed: some bodies are valid in both, with different contents.
+    raise ValueError(f"unknown content type {content_type!r}; use {JSON} or {MSGPACK}")

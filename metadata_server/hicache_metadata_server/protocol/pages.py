@@ -5,9 +5,9 @@ Lists are columns: entry i of each is about key (or lease) i of the request.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from msgspec import Meta, field
+from msgspec import Meta, Struct, field, structs
 
 from hicache_metadata_server.protocol.elements import (
     Answer,
@@ -23,6 +23,9 @@ from hicache_metadata_server.protocol.elements import (
     Settled,
     Slots,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class ScopeGeometry(Request, frozen=True, kw_only=True):
@@ -239,3 +242,38 @@ class Cleared(Answer, frozen=True, kw_only=True):
     """Response of `clear`: number of deleted pages of each scope."""
 
     pages: list[Natural]
+
+
+# For the server, which cuts long requests to serve others in between, and for clients, which cut
+# requests that exceed the limits.
+COLUMNS: Final[dict[type[Struct], tuple[str, ...]]] = {
+    Lookup: ("keys",),
+    Touch: ("keys",),
+    Reserve: ("keys", "prefixes"),
+    Commit: ("leases", "lengths", "checksums"),
+    Abort: ("leases",),
+    Renew: ("leases",),
+    Delete: ("keys", "generations"),
+}
+"""Columns of the scopes in requests that can be cut; the first has one value for each entry."""
+
+FROM_THE_END: Final = (Lookup, Touch)
+"""Requests whose keys count as used from the last to the first, and so do their chunks."""
+
+
+def merged(responses: Sequence[Struct]) -> Any:
+    """Merge the responses for one scope: columns are concatenated, counts are added."""
+    # By type, not by name: a new column or count needs no change here.
+    fields = {
+        name: [getattr(response, name) for response in responses]
+        for name in responses[0].__struct_fields__
+    }
+    return structs.replace(
+        responses[0],
+        **{
+            name: sum(values)
+            if isinstance(values[0], int)
+            else [entry for column in values for entry in column]
+            for name, values in fields.items()
+        },
+    )

@@ -7,6 +7,7 @@ from typing import Final
 
 from hicache_metadata_server.protocol.elements import Answer, Request, Token
 from hicache_metadata_server.protocol.operations import (
+    About,
     Drain,
     Draining,
     Drop,
@@ -38,7 +39,6 @@ from hicache_metadata_server.protocol.pages import (
     Touch,
     Unpin,
 )
-from hicache_metadata_server.protocol.server_info import About
 
 IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 

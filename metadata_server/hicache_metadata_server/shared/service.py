@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.chunking import batched, join_responses
 from hicache_metadata_server.core.errors import RequestError, StoreError, draining, in_use, invalid
-from hicache_metadata_server.core.export_messages import exported
+from hicache_metadata_server.core.export import exported
 from hicache_metadata_server.core.limits import (
     Measure,
     check_earlier_leases,

@@ -12,8 +12,8 @@ import pytest
 from hicache_backends.file import capacity as capacity_module
 from hicache_backends.file import store
 from hicache_backends.file import writer as writer_module
-from hicache_backends.file.paths import TemporaryName
-from hicache_backends.posix.process_id import ProcessId
+from hicache_backends.file.paths import ProcessId
+from hicache_backends.file.temp_files import TemporaryName
 from tests.backends.file.harness import Rig, ScratchPool, chain, identity
 
 
@@ -294,15 +294,15 @@ def test_what_others_are_writing_counts(room):
 def test_leftovers_of_a_dead_process_are_collected_and_until_then_counted(room, rig):
     a = room(2)
     a.put(chain("a", 8))
-    living = a.store.temp_files._process
+    living = a.store.temp_files.process
     dead = ProcessId(living.pid_scope, living.pid, living.started + 1)
     left = [TemporaryName(dead, "aaaaaaaaaa", number, a.bundle_bytes(8)) for number in range(3)]
     for name in left:
-        Path(a.store.paths.temporary(name)).write_bytes(b"x" * 1000)
+        Path(a.store.temp_files.path(name)).write_bytes(b"x" * 1000)
     assert a.store.capacity.used() == a.bundle_bytes(8)
     assert os.listdir(a.store.paths.temporaries) == []
     for name in left:
-        Path(a.store.paths.temporary(name)).write_bytes(b"x")
+        Path(a.store.temp_files.path(name)).write_bytes(b"x")
     b = room(2)
     b.storage.open()
     assert os.listdir(b.store.paths.temporaries) == []
@@ -312,7 +312,7 @@ def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch
     a = room(2, abandoned_seconds=600.0)
     a.put(chain("a", 8))
     foreign = TemporaryName(ProcessId("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, a.bundle_bytes(8))
-    path = Path(a.store.paths.temporary(foreign))
+    path = Path(a.store.temp_files.path(foreign))
     path.write_bytes(b"x" * a.bundle_bytes(8))
     a.put(chain("b", 8))
     assert path.exists()

@@ -12,12 +12,13 @@ import pytest
 
 from hicache_backends.file import change_feed as feed_module
 from hicache_backends.file import events as events_module
+from hicache_backends.file.bundle import BundleName
 from hicache_backends.file.bundle_set import BundleSet
 from hicache_backends.file.change_feed import ChangeCounter, ChangeFeed
 from hicache_backends.file.events import Added, Found, Removed, Unlisted, parse_cursor
-from hicache_backends.file.paths import BundleName, StorePaths, random_writer
+from hicache_backends.file.paths import StorePaths, random_writer
 from hicache_backends.file.temp_files import ServerClock
-from hicache_backends.posix.statx import list_directory, server_attributes
+from hicache_backends.posix.directories import list_directory, server_attributes
 
 NAMESPACE = "0123456789abcdef" * 2
 
@@ -25,15 +26,15 @@ NAMESPACE = "0123456789abcdef" * 2
 class Participant:
     """One storage's view of a directory, without the pages."""
 
-    def __init__(self, paths: StorePaths, *, asks_server: bool = False):
+    def __init__(self, paths: StorePaths):
         self.paths = paths
-        self.counter = ChangeCounter(paths.counter, asks_server=asks_server)
-        self.feed = ChangeFeed(paths, self.counter, random_writer(), asks_server=asks_server)
-        self.bundle_set = BundleSet(NAMESPACE, paths, self.feed, asks_server=asks_server)
+        self.feed = ChangeFeed(paths, random_writer())
+        self.counter = self.feed.counter
+        self.bundle_set = BundleSet(NAMESPACE, paths, self.feed)
 
     def publish(self, *, announce: bool = True) -> BundleName:
         name = BundleName(self.feed.writer, self.feed.next_sequence(NAMESPACE), 10, 1, 7)
-        path = Path(self.paths.bundle(NAMESPACE, name))
+        path = Path(self.bundle_set.directory, str(name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self.bundle_set.add([self.bundle_set.bundle(name)])
@@ -56,9 +57,9 @@ class Participant:
 
 @pytest.fixture(params=[False, True], ids=["local", "asks_server"])
 def party(request, tmp_path):
-    paths = StorePaths(str(tmp_path))
+    paths = StorePaths(str(tmp_path), asks_server=request.param)
     paths.create()
-    return lambda: Participant(paths, asks_server=request.param)
+    return lambda: Participant(paths)
 
 
 @pytest.fixture
@@ -441,7 +442,7 @@ def test_attributes_that_the_server_tells_agree_with_the_kernels(tmp_path):
 
 
 def test_without_statx_the_kernels_attributes_are_used(tmp_path, monkeypatch):
-    monkeypatch.setattr("hicache_backends.posix.statx._statx", None)
+    monkeypatch.setattr("hicache_backends.posix.directories._statx", None)
     descriptor = os.open(tmp_path, os.O_PATH)
     try:
         assert server_attributes(descriptor).inode == os.fstat(descriptor).st_ino

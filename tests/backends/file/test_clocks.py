@@ -8,9 +8,8 @@ import pytest
 
 from hicache_backends.file import store
 from hicache_backends.file import temp_files as temp_files_module
-from hicache_backends.file.paths import TemporaryName
-from hicache_backends.file.temp_files import ServerClock
-from hicache_backends.posix.process_id import ProcessId
+from hicache_backends.file.paths import ProcessId
+from hicache_backends.file.temp_files import ServerClock, TemporaryName
 from tests.backends.file.harness import chain
 
 YEAR_NS = 365 * 24 * 3600 * 1_000_000_000

@@ -11,9 +11,9 @@ import pytest
 from msgspec import structs
 
 from hicache_backends.file import rewriter as rewriter_module
+from hicache_backends.file.bundle import BundleId, Claim, parse_bundle
 from hicache_backends.file.events import Found
-from hicache_backends.file.paths import BundleId, Claim, parse_bundle
-from hicache_backends.posix.process_id import ProcessId
+from hicache_backends.file.paths import ProcessId
 from tests.backends.file.harness import Rig, chain
 from tests.backends.file.test_processes import FORK
 
@@ -237,6 +237,50 @@ def test_new_bundles_are_added_before_old_ones_are_removed(rigs):
     bundle_set.invalidate()
     assert b.hit(KEYS[1:]) == 2
     assert seen == ["added", "removed"]
+
+
+def test_a_file_gone_under_one_thread_makes_the_others_look_again(rigs, monkeypatch):
+    a, b = rigs(), rigs()
+    a.put(KEYS)
+    assert b.holds(KEYS)
+    (page_index,) = b.store.known_page_indexes([b.storage.pools["kv"].namespace])
+    reading, waiting, answered = threading.Event(), threading.Event(), threading.Event()
+    read_index, take_unread = page_index._read_index, page_index._take_unread
+    invalidate = page_index.bundle_set.invalidate
+
+    def read(bundle):
+        if not reading.is_set():
+            reading.set()
+            assert waiting.wait(30)
+            # A second rewrite: the bundle that is to be read here has been replaced.
+            a.storage.delete(KEYS[1:2])
+        return read_index(bundle)
+
+    def take():
+        bundles = take_unread()
+        if not bundles:
+            waiting.set()
+        return bundles
+
+    def invalidate_and_stop():
+        invalidate()
+        if threading.current_thread() is first and not page_index.bundle_set.lock._is_owned():
+            # The other thread goes on before this one lists the bundles.
+            assert answered.wait(30)
+
+    monkeypatch.setattr(page_index, "_read_index", read)
+    monkeypatch.setattr(page_index, "_take_unread", take)
+    monkeypatch.setattr(page_index.bundle_set, "invalidate", invalidate_and_stop)
+    a.storage.delete(KEYS[:1])
+    first = threading.Thread(target=b.hit, args=[KEYS[2:]])
+    first.start()
+    try:
+        assert reading.wait(30)
+        assert b.hit(KEYS[2:]) == 1
+    finally:
+        answered.set()
+        first.join(30)
+    assert b.holds(KEYS[2:])
 
 
 def test_after_a_listing_a_delete_makes_everyone_list(rigs):

@@ -7,8 +7,8 @@ import os
 import shutil
 
 from hicache_backends.file import change_feed as feed_module
-from hicache_backends.file.paths import is_birth
-from hicache_backends.posix.statx import Attributes
+from hicache_backends.file.paths import BIRTH_NAME
+from hicache_backends.posix.directories import Attributes
 from tests.backends.file.harness import chain
 
 
@@ -84,9 +84,9 @@ def test_a_store_made_again_while_its_counter_was_stale_is_another_one(rig, monk
 def test_a_store_without_a_mark_gets_one_from_whoever_opens_it(rig):
     a, keys = rig(), chain("a", 3)
     a.put(keys)
-    for name in filter(is_birth, os.listdir(a.store.paths.writers)):
+    for name in filter(BIRTH_NAME.fullmatch, os.listdir(a.store.paths.writers)):
         os.unlink(f"{a.store.paths.writers}/{name}")
     b = rig()
     assert b.holds(keys)
-    assert len(list(filter(is_birth, os.listdir(a.store.paths.writers)))) == 1
+    assert len(list(filter(BIRTH_NAME.fullmatch, os.listdir(a.store.paths.writers)))) == 1
     assert a.holds(keys)

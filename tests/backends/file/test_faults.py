@@ -15,9 +15,9 @@ import pytest
 
 from hicache_backends.file import page_index
 from hicache_backends.file.events import Unlisted
-from hicache_backends.file.paths import TemporaryName
-from hicache_backends.posix import vectored
-from hicache_backends.posix.process_id import ProcessId
+from hicache_backends.file.paths import ProcessId
+from hicache_backends.file.temp_files import TemporaryName
+from hicache_backends.posix import files
 from hicache_storage.objects import batches
 from hicache_storage.spec import ConfigError, StorageUnavailableError
 from tests.backends.file.harness import Rig, chain
@@ -154,10 +154,10 @@ def test_short_reads_and_short_writes_are_completed(rig, monkeypatch):
         return some
 
     monkeypatch.setattr(
-        vectored.os, "preadv", lambda fd, buffers, *rest: real_read(fd, shortened(buffers), *rest)
+        files.os, "preadv", lambda fd, buffers, *rest: real_read(fd, shortened(buffers), *rest)
     )
     monkeypatch.setattr(
-        vectored.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at)
+        files.os, "pwritev", lambda fd, buffers, at: real_write(fd, shortened(buffers), at)
     )
     assert a.put(keys) == [True] * 8
     assert a.holds(keys)
@@ -222,7 +222,7 @@ def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
         time.sleep(0.05)
         return real(*args)
 
-    monkeypatch.setattr(vectored.os, "pwritev", slow)
+    monkeypatch.setattr(files.os, "pwritev", slow)
     assert a.put(keys, seconds=0.03) == [False] * 4
     monkeypatch.undo()
     assert b.hit(keys) == 0
@@ -242,7 +242,7 @@ def test_a_get_stops_at_its_deadline(rig, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(batches, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(vectored.os, "preadv", slow)
+    monkeypatch.setattr(files.os, "preadv", slow)
     found = a.get(keys, seconds=0.12)
     monkeypatch.undo()
     assert 0 < found.count(None) < 10
@@ -381,12 +381,11 @@ def test_a_symbolic_link_in_the_place_of_a_file_is_not_written_through(rig, tmp_
     outside.write_bytes(b"untouched")
     a = rig()
     paths, namespace = a.store.paths, a.storage.pools["kv"].namespace
-    paths.create_namespace(namespace.name)
     if kind == "description":
         temporary = TemporaryName(ProcessId("a" * 8, 1, 1), "a" * 10, 1, 0)
-        os.symlink(outside, paths.temporary(temporary))
+        os.symlink(outside, a.store.temp_files.path(temporary))
         with pytest.raises(FileExistsError):
-            paths.describe_namespace(namespace, temporary)
+            a.store.temp_files.create(temporary)
     else:
         os.makedirs(paths.events(namespace.name))
         os.symlink(outside, f"{paths.events(namespace.name)}/{'a' * 10}-0.events")

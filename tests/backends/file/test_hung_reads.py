@@ -10,9 +10,9 @@ import time
 import pytest
 
 from hicache_backends.file import store
-from hicache_backends.posix import vectored
+from hicache_backends.posix import files
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.paths import Mount
+from hicache_backends.posix.directories import Mount
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.objects import Call
 from hicache_storage.spec import CancellationToken, HungReads
@@ -41,7 +41,7 @@ def hung(monkeypatch):
                 self.back += 1
                 return real(*args)
 
-            monkeypatch.setattr(vectored.os, "preadv", hang)
+            monkeypatch.setattr(files.os, "preadv", hang)
 
         def end(self):
             monkeypatch.undo()
@@ -139,7 +139,7 @@ def test_a_read_of_someone_else_goes_on_beside_a_hung_one(rig, monkeypatch):
             release.wait(2 * PATIENCE_SECONDS)
         return real(descriptor, *args)
 
-    monkeypatch.setattr(vectored.os, "preadv", hang)
+    monkeypatch.setattr(files.os, "preadv", hang)
     hurry(a)
     for _ in range(6):
         assert a.get(stuck) == [None] * 2

@@ -11,10 +11,10 @@ import pytest
 
 from hicache_backends.file import reader
 from hicache_backends.file.config import FileConfig
-from hicache_backends.file.paths import TemporaryName
-from hicache_backends.posix import paths
-from hicache_backends.posix.descriptors import Descriptors
-from hicache_backends.posix.process_id import ProcessId, current_process, has_exited
+from hicache_backends.file.paths import ProcessId, current_process, has_exited
+from hicache_backends.file.temp_files import TemporaryName
+from hicache_backends.posix.directories import Mount, mount_of
+from hicache_backends.posix.files import Descriptors
 from hicache_storage.spec import (
     ConfigError,
     Durability,
@@ -91,13 +91,13 @@ def test_open_files_are_bounded(rig):
 
 
 def test_what_is_idle_is_closed_by_the_next_call(rig, monkeypatch):
-    from hicache_backends.posix import descriptors
+    from hicache_backends.posix import files
 
     a, keys = rig(), chain("a", 2)
     a.put(keys)
     a.get(keys)
     assert any(name.endswith(".bundle") for name in open_files())
-    monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
+    monkeypatch.setattr(files, "IDLE_SECONDS", -1.0)
     a.hit(keys)
     assert not any(name.endswith(".bundle") for name in open_files())
 
@@ -248,7 +248,7 @@ def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_process
     assert has_exited(stranger) is None
     assert has_exited(ProcessId(me.pid_scope, 2**22 + 1, 1)) is True
     assert has_exited(ProcessId(me.pid_scope, 2**70, 1)) is True
-    path = Path(a.store.paths.temporary(TemporaryName(stranger, "aaaaaaaaaa", 0, 100)))
+    path = Path(a.store.temp_files.path(TemporaryName(stranger, "aaaaaaaaaa", 0, 100)))
     path.write_bytes(b"x")
     assert a.store.temp_files.collect() == (100, 0)
     # Its PID may be another's by now: what is old is collected all the same.
@@ -257,18 +257,18 @@ def test_a_process_that_cannot_be_seen_is_not_taken_for_dead(rig, hidden_process
 
 
 def test_the_file_system_under_a_path_is_known(tmp_path):
-    assert paths.mount_of("/dev/shm") == paths.Mount("tmpfs")
-    assert paths.mount_of("/proc/self").kind == "proc"
-    assert paths.mount_of(str(tmp_path)).is_local
-    assert not paths.Mount("nfs4").is_local
-    assert not paths.Mount("").is_local
+    assert mount_of("/dev/shm") == Mount("tmpfs")
+    assert mount_of("/proc/self").kind == "proc"
+    assert mount_of(str(tmp_path)).is_local
+    assert not Mount("nfs4").is_local
+    assert not Mount("").is_local
 
 
 def test_an_unknown_file_system_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "builtins.open", lambda *_, **__: (_ for _ in ()).throw(OSError(2, "no /proc"))
     )
-    assert paths.mount_of(str(tmp_path)) == paths.Mount("")
+    assert mount_of(str(tmp_path)) == Mount("")
 
 
 def test_a_file_is_not_closed_under_a_thread_that_uses_it(tmp_path):
@@ -303,7 +303,7 @@ def test_pages_larger_than_the_capacity_are_told_of(rig, caplog):
 
 
 def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path):
-    from hicache_backends.posix import descriptors
+    from hicache_backends.posix import files
 
     made, tried = Descriptors(8), []
 
@@ -313,7 +313,7 @@ def test_what_was_reduced_for_want_of_descriptors_recovers(monkeypatch, tmp_path
             raise OSError(24, "too many open files")
 
     made.making_room(step)
-    monkeypatch.setattr(descriptors, "RECOVERY_SECONDS", 0.0)
+    monkeypatch.setattr(files, "RECOVERY_SECONDS", 0.0)
     made.expire()
     (tmp_path / "file").touch()
     handle = made.borrow(str(tmp_path / "file"))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache_backends.file.bundle import BundleId, BundleName, Claim, parse_bundle
 from hicache_backends.file.events import (
     MAX_CURSOR_BYTES,
     Added,
@@ -18,16 +19,11 @@ from hicache_backends.file.events import (
 from hicache_backends.file.paths import (
     MAX_CREATED_US,
     MAX_FILE_BYTES,
-    BundleId,
-    BundleName,
-    Claim,
-    TemporaryName,
-    is_namespace,
-    parse_bundle,
-    parse_temporary,
+    NAMESPACE_NAME,
+    ProcessId,
     random_writer,
 )
-from hicache_backends.posix.process_id import ProcessId
+from hicache_backends.file.temp_files import TemporaryName, parse_temporary
 
 NUMBERS = st.integers(0, 2**63)
 SIZES, MOMENTS = st.integers(0, MAX_FILE_BYTES), st.integers(0, MAX_CREATED_US)
@@ -120,7 +116,7 @@ def test_names_that_look_alike_are_strangers(change):
     temporary = str(TemporaryName(ProcessId("abcdefgh", 1, 2), writer, 3, 4))
     assert parse_bundle(change.format(bundle)) is None
     assert parse_temporary(change.format(temporary)) is None
-    assert not is_namespace(change.format(NAMESPACE))
+    assert not NAMESPACE_NAME.fullmatch(change.format(NAMESPACE))
 
 
 def test_one_bundle_has_one_spelling():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -360,6 +361,20 @@ def test_people_can_read_whose_pages_a_directory_holds(rig):
     assert told["identity.model"] == "org/some model"
     assert told["pool"] == "kv"
     assert told["page_bytes"] == 4096
+
+
+def test_a_description_that_cannot_be_put_in_place_leaves_no_file(rig, monkeypatch):
+    a, rename = rig(), os.rename
+
+    def refuse(source, target):
+        if str(target).endswith("namespace.json"):
+            raise PermissionError(errno.EPERM, "not here")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    assert a.put(chain("a", 1)) == [True]
+    assert a.holds(chain("a", 1))
+    assert os.listdir(a.store.paths.temporaries) == []
 
 
 @pytest.mark.parametrize("layers", [True, False])

@@ -11,9 +11,9 @@ import threading
 import pytest
 
 from hicache_backends.file import reader, store
-from hicache_backends.posix import descriptors
-from hicache_backends.posix.paths import Mount
-from hicache_backends.posix.vectored import is_cached, read_cached_into
+from hicache_backends.posix import files
+from hicache_backends.posix.directories import Mount
+from hicache_backends.posix.files import is_cached, read_cached_into
 from hicache_storage.layers import DeadlineLayer
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo
 from tests.backends.file.harness import chain
@@ -120,7 +120,7 @@ def test_a_call_ends_at_its_deadline(guarded, disk, name, capacity):
     assert a.holds(keys)
     disk.cached = False
     # So that reading the counter is due.
-    a.bare.store._counter.close()
+    a.bare.store.feed.close()
     hurry(a)
     disk.stall()
     # A clear may say that it did not happen.
@@ -224,7 +224,7 @@ def test_reads_from_the_page_cache_close_idle_files_in_another_thread(
         lambda: (threads.append(threading.current_thread()), expire())[1],
     )
     if idle:
-        monkeypatch.setattr(descriptors, "IDLE_SECONDS", -1.0)
+        monkeypatch.setattr(files, "IDLE_SECONDS", -1.0)
     assert a.holds(keys)
     a.bare.store.thread_pool.close(PATIENCE_SECONDS)
     assert bool(threads) is idle

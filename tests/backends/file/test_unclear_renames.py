@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from hicache_backends.file import publisher as publisher_module
-from hicache_backends.file.paths import parse_bundle
+from hicache_backends.file.bundle import parse_bundle
 from tests.backends.file.harness import Rig, chain
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import MetadataError, ScopeMismatchError
 from hicache_metadata_server.client.failover import ATTEMPTS
 from hicache_metadata_server.client.http_client import HttpMetadataClient
-from hicache_metadata_server.client.request_splitting import merge_responses, split_request
+from hicache_metadata_server.client.metadata_client import merge_responses, split_request
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError

@@ -75,95 +75,79 @@ def test_clients_are_spread_over_the_servers():
         st.sampled_from([RetryableError, NoResponseError, BusyError, DrainingError]), max_size=12
     ),
 )
-def test_no_server_is_asked_again_before_all_others(count, failures):
-    async def travel():
-        some = servers(URLS[:count] if count < 4 else (*URLS, "http://d"))
-        plan = some.plan()
-        visited, said = [plan.server.url], list[type[MetadataError]]()
-        for failure in failures:
-            said.append(failure)
-            if not plan.advance(failure("")):
-                break
-            again = failure is BusyError
-            assert (
-                plan.server.url == visited[-1]
-                if again
-                else plan.server.url not in visited or len(set(visited)) == count
-            )
-            assert plan.needs_pause == (plan.server.url in visited)
-            visited.append(plan.server.url)
-        some.close()
-        return visited, said
-
-    visited, said = asyncio.run(travel())
+async def test_no_server_is_asked_again_before_all_others(count, failures):
+    some = servers(URLS[:count] if count < 4 else (*URLS, "http://d"))
+    plan = some.plan()
+    visited, said = [plan.server.url], list[type[MetadataError]]()
+    for failure in failures:
+        said.append(failure)
+        if not plan.advance(failure("")):
+            break
+        again = failure is BusyError
+        assert (
+            plan.server.url == visited[-1]
+            if again
+            else plan.server.url not in visited or len(set(visited)) == count
+        )
+        assert plan.needs_pause == (plan.server.url in visited)
+        visited.append(plan.server.url)
+    some.close()
     assert len(visited) <= ATTEMPTS + count - 1
     if len(visited) == len(said) and said[-1] is not DrainingError:
         assert len(visited) == ATTEMPTS + count - 1
 
 
 @given(st.floats(0.001, 60.0))
-def test_the_deadline_is_split_among_those_that_were_not_asked(left):
-    async def travel():
-        some = servers()
-        plan, parts = some.plan(), []
-        for _ in URLS:
-            parts.append(plan.timeout(left - sum(parts)))
-            plan.advance(RetryableError(""))
-        some.close()
-        return parts
-
-    first, second, last = asyncio.run(travel())
+async def test_the_deadline_is_split_among_those_that_were_not_asked(left):
+    some = servers()
+    plan, parts = some.plan(), []
+    for _ in URLS:
+        parts.append(plan.timeout(left - sum(parts)))
+        plan.advance(RetryableError(""))
+    some.close()
+    first, second, last = parts
     assert last == failover_module.MAX_ATTEMPT_SECONDS
     if left > 3 * MIN_ATTEMPT_SECONDS:
         assert first + second <= left * 2 / 3 + 1e-9
     assert min(first, second) >= MIN_ATTEMPT_SECONDS
 
 
-def test_one_server_never_rests():
-    async def fail():
-        some = servers(URLS[:1])
-        some.record_failure(some.first, "gone")
-        return some.first.in_backoff, some.plan().timeout(0.5)
-
-    assert asyncio.run(fail()) == (False, failover_module.MAX_ATTEMPT_SECONDS)
+async def test_one_server_never_rests():
+    some = servers(URLS[:1])
+    some.record_failure(some.first, "gone")
+    assert not some.first.in_backoff
+    assert some.plan().timeout(0.5) == failover_module.MAX_ATTEMPT_SECONDS
 
 
-def test_nobody_is_watched_after_the_close():
-    async def fail():
-        some = servers()
-        some.close()
-        some.record_failure(some.first, "gone")
-        return asyncio.all_tasks() - {asyncio.current_task()}
-
-    assert asyncio.run(fail()) == set()
+async def test_nobody_is_watched_after_the_close():
+    some = servers()
+    some.close()
+    some.record_failure(some.first, "gone")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
+async def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
     """Up to a limit, and drawn from a range, so that not all clients come back at once; until a
     request is answered."""
     now, rests = 100.0, list[float]()
     monkeypatch.setattr(failover_module, "time", SimpleNamespace(monotonic=lambda: now))
 
-    async def fail():
-        nonlocal now
-        some = servers(seed=1)
-        server = some.first
-        for _ in range(12):
-            some.record_failure(server, "gone")
-            rests.append(server.backoff_until - now)
-            now = server.backoff_until
-            # Its watcher finds it ready.
-            server.in_backoff = False
-        server.failures = 5000
+    some = servers(seed=1)
+    server = some.first
+    for _ in range(12):
         some.record_failure(server, "gone")
         rests.append(server.backoff_until - now)
+        now = server.backoff_until
+        # Its watcher finds it ready.
         server.in_backoff = False
-        some.record_success(server)
-        some.record_failure(server, "gone")
-        rests.append(server.backoff_until - now)
-        some.close()
-
-    asyncio.run(fail())
+    server.failures = 5000
+    some.record_failure(server, "gone")
+    rests.append(server.backoff_until - now)
+    server.in_backoff = False
+    some.record_success(server)
+    some.record_failure(server, "gone")
+    rests.append(server.backoff_until - now)
+    some.close()
     *growing, after_an_answer = rests
     for number, rest in enumerate(growing):
         most = min(MAX_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2**number)
@@ -172,19 +156,17 @@ def test_a_server_rests_longer_with_each_failure_in_a_row(monkeypatch):
     assert after_an_answer <= FIRST_BACKOFF_SECONDS
 
 
-def test_with_no_server_well_the_one_that_rests_min_is_asked():
-    async def fail():
-        some = servers()
-        order = []
-        for _ in URLS:
-            order.append(some.first)
-            some.record_failure(some.first, "gone")
-        order[1].backoff_until = 0.0
-        first = some.first
-        some.close()
-        return first is order[1], len({id(server) for server in order})
-
-    assert asyncio.run(fail()) == (True, 3)
+async def test_with_no_server_well_the_one_that_rests_min_is_asked():
+    some = servers()
+    order = []
+    for _ in URLS:
+        order.append(some.first)
+        some.record_failure(some.first, "gone")
+    order[1].backoff_until = 0.0
+    first = some.first
+    some.close()
+    assert first is order[1]
+    assert len({id(server) for server in order}) == 3
 
 
 # Two addresses of one real server.

@@ -64,6 +64,7 @@ def test_a_thread_that_runs_a_loop_does_not_run_another(caller, loop):
     async def ask():
         return loop.try_acquire()
 
+    # Not an asynchronous test: those run in the main thread, which is refused for that.
     assert not asyncio.run(ask())
 
 

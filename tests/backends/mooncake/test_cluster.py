@@ -13,6 +13,7 @@ from hicache_backends.mooncake.client.client_setup import check_master
 from hicache_backends.mooncake.cluster import DevCluster
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
+from tests.support.commands import run_python
 
 COMMAND = [
     sys.executable,
@@ -84,10 +85,7 @@ def test_without_the_library_the_command_names_the_fix():
         "from hicache_storage.cli.main import main\n"
         "main()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 2
+    done = run_python(source, status=2)
     assert (
         "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
         in done.stderr
@@ -134,12 +132,5 @@ def test_an_interrupted_process_is_interrupted():
         "    print('interrupted')\n"
     )
     with DevCluster(1, 16 << 20) as cluster:
-        done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps(cluster.options)],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_python(script, json.dumps(cluster.options))
     assert done.stdout.strip() == "interrupted", done.stderr
-    assert done.returncode == 0

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,6 +10,7 @@ from hicache_backends.mooncake.client.connection_cache import connections
 from hicache_storage.objects import Call
 from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
+from tests.support.commands import run_python
 
 
 def test_importing_and_constructing_need_no_library():
@@ -23,9 +22,7 @@ def test_importing_and_constructing_need_no_library():
         "print('torch' in sys.modules, 'mooncake.store' in sys.modules, storage.health().detail)\n"
         "storage.close()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True
-    )
+    done = run_python(source)
     assert done.stdout.startswith(
         "False False StorageUnavailableError: the master at 127.0.0.1:1 cannot be reached"
     )
@@ -38,9 +35,7 @@ def test_a_library_that_is_missing_is_named(cluster):
         "identity = StorageIdentity(model='m', kv_dtype='b', page_size=1, layout='l')\n"
         f"create_storage('mooncake', identity, {cluster.options!r}).open()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False
-    )
+    done = run_python(source, status=1)
     assert "driver 'mooncake' cannot load Mooncake" in done.stderr
     assert (
         "pip install 'hicache-storage[mooncake]', and on Debian apt-get install libibverbs1"
@@ -236,7 +231,5 @@ def test_a_child_forked_before_the_first_storage_opens_its_own(cluster):
         "if not child: os._exit(7 if stored == [True] else 1)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), stored)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = run_python(source)
     assert done.stdout.split() == ["7", "[True]"], done.stderr

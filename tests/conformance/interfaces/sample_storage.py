@@ -136,6 +136,22 @@ class Compacts(SampleStorage):
         return [self.has(pool, key) for key in keys]
 
 
+class Rewrites(SampleStorage):
+    """Writes what it is given over what exists."""
+
+    def write(self, pool, keys, host_indices):
+        for key in keys:
+            self.pages.pop(self.name(pool, key), None)
+        return super().write(pool, keys, host_indices)
+
+
+class AnswersOneTruth(SampleStorage):
+    """Says of a batch, not of each page, whether it was read."""
+
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        return all(super().batch_get_v1(keys, host_indices, extra_info))
+
+
 class Fragile(SampleStorage):
     """Takes the process down when it is asked to clear.
 

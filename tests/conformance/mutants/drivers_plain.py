@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from hicache_storage.objects.namespace import Namespace, check_keys
+from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.requests import RegisteredPool, pool_requests
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import (
@@ -21,6 +21,7 @@ from hicache_storage.spec import (
     UnknownPoolError,
     common_hit,
 )
+from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,6 +168,7 @@ class Plain(HiCacheStorage):
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
         if not self.capabilities.deletes:
             return super().delete(keys, pool=pool)
+        self._check_open()
         if PoolName(pool) not in self.pools:
             raise UnknownPoolError(f"pool {pool!r} is not registered")
         check_keys(keys)
@@ -176,6 +178,7 @@ class Plain(HiCacheStorage):
     def clear(self) -> None:
         if not self.capabilities.clears:
             super().clear()
+        self._check_open()
         for place in self.doomed():
             self.pages.pop(place, None)
 

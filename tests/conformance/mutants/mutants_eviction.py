@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from drivers_eviction import BoundedFiles
 from drivers_slots import Slots
@@ -34,36 +35,14 @@ _BOUNDED = partial(
 )
 
 
-def _files(
-    name: str,
-    *breaks: str,
-    expect_message: str = "",
-    known_bug: str = "",
-    case_classes: str = "Eviction",
-) -> SampleDriver:
-    return _FILES(
-        target=f"drivers_eviction:{name}",
-        breaks=breaks,
-        expect_message=expect_message,
-        known_bug=known_bug,
-        case_classes=(case_classes,),
-    )
+def _files(name: str, *breaks: str, case_classes: str = "Eviction", **fields: Any) -> SampleDriver:
+    target = f"drivers_eviction:{name}"
+    return _FILES(target=target, breaks=breaks, case_classes=(case_classes,), **fields)
 
 
-def _slots(
-    name: str,
-    *breaks: str,
-    expect_message: str = "",
-    known_bug: str = "",
-    case_classes: str = "Eviction",
-) -> SampleDriver:
-    return _SLOTS(
-        target=f"drivers_slots:{name}",
-        breaks=breaks,
-        expect_message=expect_message,
-        known_bug=known_bug,
-        case_classes=(case_classes,),
-    )
+def _slots(name: str, *breaks: str, case_classes: str = "Eviction", **fields: Any) -> SampleDriver:
+    target = f"drivers_slots:{name}"
+    return _SLOTS(target=target, breaks=breaks, case_classes=(case_classes,), **fields)
 
 
 def _bounded(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from drivers_faults import BUFFERED, HangsForGood, OpensForAsLongAsItTakes
 from drivers_networked import ACROSS, WaitsForEver
@@ -27,51 +27,29 @@ _UNCLEAR = ("Applied", "FailedClear", "Stall")
 
 
 def _files(
-    name: str,
-    *breaks: str,
-    expect_message: str = "",
-    case_classes: tuple[str, ...] = (),
-    cases: tuple[str, ...] = (),
-    injectors: tuple[str, ...] = (),
-    known_bug: str = "",
-    capabilities: Capabilities = BUFFERED,
+    name: str, *breaks: str, capabilities: Capabilities = BUFFERED, **fields: Any
 ) -> tuple[str, SampleDriver]:
     return name, SampleDriver(
         breaks=breaks,
-        expect_message=expect_message,
-        case_classes=case_classes,
-        cases=cases,
-        injectors=injectors,
-        known_bug=known_bug,
         target=f"drivers_faults:{name}",
         config="drivers_files:SharedFilesConfig",
         trial_config=PATH,
         capabilities=capabilities,
+        **fields,
     )
 
 
 def _networked(
-    name: str,
-    *breaks: str,
-    expect_message: str = "",
-    case_classes: tuple[str, ...] = (),
-    cases: tuple[str, ...] = (),
-    injectors: tuple[str, ...] = (),
-    known_bug: str = "",
-    capabilities: Capabilities = ACROSS,
+    name: str, *breaks: str, capabilities: Capabilities = ACROSS, **fields: Any
 ) -> tuple[str, SampleDriver]:
     return name, SampleDriver(
         breaks=breaks,
-        expect_message=expect_message,
-        case_classes=case_classes,
-        cases=cases,
-        injectors=injectors,
-        known_bug=known_bug,
         target=f"drivers_networked:{name}",
         config="drivers_networked:NetworkedConfig",
         trial_config={"port": "{port:pages}"},
         trial_services=(SERVER,),
         capabilities=capabilities,
+        **fields,
     )
 
 

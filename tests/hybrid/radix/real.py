@@ -15,20 +15,11 @@ from hicache_storage.hybrid import (
     PrefetchPolicy,
     PrefetchRules,
 )
-from hicache_storage.pools import (
-    IndexerDevicePool,
-    IndexerHostPool,
-    MambaDevicePool,
-    MambaHostPool,
-    MHADevicePool,
-    MHAHostPool,
-    MLADevicePool,
-    MLAHostPool,
-)
 from hicache_storage.spec import PoolHitPolicy, PoolName, PoolTransfer, StorageIdentity
 from hicache_storage.testing import MemoryStorage
 from hicache_storage.transfer import LayerMap, PageTransfers
 from hicache_storage.transfer.simulator import StreamSimulator
+from tests.support.pools import pool_pair
 
 KV, MAMBA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.INDEXER
 LAYERS = 2
@@ -115,10 +106,7 @@ class RealController:
             "head_dim": 1,
             "dtype": torch.int64,
         }
-        device, host = (
-            MHADevicePool(size=sizes["device_kv"], device="cpu", **fields),
-            MHAHostPool(size=sizes["host_kv"], **fields),
-        )
+        device, host = pool_pair("mha", sizes["device_kv"], sizes["host_kv"], **fields)
         self.kv_slots = device
         self.device_memory[KV] = Rows(
             [part[:, 0, 0] for half in (device.k_buffer, device.v_buffer) for part in half]
@@ -139,10 +127,7 @@ class RealController:
             "kv_cache_dim": 1,
             "dtype": torch.int64,
         }
-        device, host = (
-            MLADevicePool(size=sizes["device_kv"], device="cpu", **fields),
-            MLAHostPool(size=sizes["host_kv"], **fields),
-        )
+        device, host = pool_pair("mla", sizes["device_kv"], sizes["host_kv"], **fields)
         # Eight bytes for each token: four of a key, and one scale.
         fields = {
             "page_size": page_size,
@@ -150,8 +135,7 @@ class RealController:
             "index_head_dim": 4,
             "quant_block_size": 4,
         }
-        index = IndexerDevicePool(size=sizes["device_kv"], device="cpu", **fields)
-        host_index = IndexerHostPool(size=sizes["host_kv"], **fields)
+        index, host_index = pool_pair("indexer", sizes["device_kv"], sizes["host_kv"], **fields)
         self.kv_slots = device
         keys, host_keys = (pool.index_buffer for pool in (index, host_index))
         self.device_memory[KV] = Rows(
@@ -179,8 +163,7 @@ class RealController:
             "temporal_dtype": torch.int64,
             "conv_dtype": torch.int64,
         }
-        device = MambaDevicePool(size=sizes["device_states"], device="cpu", **fields)
-        host = MambaHostPool(size=sizes["host_states"], **fields)
+        device, host = pool_pair("mamba", sizes["device_states"], sizes["host_states"], **fields)
         self.state_slots = device
         parts = [(buffer, layer) for buffer in (0, 1) for layer in range(LAYERS)]
         on_device, on_host = ([pool.temporal_buffer, *pool.conv_buffers] for pool in (device, host))

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
 from hicache_backends.hf3fs.slots.scopes import ESCAPE, ID_NAME
-from hicache_backends.posix.vectored import read_into
+from hicache_backends.posix.files import read_into
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
-from hicache_storage.objects.envelope import belongs, envelope_prefix, stored_checksum
-from hicache_storage.objects.namespace import key_digest
+from hicache_storage.objects.namespace import (
+    belongs,
+    envelope_prefix,
+    key_digest,
+    stored_checksum,
+)
 
 if TYPE_CHECKING:
     from hicache_metadata_server.protocol import ScopeGeometry

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hicache_backends.posix.descriptors import Handle
+from hicache_backends.posix.files import Handle
 from hicache_storage.objects import ENVELOPE_BYTES
 
 if TYPE_CHECKING:

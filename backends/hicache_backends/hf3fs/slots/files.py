@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
-    from hicache_backends.posix.descriptors import Handle
+    from hicache_backends.posix.files import Handle
 
 SUFFIX: Final = ".slots"
 # O_NOFOLLOW: a symbolic link would redirect the pages of all tenants to a target of its creator.

@@ -11,9 +11,9 @@ from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES, JobT, extents, split_buffers
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.faults import detached, raise_if_cancelled
-from hicache_backends.posix.vectored import read_into, scatter, write_from
+from hicache_backends.posix.files import read_into, scatter, write_from
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
-from hicache_storage.objects.envelope import checksum
+from hicache_storage.objects.namespace import checksum
 from hicache_storage.objects.thread_pool import ThreadPool
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from hicache_backends.hf3fs.slots.engine import SlotEngine, SlotRead, SlotWrite
-from hicache_backends.posix.descriptors import Handle
 from hicache_backends.posix.faults import detached
+from hicache_backends.posix.files import Handle
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 
 if TYPE_CHECKING:
