@@ -8,6 +8,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import run_state_machine_as_test
 
 FACTOR = int(os.environ.get("HICACHE_PROGRAMS", "1"))
@@ -38,7 +39,9 @@ def machine(kind, examples: int):
 
 
 def assert_found(kind) -> None:
-    """Programs of a state machine fail before many have been tried."""
+    """Programs of a state machine fail before many have been tried.
+
+    A failure that hypothesis cannot repeat counts: where real threads run, a race is lost once."""
     quick = settings(
         programs(0),
         max_examples=600,
@@ -49,5 +52,5 @@ def assert_found(kind) -> None:
         report_multiple_bugs=False,
         print_blob=False,
     )
-    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError)):
+    with pytest.raises((AssertionError, RuntimeError, ValueError, KeyError, FlakyFailure)):
         run_state_machine_as_test(kind, settings=quick)

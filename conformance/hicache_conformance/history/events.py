@@ -40,7 +40,8 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pool: str = ""
     keys: tuple[str, ...] = ()
     value: int = 0
-    """Sets: written all over the pages. No other set of the history writes it."""
+    """Sets: written all over the pages. No other set of the history writes it, except one that
+    repeats a refused set."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
