@@ -150,15 +150,23 @@ def test_a_client_says_how_long_leases_may_last_where_somebody_may_write(tmp_pat
         client.close()
 
 
-def test_a_file_is_new_until_it_is_handed_out(rig, tmp_path):
+def test_a_file_is_unwritten_until_it_is_handed_out(rig, tmp_path):
     one, other = rig(), rig()
-    mine = one.scope.file
+    mine, theirs = one.scope.file, other.scope.file
     assert not mine.is_written()
-    assert not mine.is_written()
-    assert os.path.exists(mine.path), "so that others see it"
+    assert os.path.exists(mine.path), "so that a missing directory is told early"
+    assert not theirs.is_written(), "whoever has created it"
     assert all(one.put(chain("a", 1)))
     assert mine.is_written()
-    assert other.scope.file.is_written()
+    assert theirs.is_written()
+
+
+def test_a_client_that_did_not_create_the_file_opens_the_scope(rig, server):
+    """It asks the server first, and the one that has created the file comes later."""
+    one, other = (rig(metadata_url=server.url, lease_seconds=300.0) for _ in range(2))
+    assert not one.scope.file.is_written()
+    assert all(other.put(chain("a", 1)))
+    assert all(one.put(chain("b", 1)))
 
 
 def test_slots_are_not_written_through_a_link(rig, tmp_path):

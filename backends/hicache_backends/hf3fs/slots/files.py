@@ -52,8 +52,6 @@ class SlotFile:
         # The lock guards all that follows.
         self._handle: Handle | None = None
         self._next_check = 0.0
-        self._is_new = False
-        """This process has created the file, and no write to it has begun."""
 
     def offset(self, slot: int) -> int:
         """Byte offset of a slot."""
@@ -62,18 +60,18 @@ class SlotFile:
     def is_written(self) -> bool:
         """True if any process may have written to the file. Creates the file if it is missing.
 
-        The creation is exclusive: of several clients, only one finds the file unwritten.
+        Whoever writes has given the file its length before, so an empty file is unwritten, whichever
+        of several clients has created it.
         """
-        with self._lock:
-            if self._is_new:
-                return False
-            try:
-                os.close(os.open(self.path, FLAGS | os.O_EXCL, 0o666))
-            except OSError:
-                # The file exists, or its state is unknown.
-                return True
-            self._is_new = True
-            return False
+        try:
+            descriptor = os.open(self.path, FLAGS, 0o666)
+        except OSError:
+            # Its state is unknown.
+            return True
+        try:
+            return os.fstat(descriptor).st_size > 0
+        finally:
+            os.close(descriptor)
 
     def borrow(self) -> Handle:
         """Return the open file, which stays open as long as the handle is referenced.
@@ -82,8 +80,6 @@ class SlotFile:
             OSError: the file cannot be opened or extended.
         """
         with self._lock:
-            # The borrower may write to it: from now on the file counts as written.
-            self._is_new = False
             handle, now = self._handle, time.monotonic()
             if handle is not None and now < self._next_check:
                 return handle
