@@ -82,8 +82,8 @@ class BundleSet:
         """Bytes in all of them."""
         self._prepared: dict[BundleId, Bundle] = {}
         """Published by this storage, and not announced yet."""
-        self._listed_unshared = False
-        """A listing was applied since `force_relist`: it may have shown unannounced changes."""
+        self._knows_unannounced = False
+        """Since `force_relist`, a listing or a missing file may have shown unannounced changes."""
         self._asks_server = paths.asks_server
         self._feed = feed
         self._listeners: list[BundleSetListener] = []
@@ -209,7 +209,7 @@ class BundleSet:
             removed = None if events is None else self._apply_events(events)
             if removed is not None:
                 return _CatchUp(removed, seen, invalidations)
-        self._listed_unshared = True
+        self._knows_unannounced = True
         names = self._list_bundles()
         if not last and (unannounced := self._unannounced(names, cursors) - announced):
             return unannounced
@@ -232,8 +232,8 @@ class BundleSet:
         removed by a process that has not announced it yet.
         """
         with self.lock:
-            if self._listed_unshared:
-                self._listed_unshared = False
+            if self._knows_unannounced:
+                self._knows_unannounced = False
                 self._feed.queue(self.namespace, [Unlisted()])
 
     def prepare_add(self, bundle: Bundle) -> None:
@@ -276,6 +276,17 @@ class BundleSet:
     def remove(self, bundles: Sequence[Bundle]) -> None:
         """Remove bundles whose files are gone."""
         self._remove({bundle.id for bundle in bundles})
+
+    def remove_missing(self, bundles: Sequence[Bundle]) -> None:
+        """Remove bundles whose files were found to be gone, and make the next call list.
+
+        Whoever has removed the files may not have announced it yet, and may never do so.
+        """
+        with self.lock:
+            # First: a thread that finds nothing unread takes the bundle set for current.
+            self.invalidate()
+            self._knows_unannounced = True
+            self.remove(bundles)
 
     def _remove(self, ids: Iterable[BundleId]) -> None:
         with self.lock:

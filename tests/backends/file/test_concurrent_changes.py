@@ -296,6 +296,29 @@ def test_after_a_listing_a_delete_makes_everyone_list(rigs):
     assert a.store.feed.read().of(a.namespace)[b.store.feed.writer] == told
 
 
+def test_a_file_gone_in_the_middle_of_a_clear_makes_everyone_list(rigs, monkeypatch):
+    a, b = rigs(), rigs()
+    a.put(KEYS)
+    clear_listed = b.storage._clear_listed
+
+    def clear(page_indexes, call):
+        (page_index,) = page_indexes
+        # Another clear of this storage ends: all storages list, and the bundle is still in place.
+        page_index.bundle_set.force_relist()
+        b.store.feed.announce()
+        assert a.holds(KEYS)
+        # A third process clears too, and does not say so yet; another thread of this storage was
+        # about to read the bundle's index.
+        a.bundles()[0].unlink()
+        assert not page_index.read_indexes(lambda: False)
+        return clear_listed(page_indexes, call)
+
+    monkeypatch.setattr(b.storage, "_clear_listed", clear)
+    b.storage.clear()
+    assert a.present(KEYS) == [False] * 3
+    assert a.get(KEYS) == [None] * 3
+
+
 def test_a_delete_that_finds_nothing_makes_others_look(rigs, monkeypatch):
     a, b, knows = rigs(), rigs(), rigs()
     a.put(KEYS)
