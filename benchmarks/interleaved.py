@@ -71,10 +71,10 @@ class Results:
 
 
 def turns(candidates: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
-    """Everyone once a round; who was last begins the next, so that nobody always comes after the
-    same one."""
-    for number in range(rounds):
-        yield from candidates if number % 2 else candidates[::-1]
+    """Everyone once a round, in every order in turn: whoever comes after a writer finds its pages
+    still on their way to the disk."""
+    for order in itertools.islice(itertools.cycle(itertools.permutations(candidates)), rounds):
+        yield from order
 
 
 def wait_for_quiet(seconds: float) -> None:
