@@ -84,9 +84,11 @@ class Caller:
 
     async def store(self, scope, keys, **options):
         """Reserve and commit keys by the native part; returns the answer to the commit."""
-        leases = (
-            await self.post("/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options)
-        ).json["scopes"][0]["leases"]
+        reserved = await self.post(
+            "/v2/reserve", {"scopes": [{"scope": scope, "keys": keys}]}, **options
+        )
+        leases = reserved.json["scopes"][0]["leases"]
+        assert 0 not in leases, reserved.json
         part = {
             "scope": scope,
             "leases": leases,

@@ -47,7 +47,11 @@ MAX_ATTEMPTS = 12
 Every other process may rewrite it once.
 """
 
-MAX_CLEAR_ATTEMPTS = 8
+MAX_CLEAR_ATTEMPTS = 64
+"""Limit on listing again because others have removed or rewritten a bundle meanwhile.
+
+Each attempt that fails is one in which another process got on with a clear of its own or a rewrite.
+"""
 
 
 class FileStorage(ObjectStorage):
