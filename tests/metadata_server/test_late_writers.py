@@ -325,6 +325,31 @@ async def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
         assert free(await reserve(one, "b"))
 
 
+@pytest.mark.parametrize("earlier", [0.0, LEASE])
+async def test_a_scope_that_another_server_finds_half_made_waits_no_longer_than_its_client_asks(
+    redis, earlier, monkeypatch
+):
+    async with (
+        opened(lambda: OneOfSeveral(redis)) as one,
+        opened(lambda: OneOfSeveral(redis)) as two,
+    ):
+        make = one.service.catalog.make
+
+        async def make_late(*args, **options):
+            await two.service.tick(8)
+            assert two.service.catalog.known
+            await make(*args, **options)
+
+        monkeypatch.setattr(one.service.catalog, "make", make_late)
+        await initialize(one, earlier)
+        assert bool(free(await reserve(one, "a"))) is (earlier == 0.0)
+        one.now += earlier + QUARANTINE + 0.5
+        assert free(await reserve(one, "b"))
+        # A repeated request enters no scope, and a later one knows of no other leases.
+        await initialize(one, LIMITS.max_lease_seconds)
+        assert free(await reserve(one, "c"))
+
+
 async def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
     async with opened(lambda: OneOfSeveral(redis)) as one:
         await initialize(one)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
+from redis.exceptions import ClusterDownError
+from structlog.testing import capture_logs
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
@@ -300,6 +302,33 @@ async def test_a_node_of_a_cluster_that_comes_back_is_found_again(tmp_path):
                     await asyncio.sleep(0.05)
                 assert reply.json["scopes"][0]["slots"] == [0]
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        # A connection that another request's failure has closed.
+        AttributeError("'NoneType' object has no attribute 'writelines'"),
+        # A choice among nodes that another request's discovery has forgotten.
+        IndexError("Cannot choose from an empty sequence"),
+        ClusterDownError("The cluster is down"),
+    ],
+    ids=lambda raised: type(raised).__name__,
+)
+async def test_what_redis_py_raises_while_a_node_is_gone_is_a_store_error(raised, monkeypatch):
+    async def fail(*_, **__):
+        raise raised
+
+    connection = RedisConnection("redis+cluster://127.0.0.1:1")
+    monkeypatch.setattr(connection._client, "execute_command", fail)
+    with capture_logs() as logs:
+        with pytest.raises(StoreError, match=str(raised)):
+            await connection.command("GET", "key")
+        with pytest.raises(StoreError, match=str(raised)):
+            await connection.commands([("GET", "key")])
+    # `store_failing` tells it once for all requests.
+    assert logs == []
+    await connection.close()
 
 
 async def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_path):

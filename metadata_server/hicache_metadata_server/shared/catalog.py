@@ -41,7 +41,7 @@ from hicache_metadata_server.shared.scripts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from hicache_metadata_server.core.tenants import Tenants
     from hicache_metadata_server.shared.connection import RedisConnection
@@ -187,7 +187,8 @@ class ScopeCatalog:
             for part, is_new in zip(parts, created, strict=True)
             if is_new or part.scope not in self.known
         ]
-        await self.make(new, tenant, earlier)
+        entered = {part.scope for part, is_new in zip(parts, created, strict=True) if is_new}
+        await self.make(new, tenant, earlier, entered=entered)
         return created
 
     async def make(
@@ -195,6 +196,9 @@ class ScopeCatalog:
         parts: Sequence[p.ScopeGeometry],
         tenant: str = "",
         earlier: Mapping[str, float] = NO_LEASES,
+        *,
+        entered: Container[str] = (),
+        is_lost: bool = False,
     ) -> None:
         """Create the keys of scopes that the list has, or will have; keep existing ones.
 
@@ -203,6 +207,9 @@ class ScopeCatalog:
             tenant: tenant of the scopes.
             earlier: remaining seconds, by scope, of leases from before the store lost them. The
                 scope gives no slot until then.
+            entered: scopes that this request has entered into the list. Their `earlier` replaces
+                that of a server that has found no keys before this script and passed `is_lost`.
+            is_lost: the keys are taken for lost, although a server may be about to create them.
 
         Raises:
             RequestError: a scope exists with other properties.
@@ -215,7 +222,9 @@ class ScopeCatalog:
             name: round(min(earlier.get(name, 0.0), self._max_lease) * MICROSECONDS) for name in new
         }
         tasks = [
-            ScriptTask("make", name, "", [*_record(part, tenant), lasts[name]])
+            ScriptTask(
+                "make", name, "", [*_record(part, tenant), lasts[name], name in entered, is_lost]
+            )
             for name, part in new.items()
         ]
         made = await self.connection.run([self._call(task, NO_IDEMPOTENCY_KEY) for task in tasks])
@@ -306,7 +315,8 @@ class ScopeCatalog:
     ) -> list[list[Any]]:
         """Create listed scopes whose keys are missing, and run the scripts once more.
 
-        A server that is killed between its two scripts leaves a scope in the list without keys.
+        A server that is killed between its two scripts leaves a scope in the list without keys. One
+        that is still between them sets right what is assumed here, see `make`.
         """
         names = list(dict.fromkeys(task.scope for task in tasks))
         for name in names:
@@ -315,7 +325,8 @@ class ScopeCatalog:
         for one in found:
             # Redis may also have lost the keys, and leases with them. The writers still hold these
             # leases, and the longest may last as long as any.
-            await self.make([one.geometry], one.tenant, {one.geometry.scope: self._max_lease})
+            lasts = {one.geometry.scope: self._max_lease}
+            await self.make([one.geometry], one.tenant, lasts, is_lost=True)
         replies = await self.connection.run([self._call(task, idempotency_key) for task in tasks])
         for task, reply in zip(tasks, replies, strict=True):
             if reply[0] == UNKNOWN:

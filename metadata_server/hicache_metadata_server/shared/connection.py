@@ -266,24 +266,30 @@ class RedisConnection:
     def _error(self, error: Exception) -> StoreError:
         from redis.exceptions import ResponseError
 
-        if isinstance(error, ResponseError) and not _takes_no_writes(error):
+        if isinstance(error, ResponseError) and not _is_state(error):
             # An error of the set-up or of a script, not of the network: it needs the operator, and
             # a client's retries would hide it.
             _log.error("store_refuses", store=self.redacted, error=str(error))
         return StoreError(f"{self.redacted}: {str(error) or type(error).__name__}")
 
 
-def _takes_no_writes(error: Exception) -> bool:
-    """Return True if the memory or the disk of Redis is full.
+def _is_state(error: Exception) -> bool:
+    """Return True if memory or disk of Redis is full, or a cluster lacks nodes.
 
-    This is a state rather than an event: `store_failing` logs it once, not for each request.
+    These are states rather than events: `store_failing` logs them once, not for each request.
     """
-    from redis.exceptions import OutOfMemoryError
+    from redis.exceptions import ClusterDownError, OutOfMemoryError
 
-    return isinstance(error, OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF"))
+    return isinstance(error, (ClusterDownError, OutOfMemoryError)) or str(error).startswith(
+        ("OOM", "MISCONF")
+    )
 
 
 def _errors() -> tuple[type[Exception], ...]:
     from redis.exceptions import RedisClusterException, RedisError
 
-    return (RedisError, RedisClusterException, OSError, TimeoutError)
+    # redis-py's cluster client closes the connections of a node that has failed, and forgets the
+    # nodes while it discovers them. The other requests under way then meet a `None` or an empty
+    # list.
+    internals = (AttributeError, IndexError)
+    return (RedisError, RedisClusterException, OSError, TimeoutError, *internals)
