@@ -45,8 +45,8 @@ class DriverSpec:
     trial_config: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     """Options for a throwaway store, where they have no default.
 
-    `{tmp}` stands for an empty directory, and `{port:NAME}` for the TCP port that one of
-    `trial_services` listens on.
+    `{tmp}` stands for an empty directory, `{unique}` for a name that no other store has, such as
+    a prefix of keys, and `{port:NAME}` for the TCP port that one of `trial_services` listens on.
     """
     trial_services: tuple[tuple[str, ...], ...] = ()
     """Commands of the servers that a throwaway store needs, in the order of their start.

@@ -6,6 +6,7 @@ Secrets, directories and servers are found in them.
 from __future__ import annotations
 
 import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import urlsplit
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 TMP: Final = "{tmp}"
 """Placeholder of an empty directory in `DriverSpec.trial_config`."""
+UNIQUE: Final = "{unique}"
+"""Placeholder of a name that no other store has, such as a prefix of keys."""
 HIDDEN: Final = "***"
 
 _SECRET: Final = re.compile(
@@ -103,7 +106,11 @@ def trial_options(spec: DriverSpec, directory: Path | str) -> dict[str, str] | N
     """
     if any("{port:" in value for value in spec.trial_config.values()):
         return None
-    return {name: value.replace(TMP, str(directory)) for name, value in spec.trial_config.items()}
+    unique = secrets.token_hex(8)
+    return {
+        name: value.replace(TMP, str(directory)).replace(UNIQUE, unique)
+        for name, value in spec.trial_config.items()
+    }
 
 
 def _address(text: str) -> tuple[str, int] | None:

@@ -341,6 +341,7 @@ def context(tmp_path):
         run="r",
         profile=PROFILES["smoke"],
         tmp=tmp_path,
+        unique="0123456789abcdef",
         sandbox=tmp_path,
         corrupt=lambda *_: False,
         capabilities=Capabilities(sharing=Sharing.PROCESSES),

@@ -85,4 +85,7 @@ def test_trial_options():
 
     assert trial_options(spec(), "/t") == {}
     assert trial_options(spec(path="{tmp}/store"), "/t") == {"path": "/t/store"}
+    one, two = (trial_options(spec(prefix="a-{unique}"), "/t") for _ in range(2))
+    assert one != two
+    assert "{" not in str(one["prefix"])
     assert trial_options(spec(url="http://127.0.0.1:{port:meta}"), "/t") is None

@@ -1,7 +1,11 @@
-"""Settings of a run, and the placeholders in its options and commands: `{tmp}`, `{port:NAME}`."""
+"""Settings of a run, and the placeholders in its options and commands.
+
+`{tmp}`, `{unique}`, `{port:NAME}`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import secrets
@@ -12,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from hicache_conformance.model.rules import Level
+from hicache_storage.tools.options import TMP, UNIQUE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
 """Environment variable by which `hicache conformance run` tells its child process where its
 `RunFile` is."""
-TMP: Final = "{tmp}"
 _PORT: Final = re.compile(r"\{port:([A-Za-z0-9_.-]+)\}")
 
 
@@ -74,7 +78,7 @@ class RunFile:
     driver: str = ""
     """As `hicache drivers` lists it; empty for a metadata server."""
     config: dict[str, str] = field(default_factory=dict[str, str])
-    """Options of the driver; `{tmp}` stands for an empty directory."""
+    """Options of the driver, with placeholders."""
     server: ServerOptions | None = None
     """The metadata server, in the place of a driver."""
     stream: str = ""
@@ -106,11 +110,12 @@ class RunFile:
         return cls.read(Path(path)) if path else None
 
 
-def filled(text: str, tmp: Path | str, ports: Mapping[str, int]) -> str:
+def filled(text: str, tmp: Path | str, ports: Mapping[str, int], unique: str = UNIQUE) -> str:
     """The text with its placeholders filled in; a port that is not known stays as it is."""
     # Left as it is: the preflight names the port in its message, where a wrong number would be a
     # connection refused.
-    return _PORT.sub(lambda found: str(ports.get(found[1], found[0])), text.replace(TMP, str(tmp)))
+    text = text.replace(TMP, str(tmp)).replace(UNIQUE, unique)
+    return _PORT.sub(lambda found: str(ports.get(found[1], found[0])), text)
 
 
 def port_names(texts: Iterable[object]) -> list[str]:
@@ -120,6 +125,11 @@ def port_names(texts: Iterable[object]) -> list[str]:
             name for text in texts if isinstance(text, str) for name in _PORT.findall(text)
         )
     )
+
+
+def unique_name(*what: object) -> str:
+    """A name for `{unique}` that depends on `what` alone: letters and digits that fit into a key."""
+    return hashlib.blake2b("/".join(map(str, what)).encode(), digest_size=8).hexdigest()
 
 
 def mentions_tmp(texts: Iterable[object]) -> bool:

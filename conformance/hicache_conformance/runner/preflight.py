@@ -13,12 +13,12 @@ from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import filled_config
 from hicache_conformance.interfaces.profile import describe_interface
 from hicache_conformance.model.outcomes import Replay
-from hicache_conformance.model.settings import TMP, port_names
+from hicache_conformance.model.settings import port_names, unique_name
 from hicache_conformance.model.violation import Inconclusive
 from hicache_conformance.report.header import blank_header
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
-from hicache_storage.tools.options import redacted
+from hicache_storage.tools.options import TMP, redacted
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.open_context import DriverDeclaration
@@ -46,7 +46,8 @@ def check_driver(
             commands = commands_of(owner.driver, owner.config, owner.services)
             name = f"{owner.__module__}.{owner.__qualname__}"
             ports = environment_of(config, name, commands).ports()
-            filled = filled_config(run.driver, run.config, directory, ports)
+            unique = unique_name(run.settings.run, "preflight")
+            filled = filled_config(run.driver, run.config, directory, ports, unique)
             missing_ports = port_names(filled.values())
             if missing_ports:
                 raise Inconclusive(
