@@ -102,7 +102,7 @@ class RedisConnection:
         """Send a command; return its answer."""
         try:
             return await self._client.execute_command(*parts, **options)
-        except _errors() as error:
+        except self._errors() as error:
             raise await self._failed(error) from error
 
     async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
@@ -119,7 +119,7 @@ class RedisConnection:
                 await self._discover_nodes()
                 # One key for each node: the last one of these keys that it has.
                 keys = {self._client.get_node_from_key(key).name: key for key in keys}.values()
-            except _errors() as error:
+            except self._errors() as error:
                 raise await self._failed(error) from error
         await self.commands([("SET", key + b":" + MARK, b"") for key in keys])
 
@@ -159,7 +159,7 @@ class RedisConnection:
             return await self._client.execute_command(*command)
         except NoScriptError as error:
             return error
-        except _errors() as error:
+        except self._errors() as error:
             raise await self._failed(error) from error
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -168,7 +168,7 @@ class RedisConnection:
             pipeline.execute_command(*command)
         try:
             return list(await pipeline.execute(raise_on_error=False))
-        except _errors() as error:
+        except self._errors() as error:
             raise await self._failed(error) from error
 
     async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -220,7 +220,7 @@ class RedisConnection:
             # Without redirections: a redirected script would be executed on another connection
             # than the `WAIT` that covers it.
             return list(await pipeline.execute(raise_on_error=False, allow_redirections=False))
-        except _errors() as error:
+        except self._errors() as error:
             raise await self._failed(error) from error
 
     async def _check_replicas(self, *marked: Any) -> None:
@@ -231,6 +231,15 @@ class RedisConnection:
                 f"{self.redacted}: {replicas} of {self.replicas} replicas have it: it may be "
                 f"lost if one takes over"
             )
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        from redis.exceptions import RedisClusterException, RedisError
+
+        errors = (RedisError, RedisClusterException, OSError, TimeoutError)
+        # redis-py's cluster client closes the connections of a node that has failed, and forgets
+        # the nodes while it discovers them. The other requests under way then meet a `None` or an
+        # empty list.
+        return (*errors, AttributeError, IndexError) if self.is_cluster else errors
 
     async def _failed(self, error: Exception) -> StoreError:
         from redis.exceptions import ConnectionError as RedisConnectionError
@@ -283,13 +292,3 @@ def _is_state(error: Exception) -> bool:
     return isinstance(error, (ClusterDownError, OutOfMemoryError)) or str(error).startswith(
         ("OOM", "MISCONF")
     )
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    from redis.exceptions import RedisClusterException, RedisError
-
-    # redis-py's cluster client closes the connections of a node that has failed, and forgets the
-    # nodes while it discovers them. The other requests under way then meet a `None` or an empty
-    # list.
-    internals = (AttributeError, IndexError)
-    return (RedisError, RedisClusterException, OSError, TimeoutError, *internals)
