@@ -13,6 +13,7 @@ from hicache_storage.objects.namespace import (
     belongs,
     checksum,
     key_digest,
+    mismatch,
     seal,
     stored_checksum,
 )
@@ -187,6 +188,16 @@ class ObjectRead:
             self._verdict = fits
             self.damaged = not fits
         return self._verdict
+
+    def defect(self) -> str:
+        """Describe why a page is damaged, for logs; empty if it is not known to be."""
+        if not self.damaged:
+            return ""
+        # A driver that finds an object of another length has not filled the envelope.
+        if self._verdict is None:
+            return "whose object has another length or is torn"
+        wrong = mismatch(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
+        return wrong or "whose checksum does not fit its bytes"
 
     @property
     def verifies_checksum(self) -> bool:

@@ -156,6 +156,26 @@ def belongs(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest:
     )
 
 
+def mismatch(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest: bytes) -> str:
+    """Name the first field in which an envelope differs from what the reader expects.
+
+    Empty where `belongs` is True.
+    """
+    if len(envelope) != ENVELOPE_BYTES or bytes(envelope[:4]) != _MAGIC:
+        return "whose envelope is missing or overwritten"
+    expected = _PREFIX.unpack(prefix)
+    found = _PREFIX.unpack_from(envelope)
+    if found[1:3] != expected[1:3]:
+        return f"whose envelope has version {found[1]}"
+    if found[3] != expected[3]:
+        return f"whose envelope belongs to a page of {found[3]} bytes, not {expected[3]}"
+    if found[4] != expected[4]:
+        return "whose envelope belongs to another identity, pool or geometry"
+    if envelope[_PREFIX_END:_KEY_END] != key_digest:
+        return "whose envelope belongs to another key"
+    return ""
+
+
 def stored_checksum(envelope: bytes | bytearray | memoryview) -> int:
     """The xxh3_64 that the writer computed."""
     _generation, checksum = _SUFFIX.unpack_from(envelope, _KEY_END)

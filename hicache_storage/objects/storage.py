@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from hicache_storage.objects.batches import (
     Call,
@@ -68,6 +68,9 @@ Remembered, so that the next set repairs them; beyond this the oldest are forgot
 CLOSE_TIMEOUT_SECONDS = 30.0
 """Time that `close` waits for calls in flight."""
 
+_OWN_MEMBERS: Final = set[str]()
+"""Names of `ObjectStorage`'s private methods, which no subclass may define."""
+
 MOVING = frozenset({"read", "write"})
 """Operations that may answer without having touched what fails.
 
@@ -86,6 +89,9 @@ class ObjectStorage(HiCacheStorage):
 
     The driver's methods may be called from several threads at once. They raise the errors of their
     store (`StorageUnavailableError`, `OSError`, ...): the call is then a miss for all its pages.
+
+    A subclass that defines a private method of this class is refused with `DriverContractError`
+    when it is created.
 
     Args:
         identity: identity of the pages.
@@ -119,6 +125,18 @@ class ObjectStorage(HiCacheStorage):
         )
         self.begin_in_child()
         begin_in_children(self)
+
+    def __init_subclass__(cls, **arguments: object) -> None:
+        super().__init_subclass__(**arguments)
+        # Otherwise a driver's own helper of that name would be called in the place of this class's,
+        # and each call would fail as a miss.
+        before = cls.__mro__[: cls.__mro__.index(ObjectStorage)]
+        replaced = sorted(_OWN_MEMBERS & {name for owner in before for name in vars(owner)})
+        if replaced:
+            raise DriverContractError(
+                f"{cls.__name__} defines {', '.join(replaced)}, which ObjectStorage needs for "
+                f"itself: rename {'it' if len(replaced) == 1 else 'them'}"
+            )
 
     def begin_in_child(self) -> None:
         """Replace the lock: a thread of the parent may have held it at the fork."""
@@ -625,16 +643,18 @@ class ObjectStorage(HiCacheStorage):
     def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
         """Remove or hide damaged objects, and log them once (rule GET-7)."""
         keys = [read.key for read in damaged.reads]
+        defect = damaged.reads[0].defect()
         # Before `discard_objects`, which takes time: no other thread's lookup may report the page
         # meanwhile.
         self._remember_damage(damaged.namespace, keys)
         logger.warning(
-            "%s: %d damaged pages in pool %s, first %r; they are misses until they are set again",
+            "%s: %d damaged pages in pool %s, first %r, %s; they are misses until they are set again",
             self._driver_name,
             len(keys),
             pool,
             keys[0],
-            extra=fields(driver=self._driver_name, pool=pool, pages=len(keys)),
+            defect,
+            extra=fields(driver=self._driver_name, pool=pool, pages=len(keys), defect=defect),
         )
         if self._attempt("discard", lambda: self.discard_objects([damaged], call)):
             self._forget_damage(damaged.namespace, keys)
@@ -828,16 +848,17 @@ class ObjectStorage(HiCacheStorage):
         expected = isinstance(error, (StorageUnavailableError, OSError))
         begins = not self._faulty
         self._faulty.add(operation)
-        if begins:
-            logger.warning(
-                "%s: answering misses: %s",
-                self._driver_name,
-                error,
-                # Only an unexpected exception has a traceback in the log: it may be a bug of the
-                # driver. A store that is down says enough in its message.
-                exc_info=None if expected else error,
-                extra=fields(driver=self._driver_name, operation=operation),
-            )
+        # One warning for an episode of faults: a store that is down fails each call.
+        logger.log(
+            logging.WARNING if begins else logging.DEBUG,
+            "%s: answering misses: %s" if begins else "%s: still answering misses: %s",
+            self._driver_name,
+            error,
+            # Only an unexpected exception has a traceback in the log: it may be a bug of the
+            # driver. A store that is down says enough in its message.
+            exc_info=None if expected else error,
+            extra=fields(driver=self._driver_name, operation=operation),
+        )
 
     def _remember_damage(self, namespace: Namespace, keys: Sequence[str]) -> None:
         with self._damaged_lock:
@@ -851,6 +872,14 @@ class ObjectStorage(HiCacheStorage):
             with self._damaged_lock:
                 for key in keys:
                     self._damaged.pop((namespace.name, key), None)
+
+
+_OWN_MEMBERS.update(
+    name
+    for name, member in vars(ObjectStorage).items()
+    # `_abc_...` belongs to `abc`, and every subclass has its own.
+    if name.startswith("_") and not name.startswith(("__", "_abc_")) and callable(member)
+)
 
 
 def _target(access: PageAccess, slot: int) -> list[memoryview]:

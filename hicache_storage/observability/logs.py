@@ -17,7 +17,7 @@ from hicache_storage.observability.request_ids import current_request_id
 if TYPE_CHECKING:
     from typing import TextIO
 
-FIELDS: Final = ("request_id", "driver", "operation", "pool", "pages", "seconds")
+FIELDS: Final = ("request_id", "driver", "operation", "pool", "pages", "defect", "seconds")
 """Attributes of records: strings, except for the numbers `pages` and `seconds`."""
 LOGGERS: Final = ("hicache_storage", "hicache_backends")
 

@@ -51,6 +51,30 @@ def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results
     }
 
 
+def test_a_method_that_is_not_implemented_is_not_declared_and_its_text_quoted(
+    site, tmp_path, results
+):
+    ran = site.hicache(
+        *RUN,
+        "sample_storage:KvAlone",
+        *SGLANG,
+        "--level",
+        "core,pools,identity",
+        "--report",
+        str(tmp_path),
+        cwd=DRIVERS,
+    )
+    report = results(tmp_path)
+    assert (report["totals"]["fail"], report["totals"]["error"]) == (0, 0), ran.output
+    reasons = {rule["id"]: rule["reason"] for rule in report["rules"]}
+    side = "batch_set_v2 of the driver raises NotImplementedError: side pools come in version 2"
+    assert sum(side in reason for reason in reasons.values()) >= 2
+    said = {case["reason"] for rule in report["rules"] for case in rule["cases"]}
+    assert "clear of the driver raises NotImplementedError" in said
+    passed = {rule["id"] for rule in report["rules"] if rule["outcome"] == "pass"}
+    assert passed >= {"GET-1", "SET-1", "ID-1", "EX-1"}
+
+
 def test_a_wrong_driver_exits_1(site, tmp_path, results):
     cases = ("--case", "test_holes", "--case", "test_pages_read_back")
     ran = site.hicache(

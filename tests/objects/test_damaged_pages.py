@@ -10,8 +10,21 @@ from tests.objects.storing import stored
 
 
 class TestDamage:
-    @pytest.mark.parametrize("what", ["bit", "short", "long", "other key", "other pool", "empty"])
-    def test_a_damaged_page_is_a_miss_until_it_is_set_again(self, kit, what, caplog):
+    @pytest.mark.parametrize(
+        ("what", "defect"),
+        [
+            ("bit", "whose checksum does not fit its bytes"),
+            ("short", "whose object has another length or is torn"),
+            ("long", "whose object has another length or is torn"),
+            ("empty", "whose object has another length or is torn"),
+            ("other key", "whose envelope belongs to another key"),
+            ("other pool", "whose envelope belongs to another identity, pool or geometry"),
+            ("no envelope", "whose envelope is missing or overwritten"),
+            ("other version", "whose envelope has version 2"),
+            ("other length", "whose envelope belongs to a page of"),
+        ],
+    )
+    def test_a_damaged_page_is_a_miss_until_it_is_set_again(self, kit, what, defect, caplog):
         storage, pool = kit.memory_storage({"kv": kit.pool(), "mamba": kit.pool()})
         stored(storage, pool, ["a", "b"], [0, 1])
         name = storage.pools["kv"].namespace.object_name("a")
@@ -25,12 +38,15 @@ class TestDamage:
             "other key": storage.objects[other],
             "other pool": storage.objects[storage.pools["mamba"].namespace.object_name("a")],
             "empty": b"",
+            "no envelope": payload[:-64] + bytes(64),
+            "other version": payload[:-60] + b"\2" + payload[-59:],
+            "other length": payload[:-56] + b"\1" + payload[-55:],
         }[what]
         with caplog.at_level(logging.WARNING):
             assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [4, 5])]) == {
                 "kv": [False, True]
             }
-        assert "1 damaged pages in pool kv, first 'a'" in caplog.text
+        assert f"1 damaged pages in pool kv, first 'a', {defect}" in caplog.text
         assert storage.get_stats().pools["kv"].pages_damaged == 1
         assert storage.batch_exists_v2(["a", "b"]).kv_hit_pages == 0
         again = pool.fill(0, 9)

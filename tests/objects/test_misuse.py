@@ -9,6 +9,7 @@ import torch
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.tracing import disable, enable
 from hicache_storage.spec import (
+    DriverContractError,
     HiCacheStorageExtraInfo,
     InvalidTransferError,
     PoolHitPolicy,
@@ -17,6 +18,7 @@ from hicache_storage.spec import (
     UnknownPoolError,
     UnsupportedOperationError,
 )
+from hicache_storage.testing import MemoryStorage
 
 
 class TestMisuse:
@@ -242,3 +244,22 @@ class TestNoFields:
             with pytest.raises(InvalidTransferError, match="a pool's name is a text"):
                 call()
         assert PoolName("kv") == "kv"
+
+
+def _write(self, requests, call): ...
+
+
+class Mixin:
+    _write = _write
+
+
+@pytest.mark.parametrize(
+    ("bases", "members"), [((MemoryStorage,), {"_write": _write}), ((Mixin, MemoryStorage), {})]
+)
+def test_a_driver_that_replaces_a_private_method_is_refused_when_it_is_created(bases, members):
+    with pytest.raises(DriverContractError, match=r"Acme defines _write, .* rename it$"):
+        type("Acme", bases, members)
+
+
+def test_names_that_the_base_class_does_not_use_are_free():
+    assert type("Acme", (MemoryStorage,), {"_put": _write, "__private": _write})

@@ -49,10 +49,6 @@ class OtherArguments(Whole):
     def read_objects(self, batches): ...
 
 
-class Collides(Whole):
-    def _read(self, key): ...
-
-
 SPEC = DriverSpec(
     name="acme", target=f"{__name__}:Whole", config=f"{__name__}:Config", capabilities=SOUND
 )
@@ -118,7 +114,6 @@ def test_a_driver_without_object_storage_is_held_to_its_own_methods():
     [
         (Partial, "does not implement read_objects, write_objects"),
         (OtherArguments, "read_objects() does not take the contract's arguments"),
-        (Collides, "_read() replaces a method that ObjectStorage needs"),
     ],
 )
 def test_a_class_that_is_not_what_it_should_be(monkeypatch, driver, said):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import msgspec
 
 from hicache_conformance.model.case import Case
+from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads the annotations
 from hicache_conformance.model.fault_plan import FaultPlan  # noqa: TC001 - msgspec reads the annotations
 from hicache_storage.tools.options import HIDDEN
 
@@ -56,6 +57,8 @@ class CaseOutcome:
     """The capability is not declared and the case passed all the same."""
     plans: tuple[FaultPlan, ...] = ()
     """The faults that it put below the driver, in their order."""
+    causes: tuple[Cause, ...] = ()
+    """Exceptions of the driver that explain a failure, the first one first."""
 
     @property
     def function(self) -> str:

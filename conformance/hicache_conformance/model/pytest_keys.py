@@ -23,7 +23,7 @@ GATE_PROPERTY: Final = "hicache_gate"
 PLANS_PROPERTY: Final = "hicache_plans"
 """User property of a report: the fault plans that the case injected below the driver, as JSON."""
 VIOLATION_PROPERTY: Final = "hicache_violation"
-"""User property of a report: the broken rule and its message, as JSON."""
+"""User property of a report: the broken rule, its message and its causes, as JSON."""
 DRAWN_INPUT: Final = "hicache_drawn"
 """Key of a pytest-xdist worker's input: the seed and the name of the controller's run."""
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from hicache_conformance.model.case import Case
+    from hicache_conformance.model.cause import Cause
 
 # A rule ends as the first of these that any of its cases ended as.
 _WORST_FIRST = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.PASS, Outcome.NOT_DECLARED)
@@ -56,6 +57,14 @@ class RuleResult:
         return failed or [case for case in self.cases if case.outcome is Outcome.ERROR]
 
 
+@dataclass(frozen=True, slots=True)
+class SharedCause:
+    """One cause of several broken rules."""
+
+    cause: Cause
+    rules: list[str]
+
+
 @dataclass(slots=True)
 class Judgement:
     """A whole run, judged."""
@@ -69,6 +78,28 @@ class Judgement:
         if level is None:
             return sum(result.selected and result.outcome is outcome for result in self.rules)
         return sum(result.levels.get(level) is outcome for result in self.rules)
+
+    def shared_causes(self) -> list[SharedCause]:
+        """Return the causes that explain several rules each, those of most rules first.
+
+        A cause explains a rule if it is the first one in half of the cases that found the rule
+        broken: the others may hide it, because they damage pages by themselves.
+        """
+        found = dict[str, SharedCause]()
+        for result in self.rules:
+            if result.selected and result.outcome is Outcome.FAIL:
+                failing = result.failing()
+                causes = {case.causes[0].defect: case.causes[0] for case in failing if case.causes}
+                for defect, cause in causes.items():
+                    count = sum(
+                        case.causes[:1] != () and case.causes[0].defect == defect
+                        for case in failing
+                    )
+                    if 2 * count > len(failing):
+                        shared = found.setdefault(defect, SharedCause(cause, []))
+                        shared.rules.append(result.rule.id)
+        several = [shared for shared in found.values() if len(shared.rules) > 1]
+        return sorted(several, key=lambda shared: -len(shared.rules))
 
     def failures(self) -> list[CaseOutcome]:
         """The cases in which the driver broke a rule or the suite broke, each once."""

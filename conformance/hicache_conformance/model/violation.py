@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hicache_conformance.model.cause import stacks_in_driver
+
 
 class Violation(AssertionError):
     """The driver broke a rule.
@@ -13,6 +15,10 @@ class Violation(AssertionError):
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}" if rule else message)
+        # Now, because a case that ends heals its faults, and a call that hung goes on.
+        stacks = stacks_in_driver()
+        if stacks:
+            self.add_note(f"Meanwhile inside the driver:\n{stacks}")
         self.rule = rule
         """The broken rule; empty where it is the one that the running case is about."""
 

@@ -8,6 +8,7 @@ import msgspec
 
 from hicache_conformance.history.events import Begun, Call, Ended
 from hicache_conformance.history.workload import Workload  # noqa: TC001 - msgspec reads the annotations
+from hicache_conformance.model.cause import Cause  # noqa: TC001 - msgspec reads the annotations
 from hicache_storage.layers import StorageOptions  # noqa: TC001 - msgspec reads the annotations
 from hicache_storage.spec import PoolStats, StorageIdentity  # noqa: TC001 - msgspec reads the annotations
 
@@ -76,6 +77,12 @@ class DriverUnusable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class Swallowed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Exceptions that were answered as misses since the last one of these."""
+
+    causes: list[Cause]
+
+
 class Violated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The driver broke a rule in this process."""
 
@@ -90,4 +97,4 @@ class SuiteBroken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request = OpenStorage | MakeCall | RunWorkload | ReadStats | CloseStorage
-Answer = Begun | Ended | Ready | Counted | DriverUnusable | Violated | SuiteBroken
+Answer = Begun | Ended | Ready | Counted | DriverUnusable | Swallowed | Violated | SuiteBroken

@@ -23,6 +23,7 @@ from hicache_conformance.processes.messages import (
     ReadStats,
     RunWorkload,
     SuiteBroken,
+    Swallowed,
     Violated,
 )
 from hicache_storage.spec import PoolName
@@ -30,6 +31,7 @@ from hicache_storage.spec import PoolName
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from hicache_conformance.harness.log_records import CauseLog
     from hicache_conformance.history.workload import Workload
     from hicache_conformance.processes.messages import PoolShape, Request
     from hicache_storage.layers import StorageOptions
@@ -47,8 +49,11 @@ class WorkerProcess:
     `supervisor.watch` has to read its events.
     """
 
-    def __init__(self, name: str, identity: StorageIdentity, *, fresh: bool) -> None:
+    def __init__(
+        self, name: str, identity: StorageIdentity, *, fresh: bool, log: CauseLog | None = None
+    ) -> None:
         self.name = name
+        self._log = log
         self.identity = identity
         # Kept by the suite and not by the worker, so that the history outlives a kill.
         self.recorder = Recorder()
@@ -74,14 +79,18 @@ class WorkerProcess:
         seed: str,
         fresh: bool,
         clock: float = 0.0,
+        log: CauseLog | None = None,
     ) -> Self:
         """Start a process and open a storage in it.
+
+        Args:
+            log: where exceptions go that are answered as misses there.
 
         Raises:
             Inconclusive: the driver cannot be found, or made, in another process.
             Violation: opening raised, or ended the process.
         """
-        worker = cls(name, identity, fresh=fresh)
+        worker = cls(name, identity, fresh=fresh, log=log)
         try:
             worker.send(
                 OpenStorage(
@@ -141,8 +150,8 @@ class WorkerProcess:
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""
         self.send(ReadStats(pool=pool))
-        counted = self._receive()
-        assert isinstance(counted, Counted)
+        while not isinstance(counted := self._receive(), Counted):
+            self.note(counted)
         self.busy = False
         return counted.stats
 
@@ -219,6 +228,9 @@ class WorkerProcess:
         match message:
             case Begun() | Ended():
                 self.recorder.note(message)
+            case Swallowed():
+                if self._log is not None:
+                    self._log.note(message.causes)
             case Violated():
                 raise Violation(message.rule, f"{message.message} (process {self.name})")
             case DriverUnusable():

@@ -10,15 +10,17 @@ import threading
 import time
 import traceback
 from random import Random
-from typing import TYPE_CHECKING
 
+from hicache_conformance.harness.log_records import cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import StorageUnderTest
 from hicache_conformance.history.workload import Client, Workload
+from hicache_conformance.model.cause import cause_of
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.messages import (
+    Answer,
     CloseStorage,
     Counted,
     DriverUnusable,
@@ -29,13 +31,11 @@ from hicache_conformance.processes.messages import (
     Request,
     RunWorkload,
     SuiteBroken,
+    Swallowed,
     Violated,
 )
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import DriverError
-
-if TYPE_CHECKING:
-    import msgspec
 
 
 class _Worker:
@@ -68,7 +68,7 @@ class _Worker:
         self._sut.call("on_host_pools_registered", storage.on_host_pools_registered)
         self._sut.call("open", storage.open)
 
-    def do(self, request: Request) -> msgspec.Struct:
+    def do(self, request: Request) -> Answer:
         """Execute a request; return the last message of the answer."""
         match request:
             case MakeCall():
@@ -124,25 +124,32 @@ def serve(descriptor: int) -> None:
     channel = Channel[Request](socket.socket(fileno=descriptor), Request)
     worker: _Worker | None = None
     # Without the suite, there is no receiver for an answer.
-    with contextlib.suppress(EOFError, ConnectionError):
+    with contextlib.suppress(EOFError, ConnectionError), cause_log() as log:
         while True:
             request = channel.receive()
+            answer: Answer = Ready()
             try:
                 if isinstance(request, OpenStorage):
                     worker = _Worker(channel, request)
-                    channel.send(Ready())
-                    continue
-                assert worker is not None
-                channel.send(worker.do(request))
+                else:
+                    assert worker is not None
+                    answer = worker.do(request)
             except DriverError as error:
-                channel.send(DriverUnusable(reason=str(error)))
+                answer = DriverUnusable(reason=str(error))
             except Violation as violation:
-                channel.send(Violated(rule=violation.rule, message=_without_rule(violation)))
+                if violation.__cause__ is not None:
+                    log.note([cause_of(violation.__cause__)])
+                answer = Violated(rule=violation.rule, message=_without_rule(violation))
             # The suite is gone. Only an error of the driver is worth a message.
             except ConnectionError:
                 raise
             except BaseException:  # noqa: BLE001 - sent to the suite
-                channel.send(SuiteBroken(traceback=traceback.format_exc()))
+                answer = SuiteBroken(traceback=traceback.format_exc())
+            # Before the answer, which may end the case.
+            causes = log.take()
+            if causes:
+                channel.send(Swallowed(causes=causes))
+            channel.send(answer)
             if isinstance(request, CloseStorage):
                 break
 

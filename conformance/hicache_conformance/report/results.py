@@ -49,6 +49,10 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "interface": header.interface,
         # What `hicache conformance repro` reads, beyond what stands above.
         "replay": header.replay and asdict(header.replay),
+        "shared_causes": [
+            {"cause": asdict(shared.cause), "rules": shared.rules}
+            for shared in judgement.shared_causes()
+        ],
         # All rules, those that were not selected included, so that two files always have the same
         # rows.
         "rules": [_rule(header, result) for result in judgement.rules],
@@ -133,6 +137,7 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
         "detail": case.detail,
         "broken_rule": case.broken_rule,
         "passes_undeclared": case.passes_undeclared,
+        "causes": msgspec.to_builtins(case.causes),
         "plans": msgspec.to_builtins(case.plans),
         "reproduce": reproduction(header, case.case)
         if case.outcome in (Outcome.FAIL, Outcome.ERROR)

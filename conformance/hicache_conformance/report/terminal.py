@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
+TRACEBACK_LINES: Final = 6
+"""Lines of a traceback in the terminal: the three innermost frames of the driver."""
 STYLES: Final = {
     Outcome.PASS: "green",
     Outcome.FAIL: "bold red",
@@ -109,6 +111,16 @@ def show(
             )
     if table.row_count:
         console.print(table)
+    for shared in judgement.shared_causes():
+        console.print(
+            Text.assemble(
+                ("fail ", STYLES[Outcome.FAIL]),
+                f"{len(shared.rules)} rules by one cause: {shared.cause}",
+            ),
+            soft_wrap=True,
+        )
+        for line in shared.cause.traceback.splitlines()[:TRACEBACK_LINES]:
+            console.print(Text(f"  {line}", "dim"), soft_wrap=True)
     for result in counted:
         if result.outcome is Outcome.FAIL:
             console.print(

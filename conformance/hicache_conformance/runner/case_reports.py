@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
+from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.fault_plan import FaultPlan
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import (
@@ -25,9 +27,11 @@ if TYPE_CHECKING:
 
     import pytest
 
+    from hicache_conformance.harness.log_records import CauseLog
     from hicache_conformance.model.settings import Settings
 
 DETAIL_LIMIT: Final = 12_000
+MAX_CAUSES: Final = 3
 _SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
@@ -64,15 +68,44 @@ class CaseReports:
         return case["owner"], _outcome(report.nodeid.rpartition("::")[2], case, phases, properties)
 
 
-def describe_violation(error: BaseException) -> dict[str, str] | None:
-    """Return the report's record of a violation; None if `error` is, and holds, none."""
+def describe_violation(
+    error: BaseException, log: CauseLog | None = None, *, injects: bool = False
+) -> dict[str, Any] | None:
+    """Return the report's record of a violation; None if `error` is, and holds, none.
+
+    Args:
+        error: raised by a case.
+        log: of the case.
+        injects: the case makes the store fail or damages pages, so that faults of the store
+            explain nothing.
+    """
     violation = next((found for found in _unwrapped(error) if isinstance(found, Violation)), None)
     if violation is None:
         return None
     # An exception group may carry the notes in the place of the violation in it.
     notes = getattr(violation, "__notes__", []) or getattr(error, "__notes__", [])
-    detail = "\n".join([str(violation), *notes])
-    return {"rule": violation.rule, "message": str(violation), "detail": detail[:DETAIL_LIMIT]}
+    message, _, more = str(violation).partition("\n")
+    causes = _causes(violation, log, injects=injects)
+    lines = list(log.lines) if log else []
+    sections = [
+        *notes,
+        *(f"Cause: {cause}\n{cause.traceback}" for cause in causes if cause.traceback),
+        *(["\n".join(["Logged last:", *lines])] if lines else []),
+    ]
+    if causes:
+        if violation.__cause__ is None:
+            message += f"; answered as a miss: {causes[0]}"
+        # The message quotes the exception itself.
+        elif causes[0].place:
+            message += f" ({causes[0].place})"
+    return {
+        "rule": violation.rule,
+        "message": message,
+        "detail": "\n\n".join(filter(None, [f"{message}\n{more}".rstrip(), *sections]))[
+            :DETAIL_LIMIT
+        ],
+        "causes": [asdict(cause) for cause in causes],
+    }
 
 
 def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
@@ -91,6 +124,17 @@ def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
     return header
 
 
+def _causes(violation: Violation, log: CauseLog | None, *, injects: bool) -> list[Cause]:
+    """Return the exceptions that explain a violation, the first one first."""
+    if violation.__cause__ is not None:
+        return [cause_of(violation.__cause__)]
+    return [
+        cause
+        for cause in (log.causes if log else ())
+        if not cause.injected and not (injects and cause.expected)
+    ][:MAX_CAUSES]
+
+
 def _unwrapped(error: BaseException) -> Iterator[BaseException]:
     yield error
     if isinstance(error, BaseExceptionGroup):
@@ -105,9 +149,11 @@ def _outcome(
     found = [_phase(report, properties) for report in phases]
     outcome = next(worst for worst in _WORST_FIRST if any(worst is phase for phase, _, _ in found))
     reason, detail = next((reason, detail) for phase, reason, detail in found if phase is outcome)
-    broken = ""
+    broken, causes = "", tuple[Cause, ...]()
     if outcome is Outcome.FAIL:
-        broken = json.loads(str(properties[VIOLATION_PROPERTY]))["rule"]
+        violation = json.loads(str(properties[VIOLATION_PROPERTY]))
+        broken = violation["rule"]
+        causes = msgspec.convert(violation["causes"], tuple[Cause, ...])
     return CaseOutcome(
         case=name,
         rules=tuple(case["rules"]),
@@ -120,6 +166,7 @@ def _outcome(
         plans=msgspec.json.decode(
             str(properties.get(PLANS_PROPERTY, "[]")), type=tuple[FaultPlan, ...]
         ),
+        causes=causes,
         passes_undeclared=any(report.passed and hasattr(report, "wasxfail") for report in phases),
     )
 
@@ -134,8 +181,8 @@ def _phase(report: pytest.TestReport, properties: dict[str, object]) -> tuple[Ou
     if report.passed:
         return Outcome.PASS, "", ""
     if VIOLATION_PROPERTY in properties:
-        violation: dict[str, str] = json.loads(str(properties[VIOLATION_PROPERTY]))
-        return Outcome.FAIL, violation["message"].partition("\n")[0], violation["detail"]
+        violation: dict[str, Any] = json.loads(str(properties[VIOLATION_PROPERTY]))
+        return Outcome.FAIL, violation["message"], violation["detail"]
     text = report.longreprtext
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     return (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from hicache_conformance.fixtures.open_context import require_driver
+from hicache_conformance.fixtures.open_context import CAUSE_LOG, INJECTOR, require_driver
 from hicache_conformance.interfaces.sglang.storage import process_is_full
 from hicache_conformance.model.case import cases_of
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
@@ -103,7 +103,11 @@ class Session:
         """
         if isinstance(error, NotPromised):
             item.user_properties.append((GATE_PROPERTY, str(error)))
-        record = describe_violation(error)
+        record = describe_violation(
+            error,
+            item.stash.get(CAUSE_LOG, None),
+            injects=INJECTOR in getattr(item, "fixturenames", ()) or _corrupts(item),
+        )
         if record:
             item.user_properties.append((VIOLATION_PROPERTY, json.dumps(record)))
 
@@ -186,6 +190,11 @@ class Session:
         assert header is not None
         several = len(self._streams) > 1
         write_report(directory / header.driver if several else directory, header, judgement, cases)
+
+
+def _corrupts(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker(CASE_MARK)
+    return mark is not None and bool(mark.kwargs.get("corrupts"))
 
 
 def _class_of(item: pytest.Item) -> type[DriverDeclaration]:

@@ -198,21 +198,6 @@ def _flaws(check: str, driver: type[HiCacheStorage]) -> Iterator[Finding]:
                 f"{driver.__name__}.{name}() does not take the contract's arguments",
                 f"def {wanted}",
             )
-    if base is ObjectStorage:
-        mine = {
-            name
-            for owner in driver.__mro__[: driver.__mro__.index(ObjectStorage)]
-            for name in vars(owner)
-        }
-        # A private method of the same name replaces that of the base class without any error, until
-        # a call needs it.
-        for name in sorted(mine & set(vars(ObjectStorage))):
-            if re.match(r"_(?!_|abc_)", name) and callable(getattr(ObjectStorage, name)):
-                yield fail(
-                    check,
-                    f"{driver.__name__}.{name}() replaces a method that ObjectStorage needs",
-                    f"rename {name}()",
-                )
 
 
 def _option_flaws(check: str, spec: DriverSpec, model: type[DriverConfig]) -> Iterator[Finding]:

@@ -127,6 +127,18 @@ class Copies(SampleStorage):
         return True
 
 
+class KvAlone(SampleStorage):
+    """Says of the methods that it does not implement that it does not."""
+
+    def batch_get_v2(self, transfers, extra_info=None):
+        raise NotImplementedError("side pools come in version 2")
+
+    batch_set_v2 = batch_get_v2
+
+    def clear(self):
+        raise NotImplementedError
+
+
 class Compacts(SampleStorage):
     """Reads the pages that are there into the first places, and reports them in their own."""
 

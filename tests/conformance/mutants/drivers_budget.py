@@ -14,12 +14,12 @@ from drivers_plain import Plain
 from hicache_storage.spec import PoolName, PoolStats, StorageStats
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from drivers_plain import PlainConfig
 
     from hicache_storage.objects import Call, LookupBatch, ReadBatch, WriteBatch
-    from hicache_storage.objects.requests import PoolRequest, RegisteredPool
+    from hicache_storage.objects.requests import RegisteredPool
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
 
 
@@ -28,50 +28,52 @@ if TYPE_CHECKING:
 
 
 class AsksForEachPool(Objects):
-    def _lookup(
-        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
-    ) -> list[list[bool]]:
-        return [super(AsksForEachPool, self)._lookup([lookup], call)[0] for lookup in lookups]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        whole = self._lookup
+        # On the instance: no subclass may define it.
+        self._lookup = lambda lookups, call: [whole([lookup], call)[0] for lookup in lookups]
 
 
 class AsksForEachKey(Objects):
-    def _lookup(
-        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
-    ) -> list[list[bool]]:
-        return [
-            [super(AsksForEachKey, self)._lookup([(pool, [key])], call)[0][0] for key in keys]
-            for pool, keys in lookups
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        whole = self._lookup
+        self._lookup = lambda lookups, call: [
+            [whole([(pool, [key])], call)[0][0] for key in keys] for pool, keys in lookups
         ]
 
 
-class ReadsPageByPage(Objects):
-    """Takes a batch apart before it reaches the store."""
+def page_by_page(
+    call: Callable[[list[PoolTransfer], Any], dict[PoolName, list[bool]]],
+    transfers: Sequence[PoolTransfer],
+    extra_info: HiCacheStorageExtraInfo | None,
+) -> dict[PoolName, list[bool]]:
+    """Take a batch apart before it reaches the store."""
+    answers: dict[PoolName, list[bool]] = {transfer.name: [] for transfer in transfers}
+    for transfer in transfers:
+        keys, slots = transfer.keys or [], transfer.host_indices
+        for index, key in enumerate(keys):
+            size = len(slots) // len(keys)
+            page = copy.copy(transfer)
+            page.keys = [key]
+            page.host_indices = slots[index * size : (index + 1) * size]
+            answers[transfer.name] += call([page], extra_info)[transfer.name]
+    return answers
 
+
+class ReadsPageByPage(Objects):
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
-        answers: dict[PoolName, list[bool]] = {transfer.name: [] for transfer in transfers}
-        for transfer in transfers:
-            keys, slots = transfer.keys or [], transfer.host_indices
-            for index, key in enumerate(keys):
-                size = len(slots) // len(keys)
-                page = copy.copy(transfer)
-                page.keys = [key]
-                page.host_indices = slots[index * size : (index + 1) * size]
-                answers[transfer.name] += super().batch_get_v2([page], extra_info)[transfer.name]
-        return answers
+        return page_by_page(super().batch_get_v2, transfers, extra_info)
 
 
 class WritesPageByPage(Objects):
-    """Stores the pages of a batch one after the other."""
-
-    def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
-        answers: dict[PoolName, list[bool]] = {request.pool.name: [] for request in requests}
-        for request in requests:
-            for key, slot in zip(request.keys, request.slots, strict=True):
-                page = type(request)(request.pool, [key], [slot])
-                answers[request.pool.name] += super()._write([page], call)[request.pool.name]
-        return answers
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        return page_by_page(super().batch_set_v2, transfers, extra_info)
 
 
 class AsksTheServerForEachPool(Networked):

@@ -36,6 +36,7 @@ from hicache_conformance.interfaces.sglang.engine import (
 from hicache_conformance.interfaces.sglang.mirror import Mirror
 from hicache_conformance.interfaces.sglang.options import plain_options
 from hicache_conformance.interfaces.sglang.setup import KEY_BYTES, current
+from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import (
     Capabilities,
     ConfigError,
@@ -234,7 +235,10 @@ class EngineStorage(HiCacheStorage):
             # deadlock.
             for lock in (self._looking, self._reading, self._writing):
                 quiet.enter_context(lock)
-            driver.clear()
+            try:
+                driver.clear()
+            except NotImplementedError as error:
+                raise _not_implemented("clear", error) from error
 
     def get_stats(self) -> StorageStats:
         """Nothing: what the interface counts has other names and is drained by asking."""
@@ -518,12 +522,25 @@ class EngineStorage(HiCacheStorage):
         return answers
 
     def _caught(self, call: str, ask: Callable[[], Any]) -> Any:
-        """Return the answer of a call; None where the engine would have caught what it raised."""
+        """Return the answer of a call; None where the engine would have caught what it raised.
+
+        Raises:
+            NotPromised: the driver does not implement the method.
+        """
         try:
             return ask()
-        except Exception as error:  # noqa: BLE001 - whatever a stranger's driver raises
-            logger.debug("%s raised %r, which the engine takes for a miss", call, error)
+        except NotImplementedError as error:
+            raise _not_implemented(call, error) from error
+        except Exception as error:
+            logger.debug(
+                "%s raised %r, which the engine takes for a miss", call, error, exc_info=error
+            )
             return None
+
+
+def _not_implemented(call: str, error: NotImplementedError) -> NotPromised:
+    said = f": {error}" if str(error) else ""
+    return NotPromised(f"{call} of the driver raises NotImplementedError{said}")
 
 
 def _get_copies(driver: Any, mirror: Mirror, keys: list[str], pages: list[int]) -> list[bool]:

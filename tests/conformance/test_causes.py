@@ -1,0 +1,271 @@
+"""The cause of a finding: exceptions and damage that were answered as misses, hung threads."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import threading
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
+from hicache_conformance.model.cause import Cause, damage, stacks_in_driver
+from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
+from hicache_conformance.model.rules import Level
+from hicache_conformance.model.verdict import judge
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.processes.channel import Channel
+from hicache_conformance.runner.case_reports import describe_violation
+from hicache_storage.spec import StorageRefusedError
+from hicache_storage.testing import MemoryStorage
+
+
+class Broken(MemoryStorage):
+    """A driver whose writes fail in a helper of its own."""
+
+    error: Exception = KeyError("gone")
+
+    def write_objects(self, batches, call):
+        return [[self.put(write) for write in batch.writes] for batch in batches]
+
+    def put(self, write):
+        raise self.error
+
+
+def broken(kit, error=None):
+    storage, pool = Broken(kit.identity()), kit.pool()
+    if error is not None:
+        storage.error = error
+    storage.register_mem_host_pool_v2(pool, "kv")
+    return storage, pool
+
+
+def refused(storage, pool, keys=("a",)):
+    assert storage.batch_set_v2([pool.transfer("kv", list(keys), list(range(len(keys))))]) == {
+        "kv": [False] * len(keys)
+    }
+
+
+def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
+    storage, pool = broken(kit)
+    with cause_log() as log:
+        refused(storage, pool)
+    [cause] = log.causes
+    assert cause.error == "KeyError: 'gone'"
+    assert cause.place.startswith("test_causes.py:")
+    assert cause.place.endswith(" in put")
+    frames = [line for line in cause.traceback.splitlines() if line.startswith("  File")]
+    # A list comprehension is no line of its own.
+    assert [line.rpartition(" in ")[2] for line in frames[:2]] in (
+        ["put", "write_objects"],
+        ["put", "<listcomp>"],
+    )
+    assert all("hicache_storage" in line for line in frames[2:])
+    assert cause.traceback.endswith("KeyError: 'gone'")
+    assert (cause.expected, cause.injected) == (False, False)
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageRefusedError("full")])
+def test_a_fault_of_the_store_is_expected_and_has_its_place_all_the_same(kit, error):
+    storage, pool = broken(kit, error)
+    with cause_log() as log:
+        refused(storage, pool)
+    assert [(cause.expected, cause.place.rpartition(" ")[2]) for cause in log.causes] == [
+        (True, "put")
+    ]
+
+
+def test_each_distinct_exception_of_an_episode_is_kept_and_each_once(kit):
+    storage, pool = broken(kit)
+    with cause_log() as log:
+        for number in range(3 * MAX_CAUSES):
+            storage.error = ValueError(number % (2 * MAX_CAUSES))
+            refused(storage, pool)
+    assert [cause.error for cause in log.causes] == [
+        f"ValueError: {number}" for number in range(MAX_CAUSES)
+    ]
+    assert len(log.lines) == 1
+
+
+def test_frames_and_pages_of_a_call_are_not_kept_alive(kit, monkeypatch):
+    class Held:
+        pass
+
+    # pytest's own keep the records, and with them the exceptions.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    storage, pool = broken(kit)
+    held = Held()
+    gone = weakref.ref(held)
+
+    def put(write, held=held):
+        raise KeyError(id(held))
+
+    storage.put = put
+    with cause_log() as log:
+        refused(storage, pool)
+        storage.put = None
+        del held, put
+        gc.collect()
+        assert log.causes
+        assert gone() is None
+
+
+def test_damage_is_a_cause_with_what_did_not_fit(kit):
+    storage, pool = kit.memory_storage()
+    assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    name = storage.pools["kv"].namespace.object_name("a")
+    storage.objects[name] = storage.objects[name][:-64] + bytes(64)
+    with cause_log() as log:
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+    assert log.causes == [damage("whose envelope is missing or overwritten")]
+
+
+def test_levels_and_handlers_are_what_they_were_before():
+    logger, root = logging.getLogger("hicache_storage.objects.storage"), logging.getLogger()
+    before = logger.level, list(root.handlers)
+    with cause_log():
+        assert logger.level == logging.DEBUG
+    assert (logger.level, list(root.handlers)) == before
+
+
+class TestReports:
+    def test_the_message_names_the_cause_and_the_detail_has_its_traceback(self, kit):
+        storage, pool = broken(kit)
+        with cause_log() as log:
+            refused(storage, pool)
+        record = describe_violation(Violation("SET-1", "page 0 was refused"), log)
+        assert record["message"].startswith(
+            "SET-1: page 0 was refused; answered as a miss: KeyError: 'gone' (test_causes.py:"
+        )
+        assert "in put\n    raise self.error" in record["detail"]
+        assert (
+            "Logged last:\nWARNING hicache_storage.objects.storage: memory: answering misses"
+            in (record["detail"])
+        )
+        assert record["causes"][0]["error"] == "KeyError: 'gone'"
+
+    def test_an_exception_that_reached_the_caller_is_the_cause_before_all_others(self, kit):
+        storage, pool = broken(kit)
+        with cause_log() as log:
+            refused(storage, pool)
+        error = StorageRefusedError("no")
+        violation = Violation("", "clear raised StorageRefusedError: no")
+        violation.__cause__ = error
+        record = describe_violation(violation, log)
+        assert [cause["error"] for cause in record["causes"]] == ["StorageRefusedError: no"]
+        assert record["message"] == "clear raised StorageRefusedError: no"
+
+    def test_where_the_suite_makes_the_store_fail_only_a_bug_explains_anything(self, kit):
+        storage, pool = broken(kit, OSError(5, "Input/output error"))
+        with cause_log() as log:
+            refused(storage, pool)
+            storage.error = AttributeError("typo")
+            refused(storage, pool)
+        violation = Violation("FT-1", "a set answers False")
+        assert [
+            cause["error"] for cause in describe_violation(violation, log, injects=True)["causes"]
+        ] == ["AttributeError: typo"]
+        assert [cause["error"] for cause in describe_violation(violation, log)["causes"]] == [
+            "OSError: [Errno 5] Input/output error",
+            "AttributeError: typo",
+        ]
+
+    def test_an_exception_that_the_suite_raised_explains_nothing(self, kit):
+        storage, pool = broken(kit)
+        mine, peer = socket.socketpair()
+        channel = Channel(mine, str)
+        storage.put = lambda write: channel.receive(0)
+        with cause_log() as log, peer:
+            refused(storage, pool)
+            channel.close()
+        assert [cause.injected for cause in log.causes] == [True]
+        assert describe_violation(Violation("SET-1", "refused"), log)["causes"] == []
+
+
+def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit):
+    release, entered = threading.Event(), threading.Event()
+
+    class Hangs(MemoryStorage):
+        def objects_exist(self, batches, call):
+            entered.set()
+            release.wait(30)
+            return super().objects_exist(batches, call)
+
+    storage, pool = Hangs(kit.identity()), kit.pool()
+    storage.register_mem_host_pool_v2(pool, "kv")
+    assert stacks_in_driver() == ""
+    thread = threading.Thread(target=storage.batch_exists_v2, args=(["a"],), name="asks")
+    thread.start()
+    try:
+        assert entered.wait(30)
+        record = describe_violation(Violation("FT-3", "did not come back"))
+    finally:
+        release.set()
+        thread.join(30)
+    assert "Meanwhile inside the driver:\nthread 'asks':" in record["detail"]
+    assert "in objects_exist\n    release.wait(30)" in record["detail"]
+    assert stacks_in_driver() == ""
+
+
+def failed(case, *rules, causes=()):
+    return CaseOutcome(
+        case=case,
+        rules=rules,
+        levels=("core",),
+        outcome=Outcome.FAIL,
+        broken_rule=rules[0],
+        causes=causes,
+    )
+
+
+def bug(text="'x'", place="driver.py:7 in _put"):
+    return Cause(
+        error=f"KeyError: {text}", place=place, traceback="", expected=False, injected=False
+    )
+
+
+def judged(*outcomes):
+    header = Header(
+        driver="d", seed=1, profile="smoke", levels=["core"], spec_version="2", suite_version="0"
+    )
+    stream = OutcomeStream(header, outcomes=list(outcomes), finished=True)
+    return judge(stream, [Level.CORE], {})
+
+
+def test_rules_that_one_mistake_breaks_are_one_finding():
+    shared = judged(
+        failed("test_a", "GET-1", causes=(bug("'a'"),)),
+        failed("test_b", "SET-1", causes=(bug("'b'"), bug(place="driver.py:9 in f"))),
+        failed("test_c", "SET-3", causes=(bug(place="driver.py:9 in f"),)),
+        failed("test_d", "SET-6"),
+    ).shared_causes()
+    assert [(found.rules, found.cause.place) for found in shared] == [
+        (["GET-1", "SET-1"], "driver.py:7 in _put")
+    ]
+
+
+def test_a_cause_of_few_of_a_rule_s_cases_does_not_explain_it():
+    outcomes = [
+        failed("test_a", "GET-1", causes=(bug(),)),
+        failed("test_b", "SET-1", causes=(bug(),)),
+        failed("test_c", "SET-1"),
+    ]
+    assert judged(*outcomes).shared_causes() == []
+    [shared] = judged(*outcomes, failed("test_d", "SET-1", causes=(bug(),))).shared_causes()
+    assert shared.rules == ["GET-1", "SET-1"]
+
+
+def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
+    from hicache_conformance.harness.log_records import CauseLog
+    from hicache_conformance.processes.messages import Swallowed
+    from hicache_conformance.processes.worker import WorkerProcess
+
+    log = CauseLog()
+    worker = SimpleNamespace(_log=log, busy=True)
+    WorkerProcess.note(worker, Swallowed(causes=[bug()]))
+    assert log.causes == [bug()]
+    # It is no answer: the request is still being worked on.
+    assert worker.busy
