@@ -13,8 +13,10 @@ from hicache_storage.spec import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hicache_storage.objects.requests import PoolRequest, RegisteredPool
-    from hicache_storage.spec import StorageIdentity
+    from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
 
 
 class IgnoresIdentity(Plain):
@@ -40,6 +42,16 @@ class IgnoresDtype(Plain):
     @property
     def identity(self) -> StorageIdentity:
         return self._told
+
+
+class IgnoresDtypeAndDeniesPages(IgnoresDtype):
+    """Reports the last page of a set as refused besides, although it is stored."""
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        answers = super().batch_set_v2(transfers, extra_info)
+        return {pool: [*pages[:-1], False] for pool, pages in answers.items()}
 
 
 class IgnoresGeometry(Plain):

@@ -157,6 +157,11 @@ SAMPLES = {
                 expect_message="kv_dtype 'bfloat16' (expected 'float16')",
                 case_classes=("Identity",),
             ),
+            "IgnoresDtypeAndDeniesPages": SampleDriver(
+                breaks=("ID-1",),
+                expect_message="was set under another identity",
+                case_classes=("Identity",),
+            ),
             "IgnoresGeometry": SampleDriver(
                 known_bug="D9",
                 breaks=("ID-1",),
