@@ -101,6 +101,7 @@ def run(
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
+    from hicache_conformance.runner.child_process import RunInterrupted
     from hicache_conformance.runner.child_process import run as run_suite
 
     console = Console(stderr=True)
@@ -129,8 +130,11 @@ def run(
         f"profile {profile}",
         highlight=False,
     )
-    with ProgressBar(console) as bar:
-        ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
+    try:
+        with ProgressBar(console) as bar:
+            ran = run_suite(request, case_seconds=case_seconds, progress=bar.update)
+    except RunInterrupted as interrupted:
+        ran = interrupted.result
     raise typer.Exit(conclude(console, ran, request.settings, report))
 
 
@@ -179,7 +183,7 @@ def metadata(
     Exits with 0 if it conforms, 1 if not or if rules stayed untested, 2 if the suite could not do
     its work.
     """
-    from hicache_conformance.runner.child_process import run
+    from hicache_conformance.runner.child_process import RunInterrupted, run
 
     console = Console(stderr=True)
     try:
@@ -209,13 +213,16 @@ def metadata(
         f"{', '.join(levels)}, seed {settings.seed}, profile {profile}",
         highlight=False,
     )
-    with ProgressBar(console) as bar:
-        ran = run(
-            RunFile(settings=settings, server=server, cases=case or []),
-            # A case may wait several times for leases and quarantines to end.
-            case_seconds=max(300.0, 20 * patience),
-            progress=bar.update,
-        )
+    try:
+        with ProgressBar(console) as bar:
+            ran = run(
+                RunFile(settings=settings, server=server, cases=case or []),
+                # A case may wait several times for leases and quarantines to end.
+                case_seconds=max(300.0, 20 * patience),
+                progress=bar.update,
+            )
+    except RunInterrupted as interrupted:
+        ran = interrupted.result
     raise typer.Exit(conclude(console, ran, settings, report, rules_of(parts)))
 
 

@@ -65,7 +65,9 @@ class Site:
         )
 
     @contextlib.contextmanager
-    def started(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    def started(
+        self, *arguments: str, stderr: int = subprocess.DEVNULL, **variables: str
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """The command `hicache`, while it runs; killed at the end if it still does."""
         command = [
             sys.executable,
@@ -77,9 +79,9 @@ class Site:
         process = subprocess.Popen(
             command,
             cwd=self.directory,
-            env=self.environment,
+            env={**self.environment, **variables},
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
         )
         try:
             yield process

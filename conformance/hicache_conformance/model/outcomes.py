@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -152,6 +152,10 @@ class OutcomeStream:
     """The case that has begun and not ended."""
     broken: str = ""
     """Why no case could be run at all."""
+    stopped: str = ""
+    """Why the run was ended before all cases had been judged; empty if it was not."""
+    signal: int = 0
+    """The signal that ended it; 0 for none."""
     finished: bool = False
 
     def feed(self, line: str) -> None:
@@ -171,6 +175,8 @@ class OutcomeStream:
                 self.running = None
             case "broken":
                 self.broken = content
+            case "stopped":
+                self.stopped = content
             case "footer":
                 self.finished = True
             case _:
@@ -234,6 +240,10 @@ class StreamWriter:
         """No case can be run."""
         self._write("broken", reason)
 
+    def stopped(self, reason: str) -> None:
+        """The run ends before all cases have been judged."""
+        self._write("stopped", reason)
+
     def footer(self) -> None:
         """The run has come to its end."""
         self._write("footer", None)
@@ -243,6 +253,12 @@ class StreamWriter:
         # the next case does to this process.
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode((kind, content)) + b"\n")
+
+
+DETAIL_LIMIT: Final = 12_000
+"""Characters of a detail that are kept."""
+PREFLIGHT: Final = "preflight"
+"""Name of what is done before the first case: the driver is opened, and stores a page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ class RunFile:
     """Commands of the servers that the driver needs; None for those that it names itself."""
     interface: str = ""
     """Interface of a foreign driver; empty for the contract's own."""
+    case_seconds: float = 300.0
+    """A case that takes longer is taken for hanging."""
     done: list[str] = field(default_factory=list[str])
     """Cases that a process before this one has begun, and that are not run again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream
 from hicache_conformance.model.rules import LEVEL_NEEDS, Level, Rule, rules
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 # A rule ends as the first of these that any of its cases ended as.
 _WORST_FIRST = (Outcome.FAIL, Outcome.ERROR, Outcome.UNTESTED, Outcome.PASS, Outcome.NOT_DECLARED)
+
+
+STOPPED_AT: Final = " stopped at a violation of "
+"""Between a case and the rule whose violation kept it from judging its own."""
 
 
 class Verdict(StrEnum):
@@ -135,7 +139,7 @@ def judge(
 
 def _crash(stream: OutcomeStream) -> list[CaseOutcome]:
     """The case that took the process down, if one did."""
-    if stream.finished or stream.running is None:
+    if stream.finished or stream.stopped or stream.running is None:
         return []
     case = stream.running
     reason = f"crashed during {', '.join(case.rules)}: the process ended in {case.case} and left no outcome"
@@ -203,7 +207,7 @@ def _verdicts(
     for case in ran:
         # It stopped at another rule's violation, so that it did not get as far as this one.
         if case.outcome is Outcome.FAIL and case.broken_rule not in ("", rule.id):
-            yield Outcome.UNTESTED, f"{case.case} stopped at a violation of {case.broken_rule}"
+            yield Outcome.UNTESTED, f"{case.case}{STOPPED_AT}{case.broken_rule}"
         elif case.passes_undeclared:
             yield Outcome.NOT_DECLARED, f"{case.reason}; it passes all the same"
         else:
@@ -215,7 +219,8 @@ def _verdicts(
     # it would have found is not known.
     left = {case.name for case in planned} - {case.function for case in ran}
     if left:
-        yield Outcome.UNTESTED, f"{', '.join(sorted(left))} did not run"
+        not_run = f"not judged: {stream.stopped}" if stream.stopped else ""
+        yield Outcome.UNTESTED, not_run or f"{', '.join(sorted(left))} did not run"
     if not ran and not left:
         missing = [
             need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared
@@ -240,9 +245,10 @@ def _verdict(results: list[RuleResult], stream: OutcomeStream) -> tuple[Verdict,
     failed, broken, untested = ids(Outcome.FAIL), ids(Outcome.ERROR), ids(Outcome.UNTESTED)
     # Failures come first, also of a run that crashed: what was found before stands.
     if failed:
-        return Verdict.NON_CONFORMANT, f"breaks {_listed(failed)}"
-    if stream.broken:
-        return Verdict.INCOMPLETE, stream.broken
+        ended = f"; {stream.stopped}" if stream.stopped else ""
+        return Verdict.NON_CONFORMANT, f"breaks {_listed(failed)}{ended}"
+    if stream.broken or stream.stopped:
+        return Verdict.INCOMPLETE, stream.broken or stream.stopped
     if not stream.finished:
         where = (
             f"crashed during {', '.join(stream.running.rules)}"

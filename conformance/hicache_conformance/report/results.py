@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.model.outcomes import Outcome
+from hicache_conformance.model.outcomes import PREFLIGHT, Outcome
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.settings import mentions_tmp, port_names
 
@@ -74,7 +74,9 @@ def reproduction(header: Header, case: str) -> str:
     )
     if header.replay is not None:
         begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
-    parts = [*begin, f"--seed {header.seed}", f"--case '{case}'"]
+    parts = [*begin, f"--seed {header.seed}"]
+    if case != PREFLIGHT:
+        parts.append(f"--case '{case}'")
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
         parts.append(f"--run-id {quote(header.replay.run)}")

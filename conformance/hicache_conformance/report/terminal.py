@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Final, Self
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome, OutcomeStream
-from hicache_conformance.model.verdict import Verdict, judge
+from hicache_conformance.model.verdict import STOPPED_AT, Verdict, judge
 from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from rich.console import Console
@@ -25,6 +32,8 @@ if TYPE_CHECKING:
     from hicache_conformance.model.verdict import Judgement, RuleResult
 
 CONFORMANT, NOT_CONFORMANT, BROKEN = 0, 1, 2
+SPEED_SECONDS: Final = 120.0
+"""Time over which the progress bar averages its speed."""
 TRACEBACK_LINES: Final = 6
 """Lines of a traceback in the terminal: the three innermost frames of the driver."""
 STYLES: Final = {
@@ -41,8 +50,10 @@ STYLES: Final = {
 
 def exit_status(judgement: Judgement, stream: OutcomeStream) -> int:
     """Return the exit status of a command that judged a run."""
+    if stream.signal:
+        return 128 + stream.signal
     # A run that did not come to its end has no verdict, whatever it had found until then.
-    if not stream.finished:
+    if not stream.finished and not stream.stopped:
         return BROKEN
     if judgement.verdict is Verdict.CONFORMANT:
         return CONFORMANT
@@ -79,7 +90,7 @@ def conclude(
         write_report(report, stream.header, judgement, stream.catalogue)
         (report / "pytest.log").write_text(ran.log, encoding="utf-8")
     show(console, judgement, stream, report and report / "results.json")
-    if not stream.finished:
+    if not stream.finished and not stream.stopped:
         reason = (
             f"the run hung for {ran.case_seconds:.0f} s and was ended"
             if ran.hung
@@ -94,7 +105,9 @@ def conclude(
 def show(
     console: Console, judgement: Judgement, stream: OutcomeStream, results: Path | None = None
 ) -> None:
-    """Every rule that is not a pass, and the verdict last, because that is where a terminal ends.
+    """Print every rule that is not a pass: failures first, then what nobody found out.
+
+    The verdict comes last, because that is where a terminal ends.
 
     Args:
         console: where to.
@@ -102,15 +115,7 @@ def show(
         stream: the run.
         results: its `results.json`, if it has been written.
     """
-    table = Table("rule", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
     counted = [result for result in judgement.rules if result.selected]
-    for result in counted:
-        if result.outcome not in (Outcome.PASS, Outcome.FAIL):
-            table.add_row(
-                result.rule.id, Text(result.outcome, STYLES[result.outcome]), Text(result.reason)
-            )
-    if table.row_count:
-        console.print(table)
     for shared in judgement.shared_causes():
         console.print(
             Text.assemble(
@@ -121,17 +126,24 @@ def show(
         )
         for line in shared.cause.traceback.splitlines()[:TRACEBACK_LINES]:
             console.print(Text(f"  {line}", "dim"), soft_wrap=True)
-    for result in counted:
-        if result.outcome is Outcome.FAIL:
-            console.print(
-                Text.assemble(("fail ", STYLES[Outcome.FAIL]), _failure(result)), soft_wrap=True
-            )
-        # Below each failure, because that is where it is read; wrapped by the terminal and not
-        # here, so that it can be copied.
-        if result.outcome in (Outcome.FAIL, Outcome.ERROR):
-            console.print(
-                Text(f"  again: {_again(stream, result, results)}", "dim"), soft_wrap=True
-            )
+    # By outcome and not by rule: an error of the suite must not stand between two failures.
+    for outcome in (Outcome.FAIL, Outcome.ERROR):
+        for result in counted:
+            if result.outcome is outcome:
+                console.print(
+                    Text.assemble((f"{outcome} ", STYLES[outcome]), _failure(result)),
+                    soft_wrap=True,
+                )
+                # Below each failure, because that is where it is read; wrapped by the terminal and
+                # not here, so that it can be copied.
+                again = _again(stream, result, results)
+                console.print(Text(f"  again: {again}", "dim"), soft_wrap=True)
+    table = Table("rules", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
+    for outcome in (Outcome.UNTESTED, Outcome.NOT_DECLARED):
+        for reason, ids in _by_reason(result for result in counted if result.outcome is outcome):
+            table.add_row(", ".join(ids), Text(outcome, STYLES[outcome]), Text(reason))
+    if table.row_count:
+        console.print(table)
     counts = ", ".join(
         f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome)
     )
@@ -143,6 +155,16 @@ def show(
         Text.assemble((str(judgement.verdict), STYLES[judgement.verdict]), f": {judgement.reason}"),
         soft_wrap=True,
     )
+
+
+def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
+    """Group rules by the reason of their outcome, whichever case gave it."""
+    groups = dict[str, list[str]]()
+    for result in results:
+        case, stopped, rule = result.reason.partition(STOPPED_AT)
+        reason = f"their cases{STOPPED_AT}{rule}" if case and stopped else result.reason
+        groups.setdefault(reason, []).append(result.rule.id)
+    return list(groups.items())
 
 
 def _again(stream: OutcomeStream, result: RuleResult, results: Path | None) -> str:
@@ -172,6 +194,10 @@ class ProgressBar:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("left:"),
+            TimeRemainingColumn(),
+            # Cases differ by a factor of thousands: a short window would jump with each of them.
+            speed_estimate_period=SPEED_SECONDS,
             console=console,
             transient=True,
             disable=not sys.stderr.isatty(),
@@ -187,7 +213,8 @@ class ProgressBar:
 
     def update(self, stream: OutcomeStream) -> None:
         """Show how far a run has come."""
-        now = ", ".join(stream.running.rules) if stream.running else ""
+        running = stream.running
+        now = f"{', '.join(running.levels)}: {running.function}" if running else ""
         self._progress.update(
             self._task, total=stream.cases or None, completed=len(stream.outcomes), description=now
         )

@@ -11,7 +11,7 @@ import msgspec
 
 from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.fault_plan import FaultPlan
-from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay
+from hicache_conformance.model.outcomes import DETAIL_LIMIT, CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import (
     CASE_PROPERTY,
     CONTEXT_PROPERTY,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.log_records import CauseLog
     from hicache_conformance.model.settings import Settings
 
-DETAIL_LIMIT: Final = 12_000
 MAX_CAUSES: Final = 3
 _SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import threading
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import filled_config
+from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.interfaces.profile import describe_interface
-from hicache_conformance.model.outcomes import Replay
+from hicache_conformance.model.cause import stack_of, stacks_in_driver
+from hicache_conformance.model.outcomes import (
+    DETAIL_LIMIT,
+    PREFLIGHT,
+    CaseOutcome,
+    Outcome,
+    Replay,
+)
 from hicache_conformance.model.settings import port_names, unique_name
-from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.model.violation import Inconclusive, NotPromised
 from hicache_conformance.report.header import blank_header
-from hicache_storage.plugins import create_storage
-from hicache_storage.spec import DriverError, HiCacheError, StorageIdentity
+from hicache_storage.plugins import create_storage, registry
+from hicache_storage.spec import (
+    DriverError,
+    HiCacheError,
+    PoolName,
+    PoolTransfer,
+    StorageIdentity,
+)
 from hicache_storage.tools.options import TMP, redacted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
     from hicache_conformance.fixtures.open_context import DriverDeclaration
-    from hicache_conformance.model.outcomes import StreamWriter
+    from hicache_conformance.model.outcomes import Header, StreamWriter
     from hicache_conformance.model.settings import RunFile
+    from hicache_storage.spec import Capabilities, HiCacheStorage
+
+OPEN_SECONDS: Final = 25.0
+"""Limit for opening an empty store, and for a call of one page on it: below the default deadline of
+30 seconds, by which the SDK answers for a driver that hangs."""
+FOREIGN_SECONDS: Final = 60.0
+"""The same for foreign drivers, which have no such deadline, and may start processes."""
 
 
 def check_driver(
@@ -56,26 +81,13 @@ def check_driver(
                 )
             # In this process and not from the command line's: a driver that ends the process ends
             # the child only.
-            storage = create_storage(run.driver, _identity(), filled, options=options)
-            try:
-                storage.open()
-            finally:
-                storage.close()
-        # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
-        # equal.
-        shown = redacted(filled_config(run.driver, run.config, TMP))
-        header = blank_header(
-            run.driver, run.settings, capabilities=asdict(storage.capabilities), options=shown
-        )
-        header.replay = Replay(
-            run=run.settings.run,
-            options=redacted(run.config),
-            services=run.services,
-            interface=run.interface,
-        )
-        if run.interface:
-            describe_interface(header, run.interface, run.config)
-        writer.header(header)
+            capabilities = _try_out(
+                lambda: create_storage(
+                    run.driver, _identity(run.settings.run), filled, options=options
+                ),
+                _Watchdog(run, writer),
+            )
+        writer.header(_header(run, capabilities))
     except Inconclusive as missing:
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
     except HiCacheError as error:
@@ -85,12 +97,117 @@ def check_driver(
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {type(error).__name__}: {error}")
 
 
+class _Watchdog:
+    """Ends a run in which a step of the preflight hangs, so that each case would.
+
+    From a thread of its own: a driver may do in the main thread what it does in its engine's.
+    """
+
+    def __init__(self, run: RunFile, writer: StreamWriter) -> None:
+        self._run = run
+        self._writer = writer
+
+    @contextlib.contextmanager
+    def step(self, rule: str, name: str) -> Generator[None]:
+        """Write down that `rule` is broken if the block does not end in time."""
+        caller = threading.get_ident()
+        # What foreign interfaces promise of it is that calls end.
+        rule = "FT-3" if self._run.interface else rule
+        limit = FOREIGN_SECONDS if self._run.interface else OPEN_SECONDS
+        seconds = min(limit, self._run.case_seconds)
+        timer = threading.Timer(seconds, self._end, (rule, name, seconds, caller))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self, rule: str, name: str, seconds: float, caller: int) -> None:
+        reason = f"{rule}: on an empty store, {name} has not come back after {seconds:.0f} s"
+        stacks = stacks_in_driver() or stack_of(caller)
+        # By the declaration of its registration: the instance that could tell hangs.
+        declared = registry().get(self._run.driver).capabilities
+        self._writer.header(_header(self._run, declared))
+        self._writer.outcome(
+            CaseOutcome(
+                case=PREFLIGHT,
+                rules=(rule,),
+                levels=self._run.settings.levels,
+                outcome=Outcome.FAIL,
+                reason=reason,
+                detail=f"{reason}\n{stacks}"[:DETAIL_LIMIT],
+                broken_rule=rule,
+            )
+        )
+        # The process that follows the run ends this one.
+        self._writer.stopped(f"the driver hangs in {name}")
+
+
+def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> Capabilities:
+    """Open a storage, store a page, read it and close.
+
+    Answers are for the cases to judge; only the time counts here.
+
+    Raises:
+        Exception: constructing, registering a pool or opening has raised.
+    """
+    with watchdog.step("LC-1", "the constructor"):
+        storage = make()
+    pool = GuardedPool(pages=2)
+    page = PoolTransfer(PoolName.KV, slots_of([0], pool.page_size), keys=["preflight"])
+    try:
+        with watchdog.step("LC-1", "register_mem_host_pool_v2()"):
+            storage.register_mem_host_pool_v2(pool.host_pool, PoolName.KV)
+            storage.on_host_pools_registered()
+        with watchdog.step("LC-1", "open()"):
+            storage.open()
+        calls: dict[str, Callable[[], object]] = {
+            "batch_set_v2()": lambda: storage.batch_set_v2([page]),
+            "batch_exists_v2()": lambda: storage.batch_exists_v2(["preflight"]),
+            "batch_get_v2()": lambda: storage.batch_get_v2([page]),
+        }
+        for name, call in calls.items():
+            # What it raises is a finding of the cases.
+            with (
+                contextlib.suppress(Exception, NotPromised),
+                watchdog.step("FT-3", name),
+            ):
+                call()
+        return storage.capabilities
+    finally:
+        with watchdog.step("LC-2", "close()"):
+            storage.close()
+
+
+def _header(run: RunFile, capabilities: Capabilities) -> Header:
+    # With `{tmp}` left in: the directory differs from run to run, and reports of equal runs are
+    # equal.
+    shown = redacted(filled_config(run.driver, run.config, TMP))
+    header = blank_header(
+        run.driver, run.settings, capabilities=asdict(capabilities), options=shown
+    )
+    header.replay = Replay(
+        run=run.settings.run,
+        options=redacted(run.config),
+        services=run.services,
+        interface=run.interface,
+    )
+    if run.interface:
+        describe_interface(header, run.interface, run.config)
+    return header
+
+
 def _give_up(writer: StreamWriter, reason: str) -> None:
     writer.broken(reason)
     raise pytest.UsageError(reason)
 
 
-def _identity() -> StorageIdentity:
+def _identity(run: str) -> StorageIdentity:
     return StorageIdentity(
-        model="conformance/preflight", kv_dtype="bfloat16", page_size=2, layout="page_first"
+        model="conformance/preflight",
+        kv_dtype="bfloat16",
+        page_size=2,
+        layout="page_first",
+        salt=run,
     )

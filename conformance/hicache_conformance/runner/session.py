@@ -87,11 +87,12 @@ class Session:
             items[:] = [item for item in items if item not in deselected]
             self._config.hook.pytest_deselected(items=deselected)
         if self._writer and self._run:
+            # Before the driver is opened: where that hangs, the rules are judged by it.
+            self._writer.catalogue(cases_of(_class_of(cases[0])))
             if self._run.server is None:
                 check_driver(_class_of(cases[0]), self._config, self._run, self._writer)
             else:
                 check_server(self._config, self._run, self._writer)
-            self._writer.catalogue(cases_of(_class_of(cases[0])))
             # With those that an earlier process has run, so that the progress bar goes on where it
             # was.
             self._writer.collected(len(cases) - len(deselected) + len(self._run.done))

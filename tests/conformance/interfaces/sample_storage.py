@@ -139,6 +139,30 @@ class KvAlone(SampleStorage):
         raise NotImplementedError
 
 
+class HangsWhenMade(SampleStorage):
+    """Does not come back from its constructor."""
+
+    def __init__(self, storage_config, kwargs):
+        super().__init__(storage_config, kwargs)
+        time.sleep(3600)
+
+
+class HangsInSets(SampleStorage):
+    """Does not come back from any set."""
+
+    def write(self, pool, keys, host_indices):
+        time.sleep(3600)
+
+
+class HangsOnManyPages(SampleStorage):
+    """Stores one page; does not come back from a set of several."""
+
+    def write(self, pool, keys, host_indices):
+        if len(keys) > 1:
+            time.sleep(3600)
+        return super().write(pool, keys, host_indices)
+
+
 class Compacts(SampleStorage):
     """Reads the pages that are there into the first places, and reports them in their own."""
 
