@@ -86,7 +86,10 @@ def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
         options=context["options"],
     )
     header.replay = Replay(
-        run=settings.run, options=context["options"], services=context["services"]
+        run=settings.run,
+        options=context["options"],
+        services=context["services"],
+        test_class=context["test_class"],
     )
     return header
 

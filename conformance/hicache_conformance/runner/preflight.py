@@ -72,6 +72,7 @@ def check_driver(
             options=redacted(run.config),
             services=run.services,
             interface=run.interface,
+            cases=run.cases,
         )
         if run.interface:
             describe_interface(header, run.interface, run.config)
