@@ -11,6 +11,7 @@ import msgspec
 from hicache_conformance.model.fault_plan import FaultPlan
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import (
+    CALLS_PROPERTY,
     CASE_PROPERTY,
     CONTEXT_PROPERTY,
     GATE_PROPERTY,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from hicache_conformance.model.settings import Settings
 
 DETAIL_LIMIT: Final = 12_000
+LOG_LINES: Final = 20
+_SDK_INFO: Final = re.compile(r"INFO +hicache_storage\b")
 _SKIP_PREFIX: Final = re.compile(r"^([\w.]*(Skipped|Inconclusive): )?(untested: )?")
 
 # A case ends as the first of these that any of its phases ended as.
@@ -118,6 +121,8 @@ def _outcome(
         outcome=outcome,
         reason=reason,
         detail=detail,
+        calls=str(properties.get(CALLS_PROPERTY, "")) if detail else "",
+        log=_last_logged(phases) if detail else "",
         broken_rule=broken,
         seconds=round(sum(report.duration for report in phases), 4),
         plans=msgspec.json.decode(
@@ -146,6 +151,13 @@ def _phase(report: pytest.TestReport, properties: dict[str, object]) -> tuple[Ou
         f"the suite itself broke during {report.when}: {last}",
         text[-DETAIL_LIMIT:],
     )
+
+
+def _last_logged(phases: list[pytest.TestReport]) -> str:
+    """Return the last lines that were logged, those left out in which the SDK tells what it does."""
+    # The report of each phase repeats what those before it have logged.
+    lines = [line for line in phases[-1].caplog.splitlines() if not _SDK_INFO.match(line)]
+    return "\n".join(lines[-LOG_LINES:])
 
 
 def _skip_reason(report: pytest.TestReport) -> str:

@@ -90,7 +90,11 @@ def _run_once(
     with (home / "log").open("ab") as log:
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
-            _command(home, "test_driver.py" if file.server is None else "test_server.py"),
+            [
+                *_command(home, "test_driver.py" if file.server is None else "test_server.py"),
+                # A failure that is repeated to be understood shows what the driver has logged.
+                *(["--log-level=INFO"] if file.settings.shrinks else []),
+            ],
             env=_environment(home),
             stdin=subprocess.DEVNULL,
             stdout=log,
