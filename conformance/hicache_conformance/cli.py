@@ -22,6 +22,7 @@ from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
 from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
 from hicache_conformance.runner.repro import repro
+from hicache_conformance.runner.verify import verify
 from hicache_storage.tools.options import parse_pairs
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ def run(
 
 
 app.command()(repro)
+app.command()(verify)
 
 
 @app.command()

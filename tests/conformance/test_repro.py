@@ -32,6 +32,7 @@ SERVER = Path(__file__).with_name("mutants") / "drivers_server.py"
 # Acknowledges pages that could not be written. A driver of the same name without the fault is
 # right.
 DRIVER = """
+import logging
 from drivers_files import SharedFiles
 
 class Flawed(SharedFiles):
@@ -39,6 +40,7 @@ class Flawed(SharedFiles):
 """
 FAULT = """
     def batch_set_v2(self, transfers, extra_info=None):
+        logging.getLogger("flawed").info("acknowledges whatever comes")
         return {pool: [True] * len(pages) for pool, pages in super().batch_set_v2(transfers, extra_info).items()}
 """
 PLUGIN = """
@@ -162,9 +164,40 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     assert "Faults (made as short as it could be)" in ran.output
     shortest = FaultPlan.from_json(re.search(r"Plan: (\{.*\})", ran.output)[1])
     assert set(shortest.faults) <= set(msgspec.convert(case["plans"][-1], FaultPlan).faults)
+    # What the run has not shown: the calls and what the driver has logged.
+    calls, log = ran.output.split("Last calls:\n")[1].split("Last log lines:\n")
+    last = calls.splitlines()[-1]
+    assert re.fullmatch(r"  batch_get_v2\(kv: 1 key 'page\d+-\w+'\) -> kv: \[False\]", last)
+    assert re.search(r"^  INFO +flawed:.* acknowledges whatever comes$", log, re.MULTILINE)
     # Little is left beside a set of one page after the faults have begun.
     assert len(re.findall(r"^  \d+\. ", ran.output, re.MULTILINE)) <= 4
     assert not list(tmp_path.iterdir())
+
+
+def test_a_replay_shows_calls_and_the_bytes_that_differ(site, tmp_path):
+    case = ("--case", "test_misuse_is_no_fault_of_the_store")
+    ran = site.hicache(
+        *RUN, "SwappedKeys", *case, "--profile", "smoke", "--seed", "3", "--report", str(tmp_path)
+    )
+    assert "batch_set_v2" not in ran.output
+    again = site.hicache(*REPRO, str(tmp_path), "GET-1")
+    assert again.status == 1, again.output
+    calls = again.output.split("Last calls:\n")[1]
+    names = re.findall(r"^  (\w+)\(", calls, re.MULTILINE)
+    assert names[-3:] == ["batch_set_v2", "get_stats", "batch_get_v2"]
+    assert re.search(
+        r"^  batch_get_v2\(kv: 3 keys '.*', ...\) -> kv: 3 of 3 True$", calls, re.MULTILINE
+    )
+    shown = {
+        name: bytes.fromhex(text)
+        for name, text in re.findall(r"^    (expected|found) +([0-9a-f ]+)$", calls, re.MULTILINE)
+    }
+    first = int(re.search(r"bytes 0 to 48 of 256, the first that differs is (\d+)", calls)[1])
+    pairs = list(zip(shown["expected"], shown["found"], strict=True))
+    assert len(pairs) == 48
+    assert next(index for index, (a, b) in enumerate(pairs) if a != b) == first
+    # Nothing of it is in the files of a report, which are the same for equal runs.
+    assert "batch_get_v2(kv" not in (tmp_path / "results.json").read_text()
 
 
 def test_a_repaired_driver_passes_from_the_same_results(site, flawed, failure, tmp_path):

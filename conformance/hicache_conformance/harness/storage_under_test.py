@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from hicache_conformance.harness.call_log import CallLog
 from hicache_conformance.harness.page_patterns import Page, canary, short, spent
 from hicache_conformance.harness.pools import slots_of
 from hicache_conformance.model.violation import Violation
@@ -58,6 +59,7 @@ class StorageUnderTest:
         *,
         client: int = 0,
         clients: int = 1,
+        log: CallLog | None = None,
     ) -> None:
         self.storage = storage
         self.memories = memories
@@ -66,6 +68,7 @@ class StorageUnderTest:
         self._client = client
         self._clients = clients
         self._calls = client
+        self._log = CallLog() if log is None else log
         self.info: HiCacheStorageExtraInfo | None = None
         """What every call is told besides its pages; a short deadline, for instance."""
         self.arrange: Callable[[list[int]], object] = random.shuffle
@@ -81,7 +84,13 @@ class StorageUnderTest:
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
         """The same storage, restricted to a share of each pool's pages, for one thread."""
         return StorageUnderTest(
-            self.storage, self.memories, self._patterns, random, client=number, clients=of
+            self.storage,
+            self.memories,
+            self._patterns,
+            random,
+            client=number,
+            clients=of,
+            log=self._log,
         )
 
     def set(
@@ -99,7 +108,9 @@ class StorageUnderTest:
         for group, pages in zip(groups, placed, strict=True):
             self.fill(group, pages)
         transfers = self.transfers(groups, placed)
-        answer = self.call("batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info))
+        answer = self.call(
+            "batch_set_v2", lambda: self.storage.batch_set_v2(transfers, self.info), *_about(groups)
+        )
         for group, pages in zip(groups, placed, strict=True):
             memory = self.memories[group.pool]
             # The next owner's bytes: a driver that keeps a reference and writes later stores these
@@ -128,7 +139,9 @@ class StorageUnderTest:
             # shows by a missing canary.
             memory.fill(self._own_pages(memory), canary(self._calls, memory.page_bytes))
         transfers = self.transfers(groups, placed)
-        answer = self.call("batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info))
+        answer = self.call(
+            "batch_get_v2", lambda: self.storage.batch_get_v2(transfers, self.info), *_about(groups)
+        )
         verdicts = _checked(answer, groups)
         delivered = dict[str, list[bytes | None]]()
         for pool in pools:
@@ -171,6 +184,8 @@ class StorageUnderTest:
         answer = self.call(
             "batch_exists_v2",
             lambda: self.storage.batch_exists_v2(keys, list(transfers) or None, self.info),
+            (PoolName.KV, keys),
+            *((transfer.name, transfer.keys or ()) for transfer in transfers),
         )
         listed, hit = list(answer.restorable_prefix_pages), answer.kv_hit_pages
         if not 0 <= hit <= len(keys):
@@ -201,7 +216,7 @@ class StorageUnderTest:
         Raises:
             Violation: SET-1 for the form of the answer.
         """
-        answer = self.call("delete", lambda: self.storage.delete(keys, pool=pool))
+        answer = self.call("delete", lambda: self.storage.delete(keys, pool=pool), (pool, keys))
         if not _is_list_of_bools(answer, len(keys)):
             raise Violation("SET-1", f"a delete of {len(keys)} keys answered {answer!r:.200}")
         return list(answer)
@@ -280,6 +295,7 @@ class StorageUnderTest:
                     f"answers False",
                 )
             if wrong:
+                self._note_difference(content, Page(writer or self.identity, pool, key, generation))
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
     def expect_missing(
@@ -295,6 +311,7 @@ class StorageUnderTest:
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
+                self._note_difference(content, Page(self.identity, pool, key))
                 whose = (
                     self._patterns.explain(content, Page(self.identity, pool, key))
                     or "holds its own bytes"
@@ -316,6 +333,8 @@ class StorageUnderTest:
         for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
             if content is None:
                 wrong = "was stored (True), and a get answers False"
+            elif wrong:
+                self._note_difference(content, Page(self.identity, pool, key))
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -359,20 +378,34 @@ class StorageUnderTest:
             self.call("get_stats", self.storage.get_stats).pools.get(PoolName(pool)) or PoolStats()
         )
 
-    def call(self, name: str, question: Callable[[], AnswerT]) -> AnswerT:
-        """Call the storage.
+    def call(
+        self, name: str, question: Callable[[], AnswerT], *about: tuple[str, Sequence[str]]
+    ) -> AnswerT:
+        """Call the storage, and write the call into the log.
+
+        Args:
+            name: of the method.
+            question: makes the call.
+            about: pools and keys that it is called with, for the log.
 
         Raises:
             Violation: it raised, or tried to end the process (LC-3).
         """
         try:
-            return question()
+            answer = question()
         except SystemExit as error:
+            self._log.add(name, about, error)
             raise Violation("LC-3", f"{name} tried to end the process: {error!r}") from error
         except Violation:
             raise
         except Exception as error:
+            self._log.add(name, about, error)
             raise Violation("", f"{name} raised {type(error).__name__}: {error}") from error
+        self._log.add(name, about, answer)
+        return answer
+
+    def _note_difference(self, content: bytes, page: Page) -> None:
+        self._log.note(self._patterns.difference(content, page))
 
     def own_pages(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[int]:
         """A page of this client for each of the keys."""
@@ -454,6 +487,10 @@ def block_groups(pool: str, block: int, group: int) -> PoolTransfer:
     return PoolTransfer(
         PoolName(pool), hit_policy=PoolHitPolicy.BLOCK_GROUPS, block_pages=block, group_pages=group
     )
+
+
+def _about(groups: Sequence[PageGroup]) -> list[tuple[str, Sequence[str]]]:
+    return [(group.pool, group.keys) for group in groups]
 
 
 def _checked(

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from hicache_conformance.harness.driver_files import driver_files
 from hicache_conformance.interfaces.sglang.setup import current
 from hicache_conformance.model.rules import rules
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from hicache_conformance.interfaces.sglang.setup import Setup
     from hicache_conformance.model.outcomes import Header
 
 
@@ -147,16 +149,20 @@ def describe_interface(header: Header, interface: str, given: Collection[str]) -
     header.interface = promises.interface
     options = "".join(f" -c '{name}={header.options[name]}'" for name in given)
     header.again = f"hicache conformance run {header.driver} --interface {interface}{options}"
-    package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
-    owners = packages_distributions().get(package, [])[:1]
-    header.distribution = ", ".join(
-        f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients))
-    )
+    header.distribution = foreign_distributions(setup)
+    header.files = driver_files([setup.target or "sglang"])
     for rule in rules():
         with suppress(LookupError):
             reason = promises.rule(header.driver, rule)
             if reason:
                 header.not_promised[rule] = reason
+
+
+def foreign_distributions(setup: Setup) -> str:
+    """Return names and versions of the distributions that a foreign driver comes from."""
+    package = (setup.target or "sglang").partition(":")[0].partition(".")[0]
+    owners = packages_distributions().get(package, [])[:1]
+    return ", ".join(f"{name} {version(name)}" for name in dict.fromkeys((*owners, *setup.clients)))
 
 
 @cache

@@ -50,6 +50,10 @@ class CaseOutcome:
     detail: str = ""
     """All there is to say about a failure: the history that led to it, the traceback of an
     error."""
+    calls: str = ""
+    """The last calls that led to a failure, a line each, and the bytes that it is about."""
+    log: str = ""
+    """The last lines that were logged before a failure."""
     broken_rule: str = ""
     """The rule that a failure is about."""
     seconds: float = 0.0
@@ -98,11 +102,30 @@ class Replay:
     """Commands of servers that were given; None for those that the driver names itself."""
     interface: str = ""
     """Interface of a foreign driver, as the command line names it."""
+    cases: list[str] = field(default_factory=list[str])
+    """Texts that the names of cases had to contain one of; empty for all."""
+    test_class: str = ""
+    """Class in the author's own pytest that ran it; empty for `hicache conformance run`."""
 
     @property
     def hidden(self) -> list[str]:
         """Options that were given and cannot be read here, because they hold secrets."""
         return [name for name, value in self.options.items() if HIDDEN in value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriverFiles:
+    """Files that a driver is made of, and their digest.
+
+    Equal files have the same digest, wherever they are and however they were installed.
+    """
+
+    packages: tuple[str, ...] = ()
+    """Top-level packages that hold the driver's class, its options and its registration."""
+    count: int = 0
+    """Number of files; 0 where none was found."""
+    sha256: str = ""
+    """Digest of what `sha256sum` prints for the files, sorted by name; empty where there are none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,6 +140,8 @@ class Header:
     suite_version: str
     distribution: str = ""
     """`name version` of the distribution that registers the driver."""
+    files: DriverFiles = field(default_factory=DriverFiles)
+    """Files that the driver is made of."""
     capabilities: dict[str, Any] = field(default_factory=dict[str, Any])
     undeclared: list[str] = field(default_factory=list[str])
     """What rules of the contract need and the driver does not declare."""

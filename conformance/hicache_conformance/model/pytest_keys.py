@@ -16,6 +16,8 @@ import pytest
 CASE_MARK: Final = "hicache_case"
 CASE_PROPERTY: Final = "hicache_case"
 """User property of each report of the suite: rules, levels and class of the case, as JSON."""
+CALLS_PROPERTY: Final = "hicache_calls"
+"""User property of a report: the last calls of the case, a line each."""
 CONTEXT_PROPERTY: Final = "hicache_context"
 """User property of a report: driver, capabilities and redacted options, as JSON."""
 GATE_PROPERTY: Final = "hicache_gate"

@@ -182,8 +182,8 @@ def _result(
         where = f"level {level}: " if len(levels) > 1 else ""
         for outcome, reason in verdicts:
             reasons.setdefault(outcome, reason if outcome is Outcome.FAIL else where + reason)
-        result.levels[level] = _worst(outcome for outcome, _ in verdicts)
-    result.outcome = _worst(result.levels.values())
+        result.levels[level] = worst(outcome for outcome, _ in verdicts)
+    result.outcome = worst(result.levels.values())
     result.reason = "" if result.outcome is Outcome.PASS else reasons[result.outcome]
     return result
 
@@ -231,7 +231,8 @@ def _verdicts(
             yield Outcome.UNTESTED, "no case of this suite tests it yet"
 
 
-def _worst(outcomes: Iterable[Outcome]) -> Outcome:
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the outcome of what consists of others, of which there is at least one."""
     present = set(outcomes)
     return next(outcome for outcome in _WORST_FIRST if outcome in present)
 

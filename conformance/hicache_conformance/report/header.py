@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from hicache_conformance.harness.driver_files import driver_files, modules_of
 from hicache_conformance.model.outcomes import Header
 from hicache_conformance.model.rules import all_needs, spec_version, undeclared
 from hicache_storage.hookspecs import ENTRY_POINT_GROUP
@@ -44,7 +45,8 @@ def blank_header(
     declared = msgspec.convert(capabilities or {}, Capabilities)
     return Header(
         driver=driver,
-        distribution=_distribution(driver),
+        distribution=distribution_of(driver),
+        files=driver_files(modules_of(driver)),
         seed=settings.seed,
         profile=settings.profile,
         levels=[str(level) for level in settings.levels],
@@ -55,17 +57,25 @@ def blank_header(
         # no verdict hides.
         undeclared=undeclared(declared, all_needs()) if capabilities else [],
         options=dict(options or {}),
-        environment={
-            "cpus": str(os.cpu_count()),
-            "platform": platform.platform(),
-            "pytest": installed_version("pytest"),
-            "python": platform.python_version(),
-            "torch": installed_version("torch"),
-        },
+        environment=environment(),
     )
 
 
-def _distribution(driver: str) -> str:
+def environment() -> dict[str, str]:
+    """Return the versions and the machine that a report names."""
+    return {
+        "cpus": str(os.cpu_count()),
+        # Draws the histories of calls: another version draws others from the same seed.
+        "hypothesis": installed_version("hypothesis"),
+        "platform": platform.platform(),
+        "pytest": installed_version("pytest"),
+        "python": platform.python_version(),
+        "torch": installed_version("torch"),
+    }
+
+
+def distribution_of(driver: str) -> str:
+    """Return name and version of the distribution that registers a driver; empty for none."""
     owner = registry().owners.get(driver, "")
     names = {
         point.dist.name: point.dist.version

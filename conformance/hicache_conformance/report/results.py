@@ -31,7 +31,12 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "contract": header.contract,
         "spec_version": header.spec_version,
         "suite_version": header.suite_version,
-        "driver": {"name": header.driver, "distribution": name, "version": version},
+        "driver": {
+            "name": header.driver,
+            "distribution": name,
+            "version": version,
+            "files": asdict(header.files),
+        },
         "capabilities": header.capabilities,
         "options": header.options,
         "environment": header.environment,

@@ -80,9 +80,9 @@ def conclude(
     """
     stream = ran.stream
     if stream.broken or stream.header is None:
-        reason = stream.broken or f"the suite could not begin:\n{ran.log[-3000:]}"
+        reason = stream.broken or stream.stopped or f"the suite could not begin:\n{ran.log[-3000:]}"
         console.print(Text(reason, "red"))
-        return BROKEN
+        return 128 + stream.signal if stream.signal else BROKEN
     judgement = judge(stream, settings.levels, stream.catalogue, rules)
     if report is not None:
         from hicache_conformance.report import write_report

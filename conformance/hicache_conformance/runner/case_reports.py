@@ -13,6 +13,7 @@ from hicache_conformance.model.cause import Cause, cause_of
 from hicache_conformance.model.fault_plan import FaultPlan
 from hicache_conformance.model.outcomes import DETAIL_LIMIT, CaseOutcome, Header, Outcome, Replay
 from hicache_conformance.model.pytest_keys import (
+    CALLS_PROPERTY,
     CASE_PROPERTY,
     CONTEXT_PROPERTY,
     GATE_PROPERTY,
@@ -85,11 +86,9 @@ def describe_violation(
     notes = getattr(violation, "__notes__", []) or getattr(error, "__notes__", [])
     message, _, more = str(violation).partition("\n")
     causes = _causes(violation, log, injects=injects)
-    lines = list(log.lines) if log else []
     sections = [
         *notes,
         *(f"Cause: {cause}\n{cause.traceback}" for cause in causes if cause.traceback),
-        *(["\n".join(["Logged last:", *lines])] if lines else []),
     ]
     if causes:
         if violation.__cause__ is None:
@@ -103,6 +102,7 @@ def describe_violation(
         "detail": "\n\n".join(filter(None, [f"{message}\n{more}".rstrip(), *sections]))[
             :DETAIL_LIMIT
         ],
+        "log": "\n".join(log.lines) if log else "",
         "causes": [asdict(cause) for cause in causes],
     }
 
@@ -118,7 +118,10 @@ def header_of(context: dict[str, Any] | None, settings: Settings) -> Header:
         options=context["options"],
     )
     header.replay = Replay(
-        run=settings.run, options=context["options"], services=context["services"]
+        run=settings.run,
+        options=context["options"],
+        services=context["services"],
+        test_class=context["test_class"],
     )
     return header
 
@@ -148,10 +151,10 @@ def _outcome(
     found = [_phase(report, properties) for report in phases]
     outcome = next(worst for worst in _WORST_FIRST if any(worst is phase for phase, _, _ in found))
     reason, detail = next((reason, detail) for phase, reason, detail in found if phase is outcome)
-    broken, causes = "", tuple[Cause, ...]()
+    broken, log, causes = "", "", tuple[Cause, ...]()
     if outcome is Outcome.FAIL:
         violation = json.loads(str(properties[VIOLATION_PROPERTY]))
-        broken = violation["rule"]
+        broken, log = violation["rule"], violation["log"]
         causes = msgspec.convert(violation["causes"], tuple[Cause, ...])
     return CaseOutcome(
         case=name,
@@ -160,6 +163,8 @@ def _outcome(
         outcome=outcome,
         reason=reason,
         detail=detail,
+        calls=str(properties.get(CALLS_PROPERTY, "")) if detail else "",
+        log=log,
         broken_rule=broken,
         seconds=round(sum(report.duration for report in phases), 4),
         plans=msgspec.json.decode(

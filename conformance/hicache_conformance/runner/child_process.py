@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.outcomes import (
     DETAIL_LIMIT,
+    PREFLIGHT,
     CaseOutcome,
     Outcome,
     OutcomeStream,
@@ -128,6 +129,9 @@ def _run_all(
                 if hangs == 1
                 else f"the driver hung in {hangs} cases in a row"
             )
+        elif done[-1:] == [PREFLIGHT]:
+            # It would be so in each further process.
+            stream.stopped = "the driver ended the process"
         if stream.stopped or not file.interface:
             break
         file = replace(file, done=done, stream=str(home / f"outcomes-{process}.jsonl"))

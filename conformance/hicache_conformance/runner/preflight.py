@@ -81,13 +81,12 @@ def check_driver(
                 )
             # In this process and not from the command line's: a driver that ends the process ends
             # the child only.
-            capabilities = _try_out(
+            _try_out(
                 lambda: create_storage(
                     run.driver, _identity(run.settings.run), filled, options=options
                 ),
                 _Watchdog(run, writer),
             )
-        writer.header(_header(run, capabilities))
     except Inconclusive as missing:
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
     except HiCacheError as error:
@@ -106,6 +105,14 @@ class _Watchdog:
     def __init__(self, run: RunFile, writer: StreamWriter) -> None:
         self._run = run
         self._writer = writer
+        self._opened = False
+
+    def opened(self, capabilities: Capabilities) -> None:
+        """Write down what is known of the driver, and that its first calls begin."""
+        self._opened = True
+        self._writer.header(_header(self._run, capabilities))
+        # A driver that ends the process does it here.
+        self._writer.start(PREFLIGHT, ("LC-3",), self._run.settings.levels)
 
     @contextlib.contextmanager
     def step(self, rule: str, name: str) -> Generator[None]:
@@ -126,9 +133,10 @@ class _Watchdog:
     def _end(self, rule: str, name: str, seconds: float, caller: int) -> None:
         reason = f"{rule}: on an empty store, {name} has not come back after {seconds:.0f} s"
         stacks = stacks_in_driver() or stack_of(caller)
-        # By the declaration of its registration: the instance that could tell hangs.
-        declared = registry().get(self._run.driver).capabilities
-        self._writer.header(_header(self._run, declared))
+        if not self._opened:
+            # By the declaration of its registration: the instance that could tell hangs.
+            declared = registry().get(self._run.driver).capabilities
+            self._writer.header(_header(self._run, declared))
         self._writer.outcome(
             CaseOutcome(
                 case=PREFLIGHT,
@@ -144,7 +152,7 @@ class _Watchdog:
         self._writer.stopped(f"the driver hangs in {name}")
 
 
-def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> Capabilities:
+def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> None:
     """Open a storage, store a page, read it and close.
 
     Answers are for the cases to judge; only the time counts here.
@@ -162,6 +170,7 @@ def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> Capabil
             storage.on_host_pools_registered()
         with watchdog.step("LC-1", "open()"):
             storage.open()
+        watchdog.opened(storage.capabilities)
         calls: dict[str, Callable[[], object]] = {
             "batch_set_v2()": lambda: storage.batch_set_v2([page]),
             "batch_exists_v2()": lambda: storage.batch_exists_v2(["preflight"]),
@@ -174,7 +183,6 @@ def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> Capabil
                 watchdog.step("FT-3", name),
             ):
                 call()
-        return storage.capabilities
     finally:
         with watchdog.step("LC-2", "close()"):
             storage.close()
@@ -192,6 +200,7 @@ def _header(run: RunFile, capabilities: Capabilities) -> Header:
         options=redacted(run.config),
         services=run.services,
         interface=run.interface,
+        cases=run.cases,
     )
     if run.interface:
         describe_interface(header, run.interface, run.config)

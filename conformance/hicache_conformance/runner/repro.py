@@ -128,3 +128,9 @@ def _show(console: Console, one: Repetition) -> None:
     console.print(Text.assemble((one.then.name, "bold"), ": ", (str(one), style)), soft_wrap=True)
     if one.now is not None and one.fails:
         console.print(Text(one.now.detail or one.now.reason), soft_wrap=True)
+        for title, lines in (("Last calls", one.now.calls), ("Last log lines", one.now.log)):
+            if lines:
+                console.print(Text.assemble((f"{title}:", "bold")))
+                console.print(
+                    Text("\n".join(f"  {line}" for line in lines.splitlines())), soft_wrap=True
+                )

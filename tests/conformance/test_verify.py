@@ -1,0 +1,304 @@
+"""`hicache conformance verify`: a published result file, checked by somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hicache_conformance.harness.driver_files import driver_files
+
+pytestmark = pytest.mark.slow(seconds=60)
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hicache-memory-driver"
+VERIFY = ("conformance", "verify")
+PACKAGE = "hicache_memory_driver"
+
+
+@pytest.fixture(scope="module")
+def published(site, tmp_path_factory):
+    """The report of the example driver."""
+    directory = tmp_path_factory.mktemp("published") / "report"
+    ran = site.hicache(
+        *("conformance", "run", "memory", "--level", "core", "--profile", "smoke", "--seed", "7"),
+        *("--report", str(directory)),
+    )
+    assert ran.status == 0, ran.output
+    return directory
+
+
+@pytest.fixture
+def copied(published, tmp_path):
+    """Somebody else's copy of the report, which a test may alter."""
+    return shutil.copytree(published, tmp_path / "copied")
+
+
+def rewrite(report, **changes):
+    """Alter values of a `results.json`; `a__0__b` is `b` of the first of `a`."""
+    file = report / "results.json"
+    content = json.loads(file.read_text())
+    for name, value in changes.items():
+        *path, last = (int(part) if part.isdigit() else part for part in name.split("__"))
+        place = content
+        for part in path:
+            place = place[part]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+    file.write_text(json.dumps(content))
+
+
+def altered(site, home, before, after):
+    """An environment in which the example driver is another by one replacement."""
+    shutil.copytree(EXAMPLE / PACKAGE, home / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    driver = home / PACKAGE / "driver.py"
+    text = driver.read_text()
+    assert before in text
+    driver.write_text(text.replace(before, after))
+    return {"PYTHONPATH": f"{home}:{site.environment['PYTHONPATH']}"}
+
+
+def test_a_file_names_all_that_a_run_follows_from(published, results):
+    report = results(published)
+    assert set(report["environment"]) >= {"python", "torch", "pytest", "hypothesis"}
+    files = report["driver"]["files"]
+    assert (files["packages"], files["count"]) == ([PACKAGE], 5)
+    assert (report["seed"], report["profile"], report["levels"]) == (7, "smoke", ["core"])
+
+
+def test_the_digest_is_what_sha256sum_says(published, results):
+    """A reader needs no suite to check it."""
+    (EXAMPLE / PACKAGE / "__pycache__").mkdir(exist_ok=True)
+    said = subprocess.run(
+        f"find {PACKAGE} -type f ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum",
+        shell=True,
+        cwd=EXAMPLE,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()[0]
+    assert results(published)["driver"]["files"]["sha256"] == said
+
+
+def test_the_same_run_exits_0(site, published):
+    ran = site.hicache(*VERIFY, str(published / "results.json"))
+    assert ran.status == 0, ran.output
+    assert "the same: conformant again, with the same outcome of each of 29 rules" in ran.output
+    assert "here" not in ran.output
+
+
+def test_a_file_of_a_driver_that_is_altered_here_differs(site, published, tmp_path):
+    environment = altered(site, tmp_path, "call: Call) -> list", "call: Call)  -> list")
+    ran = site.hicache(*VERIFY, str(published), "--no-run", **environment)
+    assert ran.status == 1, ran.output
+    assert f"driver.files: the file is about 5 files of {PACKAGE} with digest " in ran.output
+    assert "different: 1 difference" in ran.output
+
+
+def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tmp_path):
+    environment = altered(
+        site, tmp_path, "[[self._fill(read) for", "[[bool(self._fill(read)) or True for"
+    )
+    ran = site.hicache(*VERIFY, str(published), **environment)
+    assert ran.status == 1, ran.output
+    assert "verdict: conformant in the file, non-conformant here: breaks " in ran.output
+    assert "OB-1: pass in the file, fail here: OB-1: pages_damaged of pool" in ran.output
+    assert "driver.files: " in ran.output
+
+
+def test_a_failure_that_was_turned_into_a_pass_is_found_by_running(site, tmp_path):
+    """The file agrees with itself: only another run tells."""
+    environment = altered(
+        site, tmp_path, "[[self._fill(read) for", "[[bool(self._fill(read)) or True for"
+    )
+    report = tmp_path / "report"
+    ran = site.hicache(
+        *("conformance", "run", "memory", "--level", "core", "--profile", "smoke", "--seed", "7"),
+        *("--report", str(report)),
+        **environment,
+    )
+    assert ran.status == 1, ran.output
+    file = report / "results.json"
+    content = json.loads(file.read_text())
+    content["verdict"] = "conformant"
+    for rule in content["rules"]:
+        if rule["selected"]:
+            rule["outcome"] = "pass"
+            rule["outcome_by_level"] = dict.fromkeys(rule["outcome_by_level"], "pass")
+            rule["cases"] = []
+    content["totals"] = {"pass": sum(rule["selected"] for rule in content["rules"])}
+    file.write_text(json.dumps(content))
+    (report / "badge.json").unlink()
+    assert site.hicache(*VERIFY, str(report), "--no-run", **environment).status == 0
+    again = site.hicache(*VERIFY, str(report), **environment)
+    assert again.status == 1, again.output
+    assert "verdict: conformant in the file, non-conformant here" in again.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"verdict": "non-conformant"},
+            "verdict: is 'non-conformant', and the rules say 'conformant'",
+        ),
+        ({"totals__pass": 30}, "totals.pass: is 30, and 29 rules of the file are so"),
+        ({"levels": ["core", "pools"]}, "badge.json: message is 'conformant (core)'"),
+        ({"driver__version": "0.9"}, "driver.version: the file is about hicache-memory-driver 0.9"),
+        ({"driver__files__sha256": "0" * 64}, "driver.files: the file is about 5 files"),
+    ],
+)
+def test_a_file_that_was_altered_differs(site, copied, changes, words):
+    rewrite(copied, **changes)
+    ran = site.hicache(*VERIFY, str(copied), "--no-run")
+    assert ran.status == 1, ran.output
+    assert words in ran.output
+
+
+def test_an_outcome_that_its_cases_contradict_differs(site, copied, results):
+    rules = results(copied)["rules"]
+    number = next(index for index, rule in enumerate(rules) if rule["id"] == "GET-1")
+    rewrite(
+        copied,
+        **{
+            f"rules__{number}__cases__0__outcome": "fail",
+            f"rules__{number}__cases__0__broken_rule": "GET-1",
+        },
+    )
+    ran = site.hicache(*VERIFY, str(copied), "--no-run")
+    assert ran.status == 1, ran.output
+    assert f"rules[{number}].outcome: GET-1 is 'pass', and its cases found it broken" in ran.output
+
+
+def test_other_versions_are_told_and_are_no_difference(site, copied):
+    rewrite(copied, suite_version="0.0.1", environment__torch="2.6.0")
+    ran = site.hicache(*VERIFY, str(copied), "--no-run")
+    assert ran.status == 0, ran.output
+    assert "suite_version: 0.0.1 in the file" in ran.output
+    assert "environment.torch: 2.6.0 in the file" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schema": 99}, "schema: is 99, and this suite reads 1; use the hicache-storage that"),
+        ({"seed": None}, "Object missing required field `seed`; publish the file as"),
+        ({"driver__files": None}, "missing required field `files` - at `$.driver`; publish"),
+        ({"rules__0__outcome": "fine"}, "Invalid enum value 'fine' - at `$.rules[0].outcome`"),
+        ({"profile": "long"}, "profile: 'long' is none of smoke, default, soak; use hicache"),
+        ({"levels": ["heart"]}, "levels: "),
+        ({"levels": []}, "levels: none; "),
+        (
+            {"driver__name": "nobody"},
+            "driver.name: 'nobody' is not installed here; install hicache-memory-driver==1.0",
+        ),
+        (
+            {"replay__test_class": "tests.test_acme.TestAcme"},
+            "replay.test_class: tests.test_acme.TestAcme has run the suite in its author's own",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_checked_exits_2(site, copied, changes, words):
+    rewrite(copied, **changes)
+    ran = site.hicache(*VERIFY, str(copied), "--no-run")
+    assert ran.status == 2, ran.output
+    assert words in ran.output
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "is no JSON"), ("[]", "schema: is None")])
+def test_what_is_no_result_file_exits_2(site, tmp_path, text, words):
+    (tmp_path / "results.json").write_text(text)
+    ran = site.hicache(*VERIFY, str(tmp_path))
+    assert ran.status == 2, ran.output
+    assert words in ran.output
+
+
+def test_hidden_options_have_to_be_given_again(site, copied):
+    rewrite(copied, replay__options={"store": "***"})
+    ran = site.hicache(*VERIFY, str(copied))
+    assert ran.status == 2, ran.output
+    assert "do not show the secrets of store; give them again: -c store=..." in ran.output
+    assert site.hicache(*VERIFY, str(copied), "--no-run").status == 0
+    ran = site.hicache(*VERIFY, str(copied), "-c", "store=mine")
+    assert ran.status == 0, ran.output
+
+
+def test_a_driver_that_cannot_be_opened_exits_2(site, copied):
+    ran = site.hicache(*VERIFY, str(copied), "-c", "stor=mine")
+    assert ran.status == 2, ran.output
+    assert "unknown option 'stor'; did you mean" in ran.output
+
+
+def test_a_run_of_some_cases_is_repeated_with_those(site, tmp_path, results):
+    ran = site.hicache(
+        *("conformance", "run", "memory", "--level", "core", "--profile", "smoke"),
+        *("--case", "test_open", "--report", str(tmp_path)),
+    )
+    assert ran.status == 1, ran.output
+    assert results(tmp_path)["replay"]["cases"] == ["test_open"]
+    ran = site.hicache(*VERIFY, str(tmp_path))
+    assert ran.status == 0, ran.output
+    assert "the same: incomplete again" in ran.output
+
+
+# The digest
+# ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package in a namespace that others share."""
+    home = tmp_path / "here"
+    (home / "acme_space" / "store").mkdir(parents=True)
+    (home / "acme_space" / "store" / "__init__.py").write_text("raise ImportError('imported')\n")
+    (home / "acme_space" / "store" / "driver.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(str(home))
+    return home / "acme_space" / "store"
+
+
+def test_no_module_of_the_driver_is_imported_and_a_namespace_is_not_all_of_it(package):
+    found = driver_files(["acme_space.store.driver:Acme", "acme_space.store.config:Config"])
+    assert (found.packages, found.count) == (("acme_space.store",), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("kernel.so", True),
+        ("data/table.toml", True),
+        ("__pycache__/driver.cpython-311.pyc", False),
+        ("old.pyc", False),
+        (".cache/state", False),
+        (".driver.py.swp", False),
+    ],
+)
+def test_which_files_count(package, name, counts):
+    before = driver_files(["acme_space.store"])
+    (package / name).parent.mkdir(exist_ok=True)
+    (package / name).write_bytes(b"x")
+    after = driver_files(["acme_space.store"])
+    assert (after.sha256 != before.sha256) is counts
+    assert after.count - before.count == counts
+
+
+def test_a_moved_package_and_a_renamed_file(package, tmp_path, monkeypatch):
+    before = driver_files(["acme_space.store"])
+    os.rename(package / "driver.py", package / "storage.py")
+    assert driver_files(["acme_space.store"]).sha256 != before.sha256
+    os.rename(package / "storage.py", package / "driver.py")
+    os.rename(tmp_path / "here", tmp_path / "there")
+    monkeypatch.syspath_prepend(str(tmp_path / "there"))
+    assert driver_files(["acme_space.store"]) == before
+
+
+def test_a_single_module_and_what_does_not_exist(tmp_path, monkeypatch):
+    (tmp_path / "lone_driver.py").write_text("A = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = driver_files(["lone_driver:Lone", "lone_driver_of_nobody:Nobody"])
+    assert (found.packages, found.count) == (("lone_driver",), 1)
+    assert driver_files(["lone_driver_of_nobody"]).sha256 == ""
