@@ -47,6 +47,7 @@ def blank_header(
         distribution=_distribution(driver),
         seed=settings.seed,
         profile=settings.profile,
+        page_bytes=settings.page_bytes,
         levels=[str(level) for level in settings.levels],
         spec_version=spec_version(),
         suite_version=installed_version(SUITE),

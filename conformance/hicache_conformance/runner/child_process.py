@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.model.outcomes import CaseOutcome, Outcome, OutcomeStream, RunResult
-from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
+from hicache_conformance.model.settings import PAGE_VARIABLE, RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ def _run_once(
         # A session of its own, so that what a driver has started ends with it.
         child = subprocess.Popen(
             _command(home, "test_driver.py" if file.server is None else "test_server.py"),
-            env=_environment(home),
+            env=_environment(home, file),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -159,11 +159,12 @@ def _command(home: Path, cases: str) -> list[str]:
     ]
 
 
-def _environment(home: Path) -> dict[str, str]:
+def _environment(home: Path, file: RunFile) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     return {
         **kept,
         RUN_VARIABLE: str(home / "run.json"),
+        PAGE_VARIABLE: str(file.settings.page_bytes),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         # Otherwise hypothesis makes a directory where the user stands.
         "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),
