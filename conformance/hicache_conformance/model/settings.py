@@ -137,7 +137,9 @@ def parse_page_bytes(text: str) -> int:
     page_bytes = parse_bytes(text)
     # Pages are divided among slots, layers and components, and elements have up to eight bytes.
     if page_bytes % MIN_PAGE_UNIT:
-        raise ValueError(f"{text!r}: pages are multiples of {MIN_PAGE_UNIT} bytes, or of any length")
+        raise ValueError(
+            f"{text!r}: pages are multiples of {MIN_PAGE_UNIT} bytes, or of any length"
+        )
     return page_bytes
 
 

@@ -68,9 +68,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     services: tuple[tuple[str, ...], ...] = ()
     """Servers that it needs, as `DriverSpec.trial_services` has them."""
     capacity_option: str = ""
-    capacity_is_the_rank_s: bool = False
-    """A server keeps for each rank the capacity that it was first told, so that a smaller store
-    needs a rank of its own."""
+    ranks_of_its_own: bool = False
+    """A server keeps for each rank the page length and the capacity that it was first told, so that
+    a case with other pages, or a smaller store, needs ranks that no other case has."""
     max_lingering: int = 0
     """Closed storages that a process keeps before the run goes on in another, of a driver whose end
     is left to the end of the process, as the engine leaves it; 0 for one that is closed at once."""
@@ -85,6 +85,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     length."""
     clients: tuple[str, ...] = ()
     """Distributions whose code it calls, and whose versions belong to what is judged."""
+    reproductions: str = ""
+    """Script that shows what the matrix says about it without the suite; its arguments are rules."""
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 

@@ -94,11 +94,16 @@ def process_is_full() -> bool:
     return setup is not None and len(_lingering) > setup.max_lingering
 
 
-def _rank_of(options: Mapping[str, Any]) -> int:
-    """A rank that other stores do not have."""
-    return 1000 + int.from_bytes(
-        hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=3).digest(), "big"
-    )
+def _first_rank(salt: str, options: Mapping[str, Any]) -> int:
+    """A rank that no storage of another case, or with other options, has.
+
+    Args:
+        salt: of the identity; all that a case compares with each other have the same.
+        options: of the driver.
+    """
+    text = repr((salt, sorted(options.items()))).encode()
+    # Far apart, because the ranks of one case are counted from here.
+    return 1000 * (1 + int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big"))
 
 
 def _leave_at_once() -> None:
@@ -347,8 +352,9 @@ class EngineStorage(HiCacheStorage):
         for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
-        if self._setup.capacity_is_the_rank_s and self._capped:
-            config.tp_rank += _rank_of(self._options)
+        # Of a model with latent attention, rank 0 is the one that writes.
+        if self._setup.ranks_of_its_own and not self._identity.kv_replicated:
+            config.tp_rank += _first_rank(self._identity.salt, self._options)
         variables = {
             variable: str(self._options[option])
             for option, variable in self._setup.variables.items()
