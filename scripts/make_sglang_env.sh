@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the environment of `make interop` and `make matrix`: a real SGLang, whose host pools, cache controllers and storage
 # drivers run on a machine without a GPU (and its server too, with tests/interop/stand_in before its other modules), Mooncake
-# with its server, and this project, editable, with its conformance suite.
+# with its server, NIXL, PeerCache, the client of kvblockd, and this project, editable, with its conformance suite.
 # On Debian and Ubuntu it also installs what apt has to bring, as root or with sudo. Takes about two minutes and 3 GB the first
 # time, a second later.
 #

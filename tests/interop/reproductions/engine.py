@@ -130,7 +130,7 @@ def shows(*rules):
 
     def register(function):
         for rule in rules:
-            _reproductions[rule] = function
+            _reproductions.setdefault(rule, []).append(function)
         return function
 
     return register
@@ -146,10 +146,10 @@ def main(make_store, finish=lambda: None):
     logging.disable(logging.ERROR)
     asked = sys.argv[1:] or list(_reproductions)
     status = 0
-    for rule in asked:
+    for rule, function in [(name, each) for name in asked for each in _reproductions[name]]:
         try:
-            _reproductions[rule](make_store)
-            print(f"{rule}: {_reproductions[rule].__doc__}", flush=True)
+            function(make_store)
+            print(f"{rule}: {function.__doc__}", flush=True)
         except Exception:  # noqa: BLE001 - whatever a driver raises, the failure is not there
             print(f"{rule}: not reproduced\n{traceback.format_exc()}", flush=True)
             status = 1

@@ -134,6 +134,16 @@ def a_cleared_page_is_delivered(make):
     assert store.batch_get_v1(["gone"], slots(3)) == [True]
 
 
+@shows("LC-4", "GET-1")
+def a_page_of_another_node_is_delivered(make):
+    """A page that another rank of equal identity has set is delivered after a clear."""
+    pool = kv_pool()
+    writer, store = make(pool), make(pool)
+    assert put(writer, pool, ["theirs"])
+    store.clear()
+    assert store.batch_get_v1(["theirs"], slots(3)) == [True]
+
+
 @shows("GET-1")
 def another_page_is_delivered(make):
     """A page that was looked up and cleared is delivered with the bytes of the page behind it."""
