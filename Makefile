@@ -68,7 +68,7 @@ interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pytest -m interop -n 2 --dist loadfile --no-loadscope-reorder tests/interop
 
-# Our drivers and SGLang's own, each judged for real; writes docs/matrix.md. Some four minutes, and nothing of it is in `make test`.
+# Our drivers, SGLang's own and one of others, each judged for real; writes docs/matrix.md. Some five minutes, and nothing of it is in `make test`.
 matrix:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix docs/matrix.md

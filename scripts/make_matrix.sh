@@ -12,13 +12,13 @@ common=(--seed 1 --run-id matrix)
 foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
 # What is wrong with these is ours to repair, and a reason to fail.
 ours=(file hf3fs mooncake sglang-bridge)
-drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-sim)
+drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache)
 
 judge() {
   local driver=$1 status=0 options=("${common[@]}" --profile smoke)
   # The one run of the whole suite in CI; `make test` has the short profile.
   [[ $driver == file ]] && options=("${common[@]}" --profile default)
-  [[ $driver == sglang-* ]] && options+=("${foreign[@]}")
+  [[ $driver == sglang-* || $driver == peercache ]] && options+=("${foreign[@]}")
   "$hicache" conformance run "$driver" "${options[@]}" --report "$results/$driver" >"$results/$driver.log" 2>&1 || status=$?
   # A foreign driver that breaks rules is what the document is about; a run that could not be is not.
   if (( status > 1 )) || [[ $status != 0 && " ${ours[*]} " == *" $driver "* ]]; then
@@ -30,9 +30,10 @@ judge() {
 
 rm -rf "$results"
 mkdir -p "$results"
-# Four at a time on two cores, because they spend half of it waiting. The longest are the first of them.
+# Four at a time on two cores, because they spend half of it waiting. The longest is the first of them.
 failed=0 running=0
-for driver in "${drivers[@]}"; do
+for driver in peercache "${drivers[@]/peercache/}"; do
+  [[ -n $driver ]] || continue
   if ((running == 4)); then
     wait -n || failed=1
     running=3

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the environment of `make interop` and `make matrix`: a real SGLang, whose host pools, cache controllers and storage
 # drivers run on a machine without a GPU (and its server too, with tests/interop/stand_in before its other modules), Mooncake
-# with its server, and this project, editable, with its conformance suite.
+# with its server, NIXL, PeerCache, the client of kvblockd, and this project, editable, with its conformance suite.
 # On Debian and Ubuntu it also installs what apt has to bring, as root or with sudo. Takes about two minutes and 3 GB the first
 # time, a second later.
 #
@@ -14,6 +14,9 @@ env_dir=$1
 python=$env_dir/bin/python
 sglang=0.5.23
 mooncake=0.3.13.post1
+# Drivers that are judged, and what they ask for. Of NIXL's wheels the one for CUDA 12 works without CUDA; the package nixl picks
+# one by the version of torch, and asks for both. The client of kvblockd asks for blake3 and xxhash.
+others=(nixl==1.5.1 nixl-cu12==1.5.1 peercache==0.8.4 sglang-kvblockd==0.1.0 kvblockd==0.1.0 blake3==1.0.11 xxhash==4.1.0)
 
 # SGLang's own requirements ask for CUDA kernels that cannot be installed here, so it goes in alone, and these are the modules
 # that it imports on the way to its storage layer and to its server. Pinned, because nothing else says which versions that version
@@ -169,10 +172,13 @@ for name in (
 ):
     importlib.import_module(f"sglang.srt.{name}")
 importlib.import_module("mooncake.store")
+importlib.import_module("nixl._api")
+importlib.import_module("peercache.store")
+importlib.import_module("sglang_kvblockd")
 PY
   then
     cat "$log" >&2
-    echo "make_sglang_env: SGLang and Mooncake are installed and cannot be imported" >&2
+    echo "make_sglang_env: SGLang and the drivers are installed and cannot be imported" >&2
     exit 1
   fi
 }
@@ -187,6 +193,7 @@ if ! is_done peer "$peer"; then
   install --no-deps "sglang==$sglang"
   install "${needed[@]}"
   install "mooncake-transfer-engine-non-cuda==$mooncake"
+  install --no-deps --only-binary :all: "${others[@]}"
   install "${for_tests[@]}"
   stand_in_for_torchvision
   check_imports

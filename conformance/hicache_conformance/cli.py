@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import parse_levels, rules
-from hicache_conformance.model.settings import RunFile, ServerOptions, Settings
+from hicache_conformance.model.settings import RunFile, ServerOptions, Settings, parse_page_bytes
 from hicache_conformance.protocol.rules import LEVELS, Part, parse_parts, protocol_rules, rules_of
 from hicache_conformance.report.terminal import BROKEN, ProgressBar, conclude
 from hicache_conformance.runner.repro import repro
@@ -79,6 +79,14 @@ def run(
         str | None,
         typer.Option(help="Name of this run within the identities' salts; drawn if not given."),
     ] = None,
+    page_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Make every page a multiple of so many bytes long, such as 4KiB, for a driver that "
+            "stores no others; 0 for pages of any length, which is the default for most drivers.",
+        ),
+    ] = None,
     start_server: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,15 +121,16 @@ def run(
         _check_profile(profile)
         # Checked here, where a mistake costs a line. In the child it would be a driver that cannot
         # be opened.
-        _check_interface(interface, driver, options)
+        usual_page_bytes = _check_interface(interface, driver, options)
         _check_commands(start_server or [])
+        unit = usual_page_bytes if page_bytes is None else parse_page_bytes(page_bytes)
     except ValueError as error:
         console.print(Text(str(error), "red"))
         raise typer.Exit(BROKEN) from error
     request = RunFile(
         driver=driver,
         config=options,
-        settings=Settings.fresh(seed, profile, levels, run_id),
+        settings=Settings.fresh(seed, profile, levels, run_id, unit),
         cases=case or [],
         services=start_server or None,
         interface=interface,
@@ -387,8 +396,11 @@ def write_matrix(
         sys.stdout.write(text)
 
 
-def _check_interface(interface: str, driver: str, options: dict[str, str]) -> None:
+def _check_interface(interface: str, driver: str, options: dict[str, str]) -> int:
     """Check that a foreign driver is named as its interface requires.
+
+    Returns:
+        The bytes that its pages are multiples of; 0 for pages of any length.
 
     Raises:
         ValueError: there is no such interface, or no such driver of it.
@@ -397,8 +409,7 @@ def _check_interface(interface: str, driver: str, options: dict[str, str]) -> No
 
     if interface and interface not in INTERFACES:
         raise ValueError(f"unknown interface {interface!r}; interfaces are {', '.join(INTERFACES)}")
-    if interface:
-        setup_of(driver, options)
+    return setup_of(driver, options).page_bytes if interface else 0
 
 
 def _check_commands(commands: list[str]) -> None:

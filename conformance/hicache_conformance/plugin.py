@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hicache-profile", metavar="NAME", default="default", help="smoke, default or soak"
     )
     group.addoption(
+        "--hicache-page-bytes",
+        metavar="BYTES",
+        default="0",
+        help="make every page a multiple of so many bytes long, such as 4KiB",
+    )
+    group.addoption(
         "--hicache-report",
         metavar="DIR",
         help="write the conformance report here; without 'conformant' exit with 1",

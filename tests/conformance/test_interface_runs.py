@@ -158,3 +158,49 @@ def test_what_cannot_be_run_exits_2_and_says_why(site, driver, arguments, words)
     ran = site.hicache(*RUN, driver, *arguments, "--case", "test_holes", cwd=DRIVERS)
     assert ran.status == 2, ran.output
     assert words in " ".join(ran.output.split())
+
+
+def test_a_driver_that_refuses_every_page_of_a_size_is_told_so_once(site):
+    ran = site.hicache(*RUN, "sample_storage:Blocks", *SGLANG, "--level", "core", cwd=DRIVERS)
+    assert ran.status == 2, ran.output
+    words = " ".join(ran.output.split())
+    assert "it stores no page of 256 bytes, and stores one of 16384" in words
+    assert "judge it with --page-bytes 8192" in words
+    assert "fail" not in words
+
+
+def test_pages_are_as_long_as_the_driver_needs_them(site, tmp_path, results):
+    page_bytes = ("--page-bytes", "8KiB")
+    arguments = (*SGLANG, *page_bytes, "--level", "core,identity", "--report", str(tmp_path))
+    ran = site.hicache(*RUN, "sample_storage:Blocks", *arguments, cwd=DRIVERS)
+    assert ran.status == 0, ran.output
+    report = results(tmp_path)
+    assert report["page_bytes"] == 8192
+    assert report["totals"]["fail"] == report["totals"]["untested"] == 0
+
+
+def test_the_length_of_pages_goes_into_what_repeats_a_failure(site, tmp_path, results):
+    case = ("--page-bytes", "8KiB", "--case", "test_holes")
+    site.hicache(
+        *RUN, "sample_storage:Compacts", *SGLANG, *case, "--report", str(tmp_path), cwd=DRIVERS
+    )
+    report = results(tmp_path)
+    again = next(
+        found["reproduce"]
+        for rule in report["rules"]
+        for found in rule["cases"]
+        if found["outcome"] == "fail"
+    )
+    assert "--page-bytes 8192" in again
+    repeated = site.hicache("conformance", "repro", str(tmp_path), "GET-1", cwd=DRIVERS)
+    assert repeated.status == 1, repeated.output
+    assert "of 16384 bytes differ" in repeated.output
+
+
+@pytest.mark.parametrize("page_bytes", ["100", "8192000001", "some"])
+def test_a_length_that_pages_cannot_have_exits_2(site, page_bytes):
+    ran = site.hicache(
+        *RUN, "sample_storage:SampleStorage", *SGLANG, "--page-bytes", page_bytes, cwd=DRIVERS
+    )
+    assert ran.status == 2, ran.output
+    assert repr(page_bytes) in ran.output

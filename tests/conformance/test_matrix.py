@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from hicache_conformance.report.matrix import (
 )
 from hicache_conformance.suite.driver_conformance import catalogue
 
+ROOT = Path(__file__).parents[2]
 SAID = "GET-1: page 3 key 'a_b|c' of pool 'kv' holds bytes of key '<d>'"
 AGAIN = "hicache conformance run wrong --seed 4 --case 'test_holes'"
 
@@ -32,9 +34,11 @@ def rule(name, outcome, *cases, reason="", selected=True):
     return RuleRow(name, f"what {name} asks", selected, outcome, reason, list(cases))
 
 
-def run(driver, *found, interface="", verdict="conformant"):
+def run(
+    driver, *found, interface="", verdict="conformant", distribution="hicache-storage", pages=0
+):
     return DriverRun(
-        DriverId(driver, "package", "1.2"),
+        DriverId(driver, distribution, "1.2"),
         "2",
         "0.1",
         4,
@@ -43,6 +47,7 @@ def run(driver, *found, interface="", verdict="conformant"):
         verdict,
         list(found),
         interface,
+        pages,
     )
 
 
@@ -66,6 +71,7 @@ WRONG = run(
     rule("EX-1", Outcome.NOT_DECLARED, reason="nobody asks"),
     rule("EX-2", Outcome.UNTESTED, reason="test_one_side_pool stopped"),
     interface="SGLang 0.5.23",
+    distribution="sglang",
     verdict="non-conformant",
 )
 
@@ -85,11 +91,11 @@ def test_each_rule_has_a_cell_for_each_driver(lines):
 
 def test_a_run_says_what_it_was(lines):
     assert (
-        "| `right` | package 1.2 | HiCacheStorage v2 | core, pools | 4 | smoke | conformant |"
+        "| `right` | hicache-storage 1.2 | HiCacheStorage v2 | core, pools | 4 | smoke | any | conformant |"
         in lines
     )
     assert (
-        "| `wrong` | package 1.2 | SGLang 0.5.23 | core, pools | 4 | smoke | non-conformant |"
+        "| `wrong` | sglang 1.2 | SGLang 0.5.23 | core, pools | 4 | smoke | any | non-conformant |"
         in lines
     )
     assert "Contract 2, suite 0.1." in lines
@@ -114,6 +120,27 @@ def test_reasons_stand_once_with_their_rules_cases_and_drivers(lines):
 def test_drivers_of_the_engine_that_are_not_judged_are_named_beside_those_that_are(lines):
     assert any(line.startswith("| `sglang-shm` | a dummy") for line in lines)
     assert "## Not judged" not in matrix([RIGHT])
+
+
+def test_drivers_that_others_publish_have_a_section_with_their_runs_rules_and_findings():
+    failed = rule("GET-1", Outcome.FAIL, case("test_holes", Outcome.FAIL, SAID, "GET-1"))
+    other = run("peercache", failed, interface="SGLang", distribution="peercache", pages=8192)
+    text = matrix([RIGHT, other])
+    first, _, section = text.partition("\n## Not in SGLang\n")
+    assert "peercache" not in first
+    assert "| smoke | multiples of 8192 bytes |" in section
+    assert "| rule | peercache | what it asks |" in section
+    # What is said about it can be seen without the suite, by a script that is there.
+    script = known()["peercache"].reproductions
+    assert f"`python {script} GET-1`" in section
+    assert (ROOT / script).exists()
+    assert "## Not in SGLang" not in matrix([RIGHT])
+
+
+def test_a_driver_that_cannot_be_constructed_is_named_with_the_script_that_shows_it(lines):
+    row = next(line for line in lines if line.startswith("| `sglang-kvblockd` |"))
+    assert "keymap.py, line 86" in row.replace("\\", "")
+    assert "`python tests/interop/reproductions/kvblockd_constructor.py` shows it" in row
 
 
 def test_an_error_of_the_suite_is_not_hidden():

@@ -9,8 +9,9 @@ import pytest
 
 from hicache_conformance.harness.oracle import PoolQuery, check
 from hicache_conformance.harness.page_patterns import Page, PagePatterns, canary, spent
-from hicache_conformance.harness.pools import EngineHostPool, GuardedPool
+from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, page_components
 from hicache_conformance.harness.storage_under_test import all_pages, block_groups, trailing
+from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import PoolPresence, StorageIdentity, common_hit
 from hicache_storage.tools.options import redacted
@@ -72,6 +73,29 @@ def test_pools_keep_what_is_written_and_their_guards():
             pool.write(page, content)
         assert {page: pool.read(page) for page in pages} == pages
         assert pool.guards_intact()
+
+
+@pytest.mark.parametrize(
+    ("components", "unit", "wanted"),
+    [
+        ((96, 160), 0, (96, 160)),
+        ((96, 160), 8192, (6144, 10240)),
+        # Half of the usual page, and twice as long as it.
+        ((48, 80), 8192, (3072, 5120)),
+        ((192, 320), 8192, (12288, 20480)),
+        ((40,), 8192, (8192,)),
+        ((3000, 5000), 4096, (3072, 5120)),
+        ((8192, 8192), 8192, (8192, 8192)),
+    ],
+)
+def test_pages_are_multiples_of_a_unit_and_keep_their_proportions(components, unit, wanted):
+    assert page_components(components, unit) == wanted
+
+
+def test_pools_take_their_page_length_from_the_run_unless_it_is_exact(monkeypatch):
+    monkeypatch.setenv(PAGE_VARIABLE, "4096")
+    assert GuardedPool().page_bytes == 8192
+    assert GuardedPool(exact=True).page_bytes == 256
 
 
 def test_a_broken_guard_is_seen():

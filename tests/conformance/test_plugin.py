@@ -46,6 +46,13 @@ def test_six_lines_are_enough(alone):
     assert "seed 3" in ran.output
 
 
+def test_pages_can_be_longer(site, project, results):
+    longer = (*CORE, "--hicache-page-bytes=4KiB", "-k", "test_pages_read_back")
+    ran = site.pytest(*longer, "--hicache-report=longer", cwd=project)
+    assert "1 passed" in ran.output
+    assert results(project / "longer")["page_bytes"] == 4096
+
+
 def test_a_rule_s_cases_can_be_chosen(site, project):
     ran = site.pytest(*CORE, "-k", "GET-7", "-vv", cwd=project)
     assert ran.status == 0
@@ -124,6 +131,7 @@ def test_bad_options_are_usage_errors(site, project):
     for option, words in (
         ("--hicache-level=cor", "unknown level 'cor'"),
         ("--hicache-profile=slow", "unknown profile 'slow'"),
+        ("--hicache-page-bytes=100", "pages are multiples of 512 bytes"),
     ):
         ran = site.pytest(option, cwd=project)
         assert ran.status == 4

@@ -142,8 +142,8 @@ class SpaceCases:
         if limit > MAX_BYTES:
             raise Inconclusive(f"max_page_bytes is {limit}, more than this suite has memory for")
         pools = {
-            PoolName.KV: GuardedPool(pages=2, components=(limit,)),
-            "draft": GuardedPool(pages=2, components=(limit + 1,)),
+            PoolName.KV: GuardedPool(pages=2, components=(limit,), exact=True),
+            "draft": GuardedPool(pages=2, components=(limit + 1,), exact=True),
         }
         sut, max_keys, keys = context.storage(pools=pools), context.keys(1), context.keys(2)
         sut.store(max_keys)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_storage.spec import HostPool, PageGeometry
 
 if TYPE_CHECKING:
@@ -14,6 +16,31 @@ if TYPE_CHECKING:
 
 GUARD_BYTES = 64
 GUARD = b"\xa7" * GUARD_BYTES
+SMALL_PAGE: Final = 128
+"""Bytes of a case's page that become one unit: the usual page of 256 bytes becomes two, so that half
+of it is a page, too."""
+MAX_SMALL_UNITS: Final = 4
+"""Pages of up to so many times `SMALL_PAGE` grow like that; longer ones are rounded up."""
+
+
+def page_components(components: Sequence[int], unit: int) -> tuple[int, ...]:
+    """The bytes of each component of a page, when pages are multiples of `unit` bytes.
+
+    Half a page stays half as long, and the components keep their proportions.
+
+    Args:
+        components: bytes of each component that a case asks for.
+        unit: bytes; 0 for pages of any length.
+    """
+    length = sum(components)
+    if not unit or length % unit == 0:
+        return tuple(components)
+    small = -(-length // SMALL_PAGE)
+    units = small if small <= MAX_SMALL_UNITS else -(-length // unit)
+    ends = [
+        sum(components[: index + 1]) * units * unit // length for index in range(len(components))
+    ]
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
 
 class PoolMemory(ABC):
@@ -68,7 +95,9 @@ class GuardedPool(PoolMemory):
     Args:
         pages: number of pages.
         page_size: slots per page.
-        components: bytes of each component of a page.
+        components: bytes of each component of a page; the next multiple of the run's page length,
+            where it has one.
+        exact: keep these lengths whatever the run asks for.
         skew: bytes that every component's memory is off alignment.
         layout, dtype: as the geometry tells them.
     """
@@ -79,10 +108,14 @@ class GuardedPool(PoolMemory):
         pages: int = 64,
         page_size: int = 2,
         components: Sequence[int] = (96, 160),
+        exact: bool = False,
         skew: int = 0,
         layout: str = "page_first",
         dtype: str = "uint8",
     ) -> None:
+        if not exact:
+            # From the environment, because workers make pools of their own.
+            components = page_components(components, int(os.environ.get(PAGE_VARIABLE) or 0))
         self.geometry = PageGeometry(layout, dtype, page_size, pages * page_size, tuple(components))
         self.pages = pages
         self.page_size = page_size

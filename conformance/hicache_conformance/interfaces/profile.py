@@ -109,6 +109,8 @@ class InterfaceProfile:
     """Whether a page that was just looked up is gone when a clear has returned."""
     repeated_keys: bool = True
     """Whether a call may name a key twice."""
+    forgetting_seconds: float = 0.0
+    """How long a store may need to learn that a process has ended, before another case begins."""
     patience_seconds: float | None = None
     """How long a call may take on a store that hangs; None for the storage's own deadline and a
     second."""
@@ -178,6 +180,7 @@ def interface_profile() -> InterfaceProfile:
         keeps_bytes=setup.keeps_bytes,
         clears_at_once=setup.clears_at_once,
         repeated_keys=False,
+        forgetting_seconds=setup.forgetting_seconds,
         patience_seconds=PATIENCE_SECONDS,
         visible_fields=SGLANG_FIELDS,
     )

@@ -138,6 +138,8 @@ class Header:
     levels: list[str]
     spec_version: str
     suite_version: str
+    page_bytes: int = 0
+    """Bytes that every page is a multiple of; 0 for pages of any length."""
     distribution: str = ""
     """`name version` of the distribution that registers the driver."""
     files: DriverFiles = field(default_factory=DriverFiles)

@@ -5,6 +5,7 @@ Apart from `settings`, because processes that only look up drivers read the run 
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import pytest
@@ -12,7 +13,12 @@ import pytest
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.pytest_keys import drawn_seed
 from hicache_conformance.model.rules import parse_levels
-from hicache_conformance.model.settings import RunFile, Settings
+from hicache_conformance.model.settings import (
+    PAGE_VARIABLE,
+    RunFile,
+    Settings,
+    parse_page_bytes,
+)
 
 _SETTINGS: Final = pytest.StashKey[Settings]()
 
@@ -45,5 +51,11 @@ def _of_options(config: pytest.Config) -> Settings:
         levels = parse_levels(levels_text)
     except ValueError as error:
         raise pytest.UsageError(f"--hicache-level: {error}") from error
+    try:
+        page_bytes = parse_page_bytes(str(config.getoption("--hicache-page-bytes")))
+    except ValueError as error:
+        raise pytest.UsageError(f"--hicache-page-bytes: {error}") from error
+    # Pools are made by cases, which see no settings, and in workers, which inherit the environment.
+    os.environ[PAGE_VARIABLE] = str(page_bytes)
     seed, run = drawn_seed(config)
-    return Settings(seed=seed, run=run, profile=profile, levels=levels)
+    return Settings(seed=seed, run=run, profile=profile, levels=levels, page_bytes=page_bytes)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 import msgspec
 
 from hicache_conformance.model.rules import Level
+from hicache_storage.spec.config import parse_bytes
 from hicache_storage.tools.options import TMP, UNIQUE
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 RUN_VARIABLE: Final = "HICACHE_CONFORMANCE_RUN"
 """Environment variable by which `hicache conformance run` tells its child process where its
 `RunFile` is."""
+PAGE_VARIABLE: Final = "HICACHE_CONFORMANCE_PAGE_BYTES"
+"""Environment variable by which the processes of a run learn what the lengths of its pages are
+multiples of."""
+MIN_PAGE_UNIT: Final = 512
 _PORT: Final = re.compile(r"\{port:([A-Za-z0-9_.-]+)\}")
 
 
@@ -39,16 +44,29 @@ class Settings:
     levels: tuple[Level, ...] = tuple(Level)
     shrinks: bool = False
     """Make a failure as short as possible, also where the profile does not."""
+    page_bytes: int = 0
+    """Bytes that every page is a multiple of; 0 for pages of any length."""
 
     @classmethod
     def fresh(
-        cls, seed: int | None, profile: str, levels: tuple[Level, ...], run: str | None = None
+        cls,
+        seed: int | None,
+        profile: str,
+        levels: tuple[Level, ...],
+        run: str | None = None,
+        page_bytes: int = 0,
     ) -> Self:
         """Settings of a new run; a seed is drawn where none is given."""
         # The seed decides what cases do, the run's name only what pages are called: repeated by its
         # seed, a run must not find the pages of the first one.
         drawn = secrets.randbelow(2**32) if seed is None else seed
-        return cls(seed=drawn, run=run or secrets.token_hex(4), profile=profile, levels=levels)
+        return cls(
+            seed=drawn,
+            run=run or secrets.token_hex(4),
+            profile=profile,
+            levels=levels,
+            page_bytes=page_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +128,21 @@ class RunFile:
         """The run file of this process, where it is the child of a command line."""
         path = os.environ.get(RUN_VARIABLE)
         return cls.read(Path(path)) if path else None
+
+
+def parse_page_bytes(text: str) -> int:
+    """What the lengths of pages shall be multiples of, in bytes; 0 for pages of any length.
+
+    Raises:
+        ValueError: it is no number of bytes, or not a multiple of 512.
+    """
+    page_bytes = parse_bytes(text)
+    # Pages are divided among slots, layers and components, and elements have up to eight bytes.
+    if page_bytes % MIN_PAGE_UNIT:
+        raise ValueError(
+            f"{text!r}: pages are multiples of {MIN_PAGE_UNIT} bytes, or of any length"
+        )
+    return page_bytes
 
 
 def filled(text: str, tmp: Path | str, ports: Mapping[str, int], unique: str = UNIQUE) -> str:

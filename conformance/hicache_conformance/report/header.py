@@ -49,6 +49,7 @@ def blank_header(
         files=driver_files(modules_of(driver)),
         seed=settings.seed,
         profile=settings.profile,
+        page_bytes=settings.page_bytes,
         levels=[str(level) for level in settings.levels],
         spec_version=spec_version(),
         suite_version=installed_version(SUITE),

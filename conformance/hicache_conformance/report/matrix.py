@@ -38,6 +38,18 @@ LEGEND: Final = (
     (NOT_RUN, "the rule's level was not run"),
 )
 MESSAGE_LIMIT: Final = 400
+HOMES: Final = ("hicache-storage", "sglang")
+"""Distributions of this project and of the engine."""
+RUN_COLUMNS: Final = (
+    "driver",
+    "from",
+    "interface",
+    "levels",
+    "seed",
+    "profile",
+    "page length",
+    "verdict",
+)
 PREFACE: Final = (
     "Made by `hicache conformance matrix` from the results of real runs; `make matrix` makes them "
     "all again. What each rule asks "
@@ -94,6 +106,12 @@ class DriverRun(msgspec.Struct, frozen=True):
     verdict: str
     rules: list[RuleRow]
     interface: str = ""
+    page_bytes: int = 0
+
+    @property
+    def is_published_apart(self) -> bool:
+        """Return whether the driver comes from neither the engine nor this project."""
+        return bool(self.interface) and self.driver.distribution not in HOMES
 
 
 def read_run(path: Path) -> DriverRun:
@@ -112,23 +130,31 @@ def read_run(path: Path) -> DriverRun:
 
 def matrix(runs: Sequence[DriverRun]) -> str:
     """The whole document, in Markdown."""
+    apart = [run for run in runs if run.is_published_apart]
+    others = [run for run in runs if not run.is_published_apart]
     parts = [
         "# Drivers and rules",
         PREFACE,
         _table(("", "meaning"), LEGEND),
         "## Runs",
-        _table(
-            ("driver", "from", "interface", "levels", "seed", "profile", "verdict"),
-            (_about(run) for run in runs),
-        ),
+        _table(RUN_COLUMNS, (_about(run) for run in others)),
         (
             f"Contract {_one(run.spec_version for run in runs)}, suite "
             f"{_one(run.suite_version for run in runs)}."
         ),
         "## Rules",
-        _table(("rule", *(run.driver.name for run in runs), "what it asks"), _rows(runs)),
+        _rules(others),
     ]
-    for run in runs:
+    for run in others:
+        parts += _findings(run)
+    if apart:
+        parts += [
+            "## Not in SGLang",
+            "Drivers with SGLang's interface that others publish.",
+            _table(RUN_COLUMNS, (_about(run) for run in apart)),
+            _rules(apart),
+        ]
+    for run in apart:
         parts += _findings(run)
     parts += _not_declared(runs)
     parts += _not_judged(runs)
@@ -145,8 +171,13 @@ def _about(run: DriverRun) -> tuple[str, ...]:
         ", ".join(run.levels),
         str(run.seed),
         run.profile,
+        f"multiples of {run.page_bytes} bytes" if run.page_bytes else "any",
         run.verdict,
     )
+
+
+def _rules(runs: Sequence[DriverRun]) -> str:
+    return _table(("rule", *(run.driver.name for run in runs), "what it asks"), _rows(runs))
 
 
 def _rows(runs: Sequence[DriverRun]) -> Iterable[tuple[str, ...]]:
@@ -175,7 +206,9 @@ def _findings(run: DriverRun) -> Iterable[str]:
         first, *more = rule.failing()
         command = f"\n  `{first.reproduce}`" if first.reproduce else ""
         others = f"\n  Also found by {_cases(case.name for case in more)}." if more else ""
-        yield f"- **{rule.id}**: {_sentence(first.reason, rule.id)}{command}{others}"
+        script = _script(run.driver.name)
+        alone = f"\n  With the driver alone: `{script} {rule.id}`" if script else ""
+        yield f"- **{rule.id}**: {_sentence(first.reason, rule.id)}{command}{alone}{others}"
     # By reason: one missing program leaves dozens of rules untested, and is worth one line.
     untested = dict[str, list[str]]()
     for rule in run.rules:
@@ -186,6 +219,12 @@ def _findings(run: DriverRun) -> Iterable[str]:
         yield "\n".join(
             f"- {', '.join(rules)}: {_plain(reason)}" for reason, rules in untested.items()
         )
+
+
+def _script(driver: str) -> str:
+    """The command that shows what is said about a driver without the suite; empty if there is none."""
+    setup = known().get(driver)
+    return f"python {setup.reproductions}" if setup and setup.reproductions else ""
 
 
 def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
@@ -227,12 +266,19 @@ def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
 
 
 def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
-    """Drivers of the same engine that no run can be about."""
+    """Drivers of the same interface that no run can be about."""
     reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):
         yield "## Not judged"
         yield _table(
-            ("driver", "why"), ((f"`{name}`", _plain(reason)) for name, reason in reasons.items())
+            ("driver", "why"),
+            (
+                (
+                    f"`{name}`",
+                    _plain(reason) + (f"; `{_script(name)}` shows it" if _script(name) else ""),
+                )
+                for name, reason in reasons.items()
+            ),
         )
 
 

@@ -42,6 +42,7 @@ def results(header: Header, judgement: Judgement) -> dict[str, Any]:
         "environment": header.environment,
         "seed": header.seed,
         "profile": header.profile,
+        "page_bytes": header.page_bytes,
         "levels": header.levels,
         "verdict": str(judgement.verdict),
         "reason": judgement.reason,
@@ -85,6 +86,8 @@ def reproduction(header: Header, case: str) -> str:
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
         parts.append(f"--run-id {quote(header.replay.run)}")
+    if header.page_bytes:
+        parts.append(f"--page-bytes {header.page_bytes}")
     if header.profile != "default":
         parts.append(f"--profile {header.profile}")
     return " ".join(parts)

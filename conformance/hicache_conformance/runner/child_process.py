@@ -26,7 +26,7 @@ from hicache_conformance.model.outcomes import (
     OutcomeStream,
     RunResult,
 )
-from hicache_conformance.model.settings import RUN_VARIABLE, RunFile
+from hicache_conformance.model.settings import PAGE_VARIABLE, RUN_VARIABLE, RunFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,7 +162,7 @@ def _run_once(
                 # Before the process is killed, so that the log says where each thread was.
                 dump_seconds=0.9 * case_seconds,
             ),
-            env=_environment(home),
+            env=_environment(home, file),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -247,11 +247,12 @@ def _command(home: Path, cases: str, *, dump_seconds: float) -> list[str]:
     ]
 
 
-def _environment(home: Path) -> dict[str, str]:
+def _environment(home: Path, file: RunFile) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
     return {
         **kept,
         RUN_VARIABLE: str(home / "run.json"),
+        PAGE_VARIABLE: str(file.settings.page_bytes),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         # Otherwise hypothesis makes a directory where the user stands.
         "HYPOTHESIS_STORAGE_DIRECTORY": str(home / "hypothesis"),

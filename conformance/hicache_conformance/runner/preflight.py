@@ -1,4 +1,7 @@
-"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened."""
+"""Preflight of a command-line run: checks that the driver can be loaded, constructed and opened.
+
+A foreign driver must also store pages of the run's length, or of none.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.environment import commands_of, environment_of
 from hicache_conformance.fixtures.open_context import filled_config
-from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.harness.pools import GuardedPool, page_components, slots_of
 from hicache_conformance.interfaces.profile import describe_interface
 from hicache_conformance.model.cause import stack_of, stacks_in_driver
 from hicache_conformance.model.outcomes import (
@@ -49,6 +52,11 @@ OPEN_SECONDS: Final = 25.0
 30 seconds, by which the SDK answers for a driver that hangs."""
 FOREIGN_SECONDS: Final = 60.0
 """The same for foreign drivers, which have no such deadline, and may start processes."""
+USUAL_PAGE: Final = (96, 160)
+"""Bytes of the components of the cases' usual page."""
+PROBED_UNITS: Final = (8 << 10, 64 << 10, 1 << 20)
+"""Page lengths, in bytes, that a driver is tried with when it has refused the usual one."""
+PROBE_SECONDS: Final = 20.0
 
 
 def check_driver(
@@ -79,16 +87,25 @@ def check_driver(
                     f"no server listens on {{port:{missing_ports[0]}}}; start one with "
                     f"--start-server"
                 )
+
             # In this process and not from the command line's: a driver that ends the process ends
             # the child only.
-            _try_out(
-                lambda: create_storage(
+            def make() -> HiCacheStorage:
+                return create_storage(
                     run.driver, _identity(run.settings.run), filled, options=options
-                ),
-                _Watchdog(run, writer),
-            )
+                )
+
+            stores = _try_out(make, _Watchdog(run, writer))
+            if run.interface and not stores and not run.settings.page_bytes:
+                unit = _needed_page_bytes(make)
+                if unit:
+                    raise Inconclusive(
+                        f"it stores no page of {sum(USUAL_PAGE)} bytes, and stores one of "
+                        f"{sum(page_components(USUAL_PAGE, unit))}; judge it with --page-bytes "
+                        f"{unit}"
+                    )
     except Inconclusive as missing:
-        _give_up(writer, f"driver {run.driver!r} cannot be opened: {missing}")
+        _give_up(writer, f"driver {run.driver!r} cannot be judged: {missing}")
     except HiCacheError as error:
         what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
         _give_up(writer, f"driver {run.driver!r} {what}: {error}")
@@ -152,8 +169,8 @@ class _Watchdog:
         self._writer.stopped(f"the driver hangs in {name}")
 
 
-def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> None:
-    """Open a storage, store a page, read it and close.
+def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> bool:
+    """Open a storage, store a page, read it and close; return whether the page was stored.
 
     Answers are for the cases to judge; only the time counts here.
 
@@ -171,8 +188,9 @@ def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> None:
         with watchdog.step("LC-1", "open()"):
             storage.open()
         watchdog.opened(storage.capabilities)
+        stored = dict[PoolName, list[bool]]()
         calls: dict[str, Callable[[], object]] = {
-            "batch_set_v2()": lambda: storage.batch_set_v2([page]),
+            "batch_set_v2()": lambda: stored.update(storage.batch_set_v2([page])),
             "batch_exists_v2()": lambda: storage.batch_exists_v2(["preflight"]),
             "batch_get_v2()": lambda: storage.batch_get_v2([page]),
         }
@@ -183,6 +201,7 @@ def _try_out(make: Callable[[], HiCacheStorage], watchdog: _Watchdog) -> None:
                 watchdog.step("FT-3", name),
             ):
                 call()
+        return stored.get(PoolName.KV) == [True]
     finally:
         with watchdog.step("LC-2", "close()"):
             storage.close()
@@ -210,6 +229,41 @@ def _header(run: RunFile, capabilities: Capabilities) -> Header:
 def _give_up(writer: StreamWriter, reason: str) -> None:
     writer.broken(reason)
     raise pytest.UsageError(reason)
+
+
+def _needed_page_bytes(make: Callable[[], HiCacheStorage]) -> int:
+    """Return a page length that a driver stores which has refused the usual one.
+
+    0 where it stores none of those that are tried, or does not come back: the cases find that.
+    """
+    found = list[int]()
+
+    def probe() -> None:
+        found.extend(unit for unit in PROBED_UNITS if _stores_page(make, unit))
+
+    # In a thread that may stay behind, because nothing is known about the driver yet.
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(PROBE_SECONDS)
+    return found[0] if found else 0
+
+
+def _stores_page(make: Callable[[], HiCacheStorage], unit: int) -> bool:
+    """Return whether a driver stores one page, of a length that is a multiple of `unit` bytes."""
+    pool = GuardedPool(pages=4, components=page_components(USUAL_PAGE, unit), exact=True)
+    transfer = PoolTransfer(
+        PoolName.KV, slots_of([0], pool.page_size), keys=[f"preflight-{unit:064d}"]
+    )
+    try:
+        storage = make()
+        try:
+            storage.register_mem_host_pool_v2(pool, PoolName.KV)
+            storage.on_host_pools_registered()
+            return storage.batch_set_v2([transfer])[PoolName.KV] == [True]
+        finally:
+            storage.close()
+    except Exception:  # noqa: BLE001 - a stranger's driver may raise anything
+        return False
 
 
 def _identity(run: str) -> StorageIdentity:

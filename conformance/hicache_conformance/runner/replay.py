@@ -60,6 +60,7 @@ class Record(msgspec.Struct, frozen=True):
     options: dict[str, object]
     rules: list[RecordedRule]
     replay: Replay | None = None
+    page_bytes: int = 0
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -149,6 +150,7 @@ class Record(msgspec.Struct, frozen=True):
             seed=self.seed,
             run=run_id or self.how.run,
             profile=self.profile,
+            page_bytes=self.page_bytes,
             levels=parse_levels(",".join(self.levels)),
             # Whatever the profile says: a failure that is repeated is repeated to be understood.
             shrinks=True,

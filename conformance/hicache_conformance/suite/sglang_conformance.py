@@ -51,6 +51,7 @@ def _corrupt_length(storage: HiCacheStorage, pool: str, key: str, damage: Object
         pages=4,
         page_size=geometry.page_size,
         components=[part * more // less for part in geometry.component_bytes],
+        exact=True,
     )
     other.write(0, b"\x5a" * other.page_bytes)
     rank = own.companion()

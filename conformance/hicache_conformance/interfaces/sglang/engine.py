@@ -140,18 +140,15 @@ def overrides(setup: Setup, method: str) -> bool:
 
 
 @contextmanager
-def environment(name: str, value: str) -> Generator[None]:
-    """An environment variable, for as long as a driver is constructed.
-
-    Nothing is set without a name.
-    """
-    before = os.environ.get(name)
-    if name:
-        os.environ[name] = value
+def environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Environment variables, for as long as a driver is constructed."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if name and before is None:
-            del os.environ[name]
-        elif name and before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

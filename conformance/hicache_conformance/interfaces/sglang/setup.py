@@ -58,6 +58,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     written."""
     directories: tuple[str, ...] = ()
     """Options that name a directory which has to exist: the engine's first rank makes it."""
+    variables: dict[str, str] = {}
+    """Options that it reads from environment variables and not from `extra_config`, and the names of
+    these variables."""
     config_variable: str = ""
     """Environment variable that names its configuration file, where it reads one."""
     config_keys: tuple[str, ...] = ()
@@ -65,14 +68,25 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     services: tuple[tuple[str, ...], ...] = ()
     """Servers that it needs, as `DriverSpec.trial_services` has them."""
     capacity_option: str = ""
-    capacity_is_the_rank_s: bool = False
-    """A server keeps for each rank the capacity that it was first told, so that a smaller store
-    needs a rank of its own."""
-    lingers: bool = False
-    """Its end takes seconds, and the engine leaves it to the end of the process. A run takes a new
-    process now and then."""
+    ranks_of_its_own: bool = False
+    """A server keeps for each rank the page length and the capacity that it was first told, so that
+    a case with other pages, or a smaller store, needs ranks that no other case has."""
+    max_lingering: int = 0
+    """Closed storages that a process keeps before the run goes on in another, of a driver whose end
+    is left to the end of the process, as the engine leaves it; 0 for one that is closed at once."""
+    joining_seconds: float = 0.0
+    """How long the nodes of a cluster may need to learn of one more. An engine loads its model
+    meanwhile."""
+    forgetting_seconds: float = 0.0
+    """How long they may need to learn that processes have ended; pages are lost meanwhile, which no
+    later case shall meet."""
+    page_bytes: int = 0
+    """Bytes that its pages are multiples of, where the command line says nothing; 0 for pages of any
+    length."""
     clients: tuple[str, ...] = ()
     """Distributions whose code it calls, and whose versions belong to what is judged."""
+    reproductions: str = ""
+    """Script that shows what the matrix says about it without the suite; its arguments are rules."""
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 

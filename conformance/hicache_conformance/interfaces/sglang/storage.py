@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -62,9 +63,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_LINGERING: Final = 200
-"""Closed drivers and their pools that may linger; each driver has some twenty threads and eight
-descriptors."""
 BATCH_PAGES: Final = 128
 """SGLang's `STORAGE_BATCH_SIZE`."""
 
@@ -73,18 +71,16 @@ class _Lingering:
     """Closed drivers whose end is left to the end of the process, which comes at once."""
 
     def __init__(self) -> None:
-        self._kept = list[object]()
+        self._kept = list[tuple[object, list[object]]]()
 
     def keep(self, driver: object, pools: list[object]) -> None:
         """Keep a driver, and the memory that it has registered."""
         if not self._kept:
             atexit.register(_leave_at_once)
-        self._kept += [driver, *pools]
+        self._kept.append((driver, pools))
 
-    @property
-    def too_many(self) -> bool:
-        """Return whether the process should end."""
-        return len(self._kept) > MAX_LINGERING
+    def __len__(self) -> int:
+        return len(self._kept)
 
 
 _lingering: Final = _Lingering()
@@ -95,14 +91,20 @@ def process_is_full() -> bool:
 
     The run should go on in another.
     """
-    return _lingering.too_many
+    setup = current()
+    return setup is not None and len(_lingering) > setup.max_lingering
 
 
-def _rank_of(options: Mapping[str, Any]) -> int:
-    """A rank that other stores do not have."""
-    return 1000 + int.from_bytes(
-        hashlib.blake2b(repr(sorted(options.items())).encode(), digest_size=3).digest(), "big"
-    )
+def _first_rank(salt: str, options: Mapping[str, Any]) -> int:
+    """A rank that no storage of another case, or with other options, has.
+
+    Args:
+        salt: of the identity; all that a case compares with each other have the same.
+        options: of the driver.
+    """
+    text = repr((salt, sorted(options.items()))).encode()
+    # Far apart, because the ranks of one case are counted from here.
+    return 1000 * (1 + int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big"))
 
 
 def _leave_at_once() -> None:
@@ -216,8 +218,9 @@ class EngineStorage(HiCacheStorage):
             companion.close()
         # Kept alive, because its destructor would take seconds here; the memory that it has
         # registered has to live as long.
-        if driver is not None and self._setup.lingers:
+        if driver is not None and self._setup.max_lingering:
             _lingering.keep(driver, [mirror.pool for mirror in self._mirrors.values()])
+            return
         if driver is None or not hasattr(driver, "close"):
             return
         try:
@@ -347,21 +350,29 @@ class EngineStorage(HiCacheStorage):
         extra = {
             name: value
             for name, value in self._options.items()
-            if name not in self._setup.config_keys
+            if name not in self._setup.config_keys and name not in self._setup.variables
         }
         # The driver divides by these, and each rank shall get what was written.
         for name in self._setup.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
-        if self._setup.capacity_is_the_rank_s and self._capped:
-            config.tp_rank += _rank_of(self._options)
-        with environment(self._setup.config_variable, str(self._config_file())):
+        # Of a model with latent attention, rank 0 is the one that writes.
+        if self._setup.ranks_of_its_own and not self._identity.kv_replicated:
+            config.tp_rank += _first_rank(self._identity.salt, self._options)
+        variables = {
+            variable: str(self._options[option])
+            for option, variable in self._setup.variables.items()
+        }
+        if self._setup.config_variable:
+            variables[self._setup.config_variable] = str(self._config_file())
+        with environment(variables):
             driver = construct(self._setup, config, kv)
         driver.register_mem_pool_host(kv)
         if len(self._mirrors) > 1:
             for name in self._mirrors:
                 self._register(driver, name)
         driver.on_host_pools_registered()
+        time.sleep(self._setup.joining_seconds)
         return driver
 
     def _register(self, driver: Any, name: str) -> None:

@@ -1,0 +1,176 @@
+"""SGLang's side of the reproductions: its configuration, its host pools, and a runner of scripts.
+
+Nothing of this project is imported here: what a script shows is shown by the driver alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+
+import torch
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+PAGES = 16
+_reproductions = {}
+
+
+def config(extra, **changes):
+    """The configuration of a rank: one rank of one model, with some fields changed."""
+    fields = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "model",
+    }
+    return HiCacheStorageConfig(**{**fields, **changes}, extra_config=extra)
+
+
+def kv_pool(page_bytes=16384, dtype=torch.bfloat16):
+    """A pool of `PAGES` pages of one slot; half of a page is K and half is V."""
+    row = page_bytes // 2 // dtype.itemsize
+    device = MHATokenToKVPool(
+        size=PAGES,
+        page_size=1,
+        dtype=dtype,
+        head_num=1,
+        head_dim=row,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    info = device.get_device_pool_infos()[0].buffer_info
+    return MHATokenToKVPoolHost(
+        info,
+        1.0,
+        0,
+        1,
+        "page_first",
+        pin_memory=False,
+        device_capacity_tokens=PAGES,
+        start_layer=0,
+        end_layer=1,
+    )
+
+
+def mamba_pool(page_bytes=8192):
+    """A pool of `PAGES` states."""
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(1, PAGES, 1, page_bytes // 8),
+        conv=(torch.zeros(1, PAGES, 1, page_bytes // 4, dtype=torch.bfloat16),),
+        extra_checkpoint_buffers=(),
+    )
+    return MambaPoolHost(info, 1.0, 0, device_capacity=PAGES, pin_memory=False, layout="page_first")
+
+
+def fill(pool, page, value):
+    """Make every element of a page `value`."""
+    blank = pool.get_dummy_flat_data_page()
+    pool.set_from_flat_data_page(page, torch.full_like(blank, value))
+
+
+def holds(pool, page, value):
+    """Whether every element of a page is `value`."""
+    return bool((pool.get_data_page(page, flat=True) == value).all())
+
+
+def slots(*pages):
+    """The slots of pages, which have one each."""
+    return torch.tensor(pages, dtype=torch.int64)
+
+
+def put(store, pool, keys, value=1):
+    """Store a page of `value` under each key; whether all were stored."""
+    pages = range(len(keys))
+    for page in pages:
+        fill(pool, page, value)
+    return all(store.batch_set_v1(keys, slots(*pages)))
+
+
+def put_side(store, pool, name, keys, value=1):
+    """The same for a side pool."""
+    for page in range(len(keys)):
+        fill(pool, page, value)
+    transfer = PoolTransfer(name, slots(*range(len(keys))), keys=keys)
+    return all(store.batch_set_v2([transfer])[name])
+
+
+def all_pages(name):
+    """Ask for a side pool that is needed whole, as SGLang asks."""
+    return PoolTransfer(name, hit_policy=PoolHitPolicy.ALL_PAGES)
+
+
+def last_page(name):
+    """Ask for a side pool of which the last page is needed; the key is the one that SGLang sends."""
+    return PoolTransfer(name, keys=["__placeholder__"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+def shows(*rules):
+    """Register a reproduction of a failure of these rules.
+
+    It is called with what makes a store, and raises AssertionError where the failure is not there.
+    """
+
+    def register(function):
+        for rule in rules:
+            _reproductions.setdefault(rule, []).append(function)
+        return function
+
+    return register
+
+
+def main(make_store, finish=lambda: None):
+    """Show the failures of the rules on the command line, or all; exit with 1 if one is not there.
+
+    Args:
+        make_store: makes a rank with a host pool.
+        finish: called at the end.
+    """
+    logging.disable(logging.ERROR)
+    asked = sys.argv[1:] or list(_reproductions)
+    status = 0
+    for rule, function in [(name, each) for name in asked for each in _reproductions[name]]:
+        try:
+            function(make_store)
+            print(f"{rule}: {function.__doc__}", flush=True)
+        except Exception:  # noqa: BLE001 - whatever a driver raises, the failure is not there
+            print(f"{rule}: not reproduced\n{traceback.format_exc()}", flush=True)
+            status = 1
+    finish()
+    # At once: the threads of some drivers do not end.
+    os._exit(status)
+
+
+__all__ = [
+    "PoolName",
+    "PoolTransfer",
+    "all_pages",
+    "config",
+    "fill",
+    "holds",
+    "kv_pool",
+    "last_page",
+    "main",
+    "mamba_pool",
+    "put",
+    "put_side",
+    "shows",
+    "slots",
+]

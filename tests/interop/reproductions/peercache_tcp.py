@@ -1,0 +1,162 @@
+"""What matrix.md says about `peercache`, shown with the driver alone: `python peercache_tcp.py [RULE]...`"""
+
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from engine import (
+    PoolName,
+    PoolTransfer,
+    all_pages,
+    config,
+    holds,
+    kv_pool,
+    last_page,
+    main,
+    mamba_pool,
+    put,
+    put_side,
+    shows,
+    slots,
+)
+
+JOINING_SECONDS = 0.5
+
+
+class Cluster:
+    """A metadata server, and the nodes that it has introduced to each other."""
+
+    def __init__(self):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        program = Path(sys.executable).with_name("peercache-meta")
+        self.server = subprocess.Popen([program, "--bind", self.address], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection(self.address.split(":")).close()
+                return
+            except OSError:
+                time.sleep(0.05)
+
+    def __call__(self, pool, **changes):
+        """A rank with a host pool, known to all others."""
+        from peercache.store import PeerCacheStore
+
+        extra = {
+            "interface_v1": 1,
+            "discovery_addr": self.address,
+            "protocol": "tcp",
+            "local_hostname": "127.0.0.1",
+            "heartbeat_interval": 0.1,
+            "global_segment_size": "16mb",
+            "disk_path": tempfile.mkdtemp(prefix="reproduction-"),
+            "disk_size": "64mb",
+            "metrics_enabled": False,
+        }
+        store = PeerCacheStore(config(extra, **changes), {})
+        store.register_mem_pool_host(pool)
+        time.sleep(JOINING_SECONDS)
+        return store
+
+
+@shows("ID-1")
+def models_meet(make):
+    """A page of one model is delivered to another, and one of TP size 4 to TP size 8."""
+    pool = kv_pool()
+    assert put(make(pool, model_name="one"), pool, ["k1"], value=1)
+    assert make(pool, model_name="other").batch_get_v1(["k1"], slots(3)) == [True]
+    assert holds(pool, 3, 1)
+    assert put(make(pool, tp_size=4), pool, ["k2"], value=2)
+    assert make(pool, tp_size=8).batch_get_v1(["k2"], slots(4)) == [True]
+    assert holds(pool, 4, 2)
+
+
+@shows("ID-3")
+def shards_of_another_size_meet(make):
+    """A state that is sharded over 2 ranks is delivered to one that is sharded over 4."""
+    pool, states = kv_pool(), mamba_pool()
+    two = make(pool, tp_rank=1, tp_size=2, is_mla_model=True)
+    four = make(pool, tp_rank=1, tp_size=4, is_mla_model=True)
+    for store in (two, four):
+        store.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    assert put_side(two, states, PoolName.MAMBA, ["k"], value=2)
+    read = PoolTransfer(PoolName.MAMBA, slots(3), keys=["k"])
+    assert four.batch_get_v2([read])[PoolName.MAMBA] == [True]
+    assert holds(states, 3, 2)
+
+
+@shows("ID-4")
+def context_parallel_ranks_meet(make):
+    """The first rank of context parallelism is delivered the page of the second."""
+    pool = kv_pool()
+    assert put(make(pool, attn_cp_rank=1, attn_cp_size=2), pool, ["cp"], value=2)
+    assert make(pool, attn_cp_rank=0, attn_cp_size=2).batch_get_v1(["cp"], slots(3)) == [True]
+    assert holds(pool, 3, 2)
+
+
+@shows("EX-1", "EX-2")
+def side_pools_are_looked_up_by_other_keys(make):
+    """A side pool that has nothing does not lower the hit, and one that has all makes it 0."""
+    kv, states = kv_pool(), mamba_pool()
+    store, keys = make(kv), [f"ex-{page}" for page in range(3)]
+    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    assert put(store, kv, keys)
+    assert store.batch_exists_v2(keys, [all_pages(PoolName.MAMBA)]).kv_hit_pages == 3
+    assert put_side(store, states, PoolName.MAMBA, keys)
+    assert store.batch_exists_v2(keys, [last_page(PoolName.MAMBA)]).kv_hit_pages == 0
+
+
+@shows("EX-9", "SET-3")
+def an_unreadable_page_stays(make):
+    """A page that is too short to be read goes on existing, and a set does not repair it."""
+    half, whole = kv_pool(page_bytes=8192), kv_pool()
+    assert put(make(half), half, ["short"])
+    store = make(whole)
+    assert store.batch_get_v1(["short"], slots(3)) == [False]
+    assert store.batch_exists(["short"]) == 1
+    assert put(store, whole, ["short"])
+    assert store.batch_get_v1(["short"], slots(3)) == [False]
+
+
+@shows("LC-4")
+def a_cleared_page_is_delivered(make):
+    """A page that was looked up is delivered after it has been cleared."""
+    pool = kv_pool()
+    store = make(pool)
+    assert put(store, pool, ["gone"])
+    assert store.batch_exists(["gone"]) == 1
+    store.clear()
+    assert store.batch_get_v1(["gone"], slots(3)) == [True]
+
+
+@shows("LC-4", "GET-1")
+def a_page_of_another_node_is_delivered(make):
+    """A page that another rank of equal identity has set is delivered after a clear."""
+    pool = kv_pool()
+    writer, store = make(pool), make(pool)
+    assert put(writer, pool, ["theirs"])
+    store.clear()
+    assert store.batch_get_v1(["theirs"], slots(3)) == [True]
+
+
+@shows("GET-1")
+def another_page_is_delivered(make):
+    """A page that was looked up and cleared is delivered with the bytes of the page behind it."""
+    pool = kv_pool()
+    store = make(pool)
+    assert put(store, pool, ["before"], value=1)
+    assert store.batch_exists(["before"]) == 1
+    store.clear()
+    assert put(store, pool, ["behind"], value=2)
+    assert store.batch_get_v1(["before"], slots(3)) == [True]
+    assert holds(pool, 3, 2)
+
+
+if __name__ == "__main__":
+    cluster = Cluster()
+    main(cluster, finish=cluster.server.kill)
