@@ -67,4 +67,4 @@ def _answer(answer: object) -> str:
         return f"{answer.kv_hit_pages} pages; by pool {pools}"
     if isinstance(answer, BaseException):
         return f"raised {type(answer).__name__}: {str(answer)[:TEXT_LIMIT]}"
-    return repr(answer)[:TEXT_LIMIT]
+    return repr(answer)[:TEXT_LIMIT]  # pyright: ignore[reportUnknownArgumentType] - any object

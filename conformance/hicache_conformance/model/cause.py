@@ -81,7 +81,7 @@ def damage(defect: str) -> Cause:
 
 def stack_of(ident: int) -> str:
     """Return the stack of a thread, innermost frame first; empty if it has ended."""
-    top = sys._current_frames().get(ident)
+    top = _current_frames().get(ident)
     frames = [] if top is None else [frame for frame, _ in traceback.walk_stack(top)]
     return "\n".join(_lines([(frame, frame.f_lineno) for frame in frames[:_MAX_FRAMES]]))
 
@@ -93,7 +93,7 @@ def stacks_in_driver() -> str:
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = list[str]()
-    for ident, top in sys._current_frames().items():
+    for ident, top in _current_frames().items():
         if ident == threading.get_ident():
             continue
         frames = [frame for frame, _ in traceback.walk_stack(top)]
@@ -105,6 +105,10 @@ def stacks_in_driver() -> str:
             shown = [(frame, frame.f_lineno) for frame in frames[: min(called + 1, _MAX_FRAMES)]]
             stacks.append("\n".join([f"thread {names.get(ident, ident)!r}:", *_lines(shown)]))
     return "\n".join(stacks[:_MAX_STACKS])
+
+
+def _current_frames() -> dict[int, FrameType]:
+    return sys._current_frames()  # pyright: ignore[reportPrivateUsage] - documented in spite of its name
 
 
 def _is_of_the_store(error: BaseException) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -135,7 +135,8 @@ def _check_schema(file: Path) -> None:
         content: object = msgspec.json.decode(file.read_bytes())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
-    number = content.get("schema") if isinstance(content, dict) else None
+    fields = cast("dict[str, object]", content) if isinstance(content, dict) else {}
+    number = fields.get("schema")
     if number != SCHEMA:
         raise ValueError(
             f"{file}: schema: is {number!r}, and this suite reads {SCHEMA}; use the "
