@@ -15,7 +15,7 @@ from hicache_conformance.harness.ports import accepts
 from hicache_conformance.injectors import servers as servers_module
 from hicache_conformance.injectors.servers import ServerInjector, Servers
 from hicache_conformance.model.fault_plan import FaultKind
-from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.model.violation import Inconclusive, NotPromised
 from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault
 from tests.support.waiting import eventually
 
@@ -118,6 +118,29 @@ def test_a_stopped_server_s_files_can_be_damaged(services):
         (directory / "memory").write_bytes(b"rot")
     assert told(services, b"b") == b"rotb"
     injector.close()
+
+
+def test_a_server_that_refuses_damaged_files_runs_again_without_the_damage(command):
+    script = Path(command[2])
+    script.write_text(
+        "import pathlib, sys\n"
+        "if pathlib.Path(sys.argv[2]).exists() and b'rot' in pathlib.Path(sys.argv[2]).read_bytes():\n"
+        "    sys.exit('bad file')\n" + SERVER
+    )
+    services = Servers([command])
+    injector = ServerInjector(services)
+    try:
+        services.start()
+        told(services, b"a")
+        with (
+            pytest.raises(NotPromised, match=r"nothing is served, because .* bad file"),
+            injector.stopped() as directory,
+        ):
+            (directory / "memory").write_bytes(b"rot")
+        assert told(services, b"b") == b"ab"
+    finally:
+        services.close()
+        injector.close()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hicache_conformance.injectors.active_faults import find_fault
 from hicache_conformance.injectors.injector import FaultInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.settings import filled, port_names
-from hicache_conformance.model.violation import Inconclusive
+from hicache_conformance.model.violation import Inconclusive, NotPromised
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 START_SECONDS: Final = 180.0
 """How long a server may take until it accepts connections."""
+SETTLING_SECONDS: Final = 1.5
+"""How long a server may need to find that its files are damaged: some accept connections before."""
 LEASH: Final = (
     "/bin/sh",
     "-c",
@@ -108,6 +110,21 @@ class Servers:
             process.wait()
         self._processes.clear()
 
+    def check_running(self, seconds: float) -> None:
+        """Wait, and make sure that no server has ended meanwhile.
+
+        Raises:
+            Inconclusive: one has; the others are killed.
+        """
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for number, process in self._processes.items():
+                if process.poll() is not None:
+                    said = self._said(number)
+                    self.kill()
+                    raise Inconclusive(f"a server ended with {process.poll()}; it said: {said}")
+            time.sleep(0.01)
+
     def suspend(self) -> None:
         """Stop all servers where they are.
 
@@ -163,11 +180,14 @@ class Servers:
                     if ended is None
                     else f"ended with {ended}"
                 )
-                said = " ".join(self._log(number).read_text("utf-8", "replace").split())
                 raise Inconclusive(
-                    f"the server {' '.join(words)!r} {why}; it said: {said[-300:] or 'nothing'}"
+                    f"the server {' '.join(words)!r} {why}; it said: {self._said(number)}"
                 )
             time.sleep(0.01)
+
+    def _said(self, number: int) -> str:
+        said = " ".join(self._log(number).read_text("utf-8", "replace").split())
+        return said[-300:] or "nothing"
 
     def _log(self, number: int) -> Path:
         return self._home / f"{number}.log"
@@ -206,12 +226,28 @@ class ServerInjector(FaultInjector):
 
     @contextlib.contextmanager
     def stopped(self) -> Generator[Path]:
-        """Kill the servers, hand out their directory, and start them again."""
+        """Kill the servers, hand out their directory, and start them again.
+
+        Raises:
+            NotPromised: a server refuses to start with what is there now. All of them run again,
+                with what was there before.
+        """
         self._services.kill()
+        self._services.snapshot(self._home / "before")
         try:
             yield self._services.tmp
         finally:
-            self._services.start()
+            try:
+                self._services.start()
+                self._services.check_running(SETTLING_SECONDS)
+            except Inconclusive as refused:
+                # Otherwise each later case would find no server.
+                self._services.kill()
+                self._services.restore(self._home / "before")
+                self._services.start()
+                raise NotPromised(
+                    f"with damaged files nothing is served, because {refused}"
+                ) from None
 
     def requests(self) -> int:
         """Not known here; the injector `network` counts them."""

@@ -91,9 +91,10 @@ def describe_violation(
         *(f"Cause: {cause}\n{cause.traceback}" for cause in causes if cause.traceback),
     ]
     if causes:
-        if violation.__cause__ is None:
+        # The exception that a call has raised is quoted by the message itself.
+        is_quoted = violation.__cause__ is not None or causes[0].error in message
+        if not is_quoted:
             message += f"; answered as a miss: {causes[0]}"
-        # The message quotes the exception itself.
         elif causes[0].place:
             message += f" ({causes[0].place})"
     return {
