@@ -13,7 +13,7 @@ CAPABILITIES = Capabilities(
     evicts=True,
     networked=True,
     hung_reads=HungReads.BOUNCE_BUFFER,
-    max_page_bytes=256 << 20,
+    max_page_bytes=32 << 20,
 )
 
 
