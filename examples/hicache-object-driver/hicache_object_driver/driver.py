@@ -72,20 +72,15 @@ class BucketStorage(AsyncObjectStorage):
                     client_options={**CLIENT, "allow_http": self._plain},
                     retry_config=RETRY,
                 )
-            await self._look(self._store)
+        await self._length("health")
 
     async def close_store(self) -> None:
         # Its connections close with it.
         del self._store
 
     async def object_exists(self, namespace: Namespace, key: str) -> bool:
-        with _faults():
-            try:
-                meta = await obstore.head_async(self._store, _name(namespace, key))
-            except FileNotFoundError:
-                return False
         # An object of another length is damaged: the next set replaces it.
-        return meta["size"] == namespace.object_bytes
+        return await self._length(_name(namespace, key)) == namespace.object_bytes
 
     async def read_object(self, read: ObjectRead) -> bool:
         with _faults():
@@ -115,11 +110,12 @@ class BucketStorage(AsyncObjectStorage):
         return True
 
     async def delete_object(self, namespace: Namespace, key: str) -> bool:
+        name = _name(namespace, key)
         # A bucket does not say if there was an object.
-        if not await self.object_exists(namespace, key):
+        if await self._length(name) is None:
             return False
         with _faults():
-            await obstore.delete_async(self._store, _name(namespace, key))
+            await obstore.delete_async(self._store, name)
         return True
 
     async def clear_namespace(self, namespace: Namespace, call: Call) -> None:
@@ -130,16 +126,16 @@ class BucketStorage(AsyncObjectStorage):
                 await obstore.delete_async(self._store, [found["path"] for found in objects])
 
     def check_health(self) -> Health:
-        self.run(lambda: self._look(self._store), HEALTH_SECONDS)
+        self.run(lambda: self._length("health"), HEALTH_SECONDS)
         return Health(ok=True)
 
-    async def _look(self, store: ObjectStore) -> None:
-        """Ask for one name, which need not exist."""
+    async def _length(self, name: str) -> int | None:
+        """Return the length of an object; None if there is none."""
         with _faults():
             try:
-                await obstore.head_async(store, "health")
+                return (await obstore.head_async(self._store, name))["size"]
             except FileNotFoundError:
-                pass
+                return None
 
 
 def _name(namespace: Namespace, key: str) -> str:

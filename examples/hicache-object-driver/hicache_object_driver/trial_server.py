@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-import threading
-import urllib.request
+
+import waitress
+from moto.server import create_backend_app
 
 
 def main(port: int) -> None:
     """Serve until the process is killed."""
-    from moto.server import ThreadedMotoServer
-
-    # The bucket first: whoever finds the port open finds it too.
-    server = ThreadedMotoServer("127.0.0.1", port, verbose=False)
-    server.start()
-    bucket = urllib.request.Request(f"http://127.0.0.1:{port}/pages", method="PUT")
-    urllib.request.urlopen(bucket).close()
-    threading.Event().wait()
+    app = create_backend_app("s3")
+    # Before the port is open, so that a client finds the bucket as soon as it finds the server.
+    app.test_client().put("/pages", base_url=f"http://127.0.0.1:{port}")
+    # moto's own way to serve closes each connection after one request.
+    waitress.serve(app, host="127.0.0.1", port=port, connection_limit=2000, _quiet=True)
 
 
 if __name__ == "__main__":
