@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from abc import abstractmethod
 from concurrent.futures import CancelledError
@@ -254,10 +255,8 @@ class AsyncObjectStorage(ObjectStorage):
                     group.create_task(work())
 
         left = call.remaining()
-        try:
+        with contextlib.suppress(TimeoutError):
             self.run(work_together, None if left is None else left * (1 - MARGIN))
-        except TimeoutError:
-            pass
         late = items - answered - len(faults)
         if late:
             faults.append(

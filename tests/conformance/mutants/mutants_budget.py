@@ -62,7 +62,7 @@ SAMPLES = {
         32, "waited 384 times for the server with 32 requests in flight, must be 12 at most"
     ),
     "DeclaresFewInFlight": _requesting(4, "waited 96 times for the server with 4"),
-    "AsksTwiceForEachPage": _requesting(32, "waited 2"),
+    "AsksTwiceForEachPage": _requesting(32, "made 768 requests, must be 384 at most"),
     "Pipelines": _waiting(),
     "WaitsForEachPacket": _waiting("waited 24 times for the server, must be 1 at most"),
     "ChokesOnManyKeys": _costly(
