@@ -4,7 +4,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 
-.PHONY: demo push test merge long lint types unit gpu conformance audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -48,6 +48,12 @@ gpu: $(VENV)/.installed
 PROFILE := smoke
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --profile $(PROFILE) --report out/conformance
+
+# The package of an example, installed as users do, and judged on a server of its protocol; all levels.
+examples: $(VENV)/.installed
+	rm -rf out/examples
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site examples/hicache-object-driver
+	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run object --profile smoke --report out/examples/object
 
 # The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
 # scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.

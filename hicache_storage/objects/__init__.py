@@ -1,5 +1,6 @@
 """`ObjectStorage` and what its drivers are handed."""
 
+from hicache_storage.objects.async_storage import AsyncObjectStorage
 from hicache_storage.objects.batches import (
     Call,
     LookupBatch,
@@ -19,6 +20,7 @@ from hicache_storage.objects.storage import ObjectStorage
 
 __all__ = [
     "ENVELOPE_BYTES",
+    "AsyncObjectStorage",
     "Call",
     "LookupBatch",
     "Namespace",

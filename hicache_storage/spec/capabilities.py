@@ -57,6 +57,11 @@ class Capabilities:
     """A configured capacity is kept by evicting pages (rules EV)."""
     networked: bool = False
     """Calls leave the machine, so that round trips count (rule EX-10)."""
+    requests_in_flight: int | None = None
+    """Requests that an exists has in flight at a time, where the store serves one for each page.
+
+    None where one request serves a whole lookup. EX-10 counts by it how often an exists may wait.
+    """
     hung_reads: HungReads = HungReads.WAIT
     may_hang: bool = True
     """True if a call may hang while the store does not respond.

@@ -168,3 +168,55 @@ def test_the_process_of_a_network_ends_with_the_one_that_started_it():
             or not Path(f"/proc/{int(done.stdout)}/cmdline").read_bytes()
         )
     )
+
+
+class TestWaits:
+    """What counts as a wait for the server, whatever packets and connections it takes."""
+
+    @staticmethod
+    def _open(network, count):
+        return [
+            socket.create_connection(("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS)
+            for _ in range(count)
+        ]
+
+    def test_packets_that_are_sent_while_answers_come_are_one_wait(self, network):
+        (client,) = self._open(network, 1)
+        with client:
+            network.hold_replies(0.1)
+            for packet in range(20):
+                client.sendall(bytes([packet]))
+                time.sleep(0.002)
+            received = b""
+            while len(received) < 20:
+                received += client.recv(64)
+            assert network.waits() == 1
+        assert received == bytes(range(20))
+
+    def test_requests_on_several_connections_are_one_wait(self, network):
+        clients = self._open(network, 8)
+        network.hold_replies(0.1)
+        for _ in range(2):
+            for client in clients:
+                client.sendall(b"x")
+            assert [client.recv(1) for client in clients] == [b"x"] * 8
+        assert network.waits() == 2
+        for client in clients:
+            client.close()
+
+    def test_each_answer_that_is_needed_is_a_wait(self, network):
+        (client,) = self._open(network, 1)
+        with client:
+            network.hold_replies(0.02)
+            for _ in range(5):
+                client.sendall(b"x")
+                client.recv(1)
+            assert network.waits() == 5
+
+    def test_nothing_is_held_afterwards(self, network):
+        (client,) = self._open(network, 1)
+        with client:
+            network.hold_replies(MAX_SECONDS * 10)
+            client.sendall(b"x")
+            assert network.waits() == 0
+            assert client.recv(1) == b"x"

@@ -63,6 +63,16 @@ class FaultInjector(ABC):
     def requests(self) -> int:
         """Count the requests that have reached the injector so far."""
 
+    def hold_replies(self, quiet_seconds: float) -> None:  # noqa: B027 - of one injector alone
+        """Hold replies back until nothing was sent for this time, so that waits can be counted.
+
+        Only the injector `network` does; it ends with `waits()`.
+        """
+
+    def waits(self) -> int:
+        """Let replies through again, and count how often the driver has waited for some."""
+        return 0
+
     @abstractmethod
     def injected_count(self) -> int:
         """Count the requests of the present or last plan that a fault has hit."""

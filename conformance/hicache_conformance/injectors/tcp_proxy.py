@@ -8,7 +8,7 @@ import itertools
 import socket
 import struct
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from hicache_conformance.injectors.active_faults import (
     MAX_HANG_SECONDS,
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hicache_conformance.model.fault_plan import FaultPlan
 
 CHUNK_BYTES: Final = 1 << 16
+SILENT_SECONDS: Final = 2.0
+"""A server that has not answered a request for as long may never do so."""
+T = TypeVar("T")
 _RESET: Final = struct.pack("ii", 1, 0)
 """Linger for no time: closing sends a reset."""
 
@@ -45,6 +48,8 @@ class TcpProxyInjector(FaultInjector):
         self._healed = asyncio.Event()
         self._turns = itertools.count()
         self._seen = 0
+        self.counter: _WaitCounter | None = None
+        """Counts waits, while replies are held; belongs to the loop."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="suite-network", daemon=True
@@ -76,6 +81,12 @@ class TcpProxyInjector(FaultInjector):
 
     def requests(self) -> int:
         return self._seen
+
+    def hold_replies(self, quiet_seconds: float) -> None:
+        self._do(self._start_counting(quiet_seconds))
+
+    def waits(self) -> int:
+        return self._do(self._stop_counting())
 
     def injected_count(self) -> int:
         return self._active.injected_count
@@ -118,8 +129,15 @@ class TcpProxyInjector(FaultInjector):
         flip = find_fault(faults, FaultKind.BIT_FLIP)
         return flipped(content, flip.place) if flip else content
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+    async def _start_counting(self, quiet_seconds: float) -> None:
+        self.counter = _WaitCounter(quiet_seconds)
+
+    async def _stop_counting(self) -> int:
+        counter, self.counter = self.counter, None
+        return 0 if counter is None else await counter.close()
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
 
 class _Proxy:
@@ -168,6 +186,8 @@ class _Proxy:
             pass
         finally:
             self._writers -= {writer, back}
+            if self._injector.counter is not None:
+                self._injector.counter.forget(turn)
             for end in (writer, back):
                 # A cut connection is reset. An orderly end could be taken for a short reply that is
                 # complete.
@@ -183,6 +203,9 @@ class _Proxy:
         while content := await reader.read(CHUNK_BYTES):
             begins = turn.of != operation
             turn.of = operation
+            counter = self._injector.counter
+            if counter is not None:
+                await counter.passing(operation, turn)
             try:
                 content = await self._injector.through(operation, content, begins=begins)
             except ConnectionResetError as cut:
@@ -202,6 +225,64 @@ class _Turn:
     def __init__(self) -> None:
         self.of = ""
         self.cut = False
+
+
+class _WaitCounter:
+    """Counts how often a client waits: holds all replies until it has nothing more to send.
+
+    A client that sends 384 commands in several packets while answers arrive waits once, and so does
+    one that sends them on 384 connections. One that sends 16 and needs their answers before it
+    sends 16 more waits 24 times, whatever the server's pace.
+
+    Args:
+        quiet_seconds: time without a byte after which the client waits.
+    """
+
+    def __init__(self, quiet_seconds: float) -> None:
+        self._quiet = quiet_seconds
+        self._waits = 0
+        self._asked = False
+        """The client has sent something since replies were last let through."""
+        self._unanswered = set[_Turn]()
+        self._held = 0
+        self._last = 0.0
+        self._open = asyncio.Event()
+        self._task = asyncio.create_task(self._release())
+
+    async def passing(self, operation: str, turn: _Turn) -> None:
+        """Note bytes that pass, and hold them if they are a reply."""
+        self._last = asyncio.get_running_loop().time()
+        if operation == "request":
+            self._asked = True
+            self._unanswered.add(turn)
+            return
+        self._unanswered.discard(turn)
+        self._held += 1
+        await self._open.wait()
+
+    def forget(self, turn: _Turn) -> None:
+        """Expect no reply on a connection that is closed."""
+        self._unanswered.discard(turn)
+
+    async def close(self) -> int:
+        """Let everything through; the waits until now."""
+        self._task.cancel()
+        self._open.set()
+        return self._waits
+
+    async def _release(self) -> None:
+        """Let the replies through whenever the client waits for them."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._quiet / 4)
+            still = clock() - self._last
+            # A slow server makes the client's wait longer, and is no reason to count two.
+            if self._held and still >= (SILENT_SECONDS if self._unanswered else self._quiet):
+                self._waits += self._asked
+                self._asked = False
+                self._held = 0
+                self._open.set()
+                self._open = asyncio.Event()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -27,11 +27,15 @@ _SERVE: Final = "from hicache_conformance.injectors.tcp_proxy_process import ser
 class _Command(msgspec.Struct, frozen=True, omit_defaults=True):
     """A command to the subprocess, one a line; it answers each with a line."""
 
-    do: Literal["listen", "apply", "heal", "requests", "injected_count", "close"]
+    do: Literal[
+        "listen", "apply", "heal", "requests", "hold_replies", "waits", "injected_count", "close"
+    ]
     servers: dict[str, int] = {}
     """To stand before, for `listen`, which comes first."""
     plan: FaultPlan | None = None
     """For `apply`."""
+    quiet_seconds: float = 0.0
+    """For `hold_replies`."""
 
 
 class TcpProxyProcess(FaultInjector):
@@ -71,6 +75,12 @@ class TcpProxyProcess(FaultInjector):
 
     def requests(self) -> int:
         return int(self._tell(_Command("requests")))
+
+    def hold_replies(self, quiet_seconds: float) -> None:
+        self._tell(_Command("hold_replies", quiet_seconds=quiet_seconds))
+
+    def waits(self) -> int:
+        return int(self._tell(_Command("waits")))
 
     def injected_count(self) -> int:
         return int(self._tell(_Command("injected_count")))
@@ -118,6 +128,10 @@ def _obey(injector: TcpProxyInjector, command: _Command) -> int | None:
     match command.do:
         case "requests":
             return injector.requests()
+        case "waits":
+            return injector.waits()
+        case "hold_replies":
+            injector.hold_replies(command.quiet_seconds)
         case "injected_count":
             return injector.injected_count()
         case "apply" if command.plan is not None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import threading
+import time
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from drivers_networked import Networked
+from drivers_networked import ACROSS, Networked
 from drivers_objects import Objects
 from drivers_plain import Plain
+from drivers_server import receive, send
 
+from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import PoolName, PoolStats, StorageStats
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Sequence
 
     from drivers_plain import PlainConfig
@@ -84,6 +90,103 @@ class AsksTheServerForEachPool(Networked):
             super(AsksTheServerForEachPool, self).objects_exist([batch], call)[0]
             for batch in batches
         ]
+
+
+class OneRequestAPage(Networked):
+    """Stands before a store of one request for each page, with 32 of them in flight; right."""
+
+    promises = replace(ACROSS, requests_in_flight=32)
+    in_flight: ClassVar[int] = 32
+
+    def connect(self) -> None:
+        self.pool = ThreadPool("sample-requests", max_threads=self.in_flight - 1)
+        super().connect()
+
+    def disconnect(self) -> None:
+        self.pool.close(1.0)
+        super().disconnect()
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        answers = [[False] * len(batch.keys) for batch in batches]
+
+        def look(number: int, index: int) -> None:
+            batch = batches[number]
+            answers[number][index] = self.look_up(
+                self.name(batch.namespace, batch.keys[index]), call
+            )
+
+        self.pool.run(
+            [
+                partial(look, number, index)
+                for number, batch in enumerate(batches)
+                for index in range(len(batch.keys))
+            ]
+        )
+        return answers
+
+    def look_up(self, name: str, call: Call) -> bool:
+        return self.asked(call, "exists", [name])[0]
+
+
+class OneRequestInFlight(OneRequestAPage):
+    """Declares 32, and waits for each answer before it asks again."""
+
+    in_flight = 1
+
+
+class DeclaresFewInFlight(OneRequestAPage):
+    """Keeps what it declares, which is too little."""
+
+    promises = replace(ACROSS, requests_in_flight=4)
+    in_flight = 4
+
+
+class AsksTwiceForEachPage(OneRequestAPage):
+    """Makes two requests for each page, and more at a time than it declares."""
+
+    in_flight = 64
+
+    def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        return super().objects_exist([*batches, *batches], call)[: len(batches)]
+
+
+class Pipelines(Networked):
+    """Sends what it asks in 24 packets, and takes the answers meanwhile; right."""
+
+    def asked(self, call: Call, *request: Any) -> Any:
+        if request[0] != "exists" or len(request[1]) < 2:
+            return super().asked(call, *request)
+        names, size = request[1], -(-len(request[1]) // 24)
+        return self.packets(call, [names[at : at + size] for at in range(0, len(names), size)])
+
+    def packets(self, call: Call, packets: list[list[str]]) -> list[bool]:
+        connection = self.fresh(call)
+        with connection:
+            # One thread writes on while this one reads what has been answered.
+            writer = threading.Thread(target=self.write, args=(connection, packets))
+            writer.start()
+            try:
+                return [answer for _ in packets for answer in receive(connection) or ()]
+            finally:
+                writer.join()
+
+    def write(self, connection: socket.socket, packets: list[list[str]]) -> None:
+        for packet in packets:
+            send(connection, ("exists", packet))
+            # The server answers meanwhile: a new turn of the connection, and no wait.
+            time.sleep(0.001)
+
+
+class WaitsForEachPacket(Pipelines):
+    """Sends a packet when the one before it is answered."""
+
+    def packets(self, call: Call, packets: list[list[str]]) -> list[bool]:
+        with self.fresh(call) as connection:
+            answers = list[bool]()
+            for packet in packets:
+                send(connection, ("exists", packet))
+                answers += receive(connection) or ()
+            return answers
 
 
 # Many keys

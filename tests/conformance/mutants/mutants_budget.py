@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 from drivers_networked import ACROSS
 from mutants_faults import SERVER
 from sample_driver import SampleDriver
+
+if TYPE_CHECKING:
+    from hicache_storage.spec import Capabilities
 
 _CASE_CLASSES = {
     "EX-10": ("Budget",),
@@ -26,6 +32,23 @@ def _costly(name: str, rule: str, expect_message: str, *cases: str) -> SampleDri
     )
 
 
+def _waiting(expect_message: str = "", capabilities: Capabilities = ACROSS) -> SampleDriver:
+    return SampleDriver(
+        breaks=("EX-10",) if expect_message else (),
+        expect_message=expect_message,
+        case_classes=("Budget",),
+        cases=("test_one_round_trip[network]", "test_many_keys"),
+        config="drivers_networked:NetworkedConfig",
+        trial_config={"port": "{port:pages}"},
+        trial_services=(SERVER,),
+        capabilities=capabilities,
+    )
+
+
+def _requesting(in_flight: int, expect_message: str = "") -> SampleDriver:
+    return _waiting(expect_message, replace(ACROSS, requests_in_flight=in_flight))
+
+
 SAMPLES = {
     "AsksForEachPool": _costly(
         "AsksForEachPool", "EX-10", "called objects_exist 3 times", _ONE_QUESTION
@@ -33,17 +56,15 @@ SAMPLES = {
     "AsksForEachKey": _costly(
         "AsksForEachKey", "EX-10", "called objects_exist 384 times", _ONE_QUESTION
     ),
-    "AsksTheServerForEachPool": SampleDriver(
-        breaks=("EX-10",),
-        expect_message="took 3 round trips",
-        case_classes=("Budget",),
-        cases=("test_one_round_trip[network]",),
-        target="drivers_budget:AsksTheServerForEachPool",
-        config="drivers_networked:NetworkedConfig",
-        trial_config={"port": "{port:pages}"},
-        trial_services=(SERVER,),
-        capabilities=ACROSS,
+    "AsksTheServerForEachPool": _waiting("waited 3 times for the server"),
+    "OneRequestAPage": _requesting(32),
+    "OneRequestInFlight": _requesting(
+        32, "waited 384 times for the server with 32 requests in flight, must be 12 at most"
     ),
+    "DeclaresFewInFlight": _requesting(4, "waited 96 times for the server with 4"),
+    "AsksTwiceForEachPage": _requesting(32, "made 768 requests, must be 384 at most"),
+    "Pipelines": _waiting(),
+    "WaitsForEachPacket": _waiting("waited 24 times for the server, must be 1 at most"),
     "ChokesOnManyKeys": _costly(
         "ChokesOnManyKeys", "EX-10", "answered 0 and [], must be 40 and [20, 40]"
     ),
@@ -65,4 +86,9 @@ SAMPLES = {
     "HidesFaults": _costly(
         "HidesFaults", "OB-2", "with metrics off, get_stats() tells 0 faults after 0 and one more"
     ),
+}
+SAMPLES |= {
+    name: replace(sample, target=f"drivers_budget:{name}")
+    for name, sample in SAMPLES.items()
+    if not sample.target
 }

@@ -1,0 +1,1 @@
+"""The HiCacheStorage driver `object`."""

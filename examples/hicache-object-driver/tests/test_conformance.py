@@ -1,0 +1,5 @@
+from hicache_conformance import DriverConformance
+
+
+class TestObject(DriverConformance):
+    driver = "object"
