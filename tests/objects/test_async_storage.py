@@ -37,7 +37,7 @@ class Gated(AsyncObjectStorage):
         self.hung = set()
         self.faults = {}
         self.asked = []
-        self.running = self.most_running = self.cancelled = self.opened = self.closed = 0
+        self.running = self.max_running = self.cancelled = self.opened = self.closed = 0
         self.entered = threading.Event()
 
     async def open_store(self):
@@ -49,7 +49,7 @@ class Gated(AsyncObjectStorage):
     async def request(self, key):
         self.asked.append(key)
         self.running += 1
-        self.most_running = max(self.most_running, self.running)
+        self.max_running = max(self.max_running, self.running)
         try:
             if key in self.hung:
                 self.entered.set()
@@ -136,7 +136,7 @@ def test_requests_in_flight_are_bounded_for_all_threads_together(gated, concurre
         thread.start()
     for thread in threads:
         thread.join()
-    assert storage.most_running == concurrency
+    assert storage.max_running == concurrency
     assert len(storage.asked) == 150
 
 
