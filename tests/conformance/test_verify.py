@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hicache_conformance.harness.driver_files import driver_files
+from hicache_conformance.runner import verification
 
 pytestmark = pytest.mark.slow(seconds=60)
 
@@ -234,13 +235,15 @@ def test_a_driver_that_cannot_be_opened_exits_2(site, copied):
     assert "unknown option 'stor'; did you mean" in ran.output
 
 
-def test_a_run_of_some_cases_is_repeated_with_those(site, tmp_path, results):
+def test_a_run_of_some_cases_and_a_page_length_is_repeated_with_those(site, tmp_path, results):
     ran = site.hicache(
         *("conformance", "run", "memory", "--level", "core", "--profile", "smoke"),
-        *("--case", "test_open", "--report", str(tmp_path)),
+        *("--case", "test_open", "--page-bytes", "4KiB", "--report", str(tmp_path)),
     )
     assert ran.status == 1, ran.output
     assert results(tmp_path)["replay"]["cases"] == ["test_open"]
+    repeated = verification.run_file(*verification.read(tmp_path), options={})
+    assert (repeated.cases, repeated.settings.page_bytes) == (["test_open"], 4096)
     ran = site.hicache(*VERIFY, str(tmp_path))
     assert ran.status == 0, ran.output
     assert "the same: incomplete again" in ran.output

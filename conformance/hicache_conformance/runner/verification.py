@@ -74,6 +74,7 @@ class Published(msgspec.Struct, frozen=True):
     reason: str
     totals: dict[Outcome, int]
     rules: list[PublishedRule]
+    page_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +287,9 @@ def run_file(
     return RunFile(
         driver=published.driver.name,
         config=options,
-        settings=Settings.fresh(published.seed, published.profile, levels, run),
+        settings=Settings.fresh(
+            published.seed, published.profile, levels, run, published.page_bytes
+        ),
         cases=record.how.cases,
         services=services or record.how.services,
         interface=record.how.interface,
