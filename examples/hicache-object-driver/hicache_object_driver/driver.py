@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import obstore
 from hicache_storage.objects import AsyncObjectStorage
@@ -16,11 +16,11 @@ from obstore.store import from_url
 from hicache_object_driver.plugin import CAPABILITIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
     from hicache_storage.objects import Call, Namespace, ObjectRead, ObjectWrite
     from hicache_storage.spec import StorageIdentity
-    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
 
     from hicache_object_driver.config import ObjectConfig
 
@@ -68,7 +68,7 @@ class BucketStorage(AsyncObjectStorage):
             else:
                 self._store = from_url(
                     self._url,
-                    config=self._options,
+                    config=cast("S3Config", self._options),
                     client_options={**CLIENT, "allow_http": self._plain},
                     retry_config=RETRY,
                 )
@@ -143,7 +143,7 @@ def _name(namespace: Namespace, key: str) -> str:
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
+def _faults() -> Generator[None]:
     """The errors of obstore as those of a store that does not serve."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import waitress
-from moto.server import create_backend_app
+from moto.moto_server.werkzeug_app import create_backend_app
 
 
 def main(port: int) -> None:
