@@ -171,13 +171,19 @@ class _Proxy:
             _reset(writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        turn = _Turn()
+        counter = self._injector.counter
+        if counter is not None:
+            counter.expect(turn)
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._server)
         except OSError:
             _reset(writer)
             return
+        finally:
+            if counter is not None:
+                counter.forget(turn)
         self._writers |= {writer, back}
-        turn = _Turn()
         try:
             await asyncio.gather(
                 self._pump("request", reader, back, turn), self._pump("reply", there, writer, turn)
@@ -254,14 +260,20 @@ class _WaitCounter:
         self._last = asyncio.get_running_loop().time()
         if operation == "request":
             self._asked = True
-            self._unanswered.add(turn)
+            self.expect(turn)
             return
         self._unanswered.discard(turn)
         self._held += 1
         await self._open.wait()
 
+    def expect(self, turn: _Turn) -> None:
+        """Let no reply through before this connection has one, or has been made."""
+        self._last = asyncio.get_running_loop().time()
+        self._unanswered.add(turn)
+
     def forget(self, turn: _Turn) -> None:
-        """Expect no reply on a connection that is closed."""
+        """Expect no reply on a connection: it is closed, or has just been made."""
+        self._last = asyncio.get_running_loop().time()
         self._unanswered.discard(turn)
 
     async def close(self) -> int:
