@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from contextlib import asynccontextmanager
@@ -365,6 +366,22 @@ async def test_what_a_browser_gets_refers_to_nothing_outside():
             assert (await caller.send("GET", path)).status == 404, (
                 "FastAPI's own load scripts from elsewhere"
             )
+
+
+async def test_a_timer_that_loses_its_cancellation_ends_all_the_same():
+    async with running() as caller:
+        handlers, waits = caller.app.server.handlers, asyncio.Event()
+
+        async def tick(slots):
+            waits.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            return False
+
+        handlers.tick = tick
+        await waits.wait()
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
 
 
 async def test_metrics():

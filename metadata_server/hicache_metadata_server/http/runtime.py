@@ -58,6 +58,7 @@ class ServerRuntime:
         # Handlers of a shared store have no group commit, whose error the metrics would show.
         if handlers is not None:
             self.metrics.store_problem = handlers.store_problem
+        self._stopping = False
         spans = tracing.spans()
         # None where it has nothing to do: then a request pays for one comparison only.
         self.request_log = (
@@ -80,6 +81,7 @@ class ServerRuntime:
         finally:
             # Timers first, because they make changes; then the commit of the last changes; then the
             # store, which that commit needs.
+            self._stopping = True
             ticking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await ticking
@@ -94,7 +96,9 @@ class ServerRuntime:
         return self.handlers.problem()
 
     async def _tick(self) -> None:
-        while True:
+        # A cancellation may be lost on its way: `asyncio.wait_for`, in which redis-py sends, returns
+        # its result instead if that is there in the same turn of the loop (CPython before 3.12).
+        while not self._stopping:
             try:
                 self.security.file_watcher.poll()
                 more = await self.handlers.tick(TICK_SLOTS)

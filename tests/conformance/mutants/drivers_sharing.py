@@ -127,20 +127,27 @@ class OneDraftForAll(SharedFiles):
 
 
 class MixesWriters(Trusting):
-    """Two writers of a page each write both halves into the same file."""
+    """Writers that find the page there each write both halves into the same file.
+
+    The first one brings it whole, so that what a reader finds is always made of writers' halves.
+    """
 
     def put(self, write: ObjectWrite, call: Call) -> bool:
         path, content = self.path(write.namespace, write.key), write.tobytes()
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        draft = self.draft(path)
+        draft.write_bytes(content)
         try:
-            os.ftruncate(descriptor, len(content))
+            path.hardlink_to(draft)
+        except FileExistsError:
             half = len(content) // 2
-            for start, end in ((half, len(content)), (0, half)):
-                os.pwrite(descriptor, content[start:end], start)
-                pause(4)
+            with path.open("r+b", buffering=0) as file:
+                for start, end in ((half, len(content)), (0, half)):
+                    file.seek(start)
+                    file.write(content[start:end])
+                    pause(4)
         finally:
-            os.close(descriptor)
+            draft.unlink()
         return True
 
 
