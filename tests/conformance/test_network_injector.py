@@ -120,6 +120,25 @@ def test_a_stall_ends_when_it_is_healed(network, client):
     assert said(client) == b"x" * 1000
 
 
+def test_a_half_open_connection_stays_silent_and_new_ones_answer(network, client):
+    find_fault(network, FaultKind.HALF_OPEN, operations=("request",), count=1)
+    client.settimeout(0.1)
+    for _ in range(2):
+        client.sendall(b"x" * 1000)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+        network.heal()
+    with socket.create_connection(
+        ("127.0.0.1", network.ports["echo"]), timeout=MAX_SECONDS
+    ) as another:
+        another.sendall(b"y")
+        assert said(another, 1) == b"y"
+    find_fault(network, FaultKind.REFUSE)
+    client.settimeout(MAX_SECONDS)
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+
+
 def test_a_turn_is_delayed(network, client):
     find_fault(network, FaultKind.DELAY, operations=("request",), seconds=0.05)
     began = time.monotonic()

@@ -25,10 +25,12 @@ from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.page_patterns import canary, short, spent
 from hicache_conformance.harness.storage_under_test import PageGroup, StorageUnderTest
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.cause import stacks_in_driver
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
+from hicache_storage.layers.deadline import MAX_HUNG_CALLS
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
 
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ LIVES: Final = 3
 is full before that."""
 SETTLING_SECONDS: Final = 1.0
 """How long is waited for what a storage that was closed leaves, before another one is closed."""
+SILENCE_SECONDS: Final = 15.0
+"""Longest timeout of a driver's own on a connection that is silent; 5 s is what clients of servers
+have without any setting."""
 LATE_SECONDS: Final = 0.3
 """How long late effects are waited for when the store serves again."""
 
@@ -308,6 +313,49 @@ class DeadlineCases:
             f"after the store came back there is still "
             f"{left}, and something each of the {LIVES} times",
         )
+
+    @covers("FT-4", "FT-3", levels=FAULTS)
+    def test_half_open_connections(self, context: CaseContext, injector: FaultInjector) -> None:
+        """Calls on connections that stay open and silent for good end, and the storage serves.
+
+        A call without a timeout of its own is answered by the deadline layer, and holds a thread
+        and a connection from then on.
+        """
+        if injector.name != "network":
+            return
+        sut, keys = serving_storage(context, injector, pages=4)
+        half_open = Fault(kind=FaultKind.HALF_OPEN, operations=("request",), count=3)
+        plan = FaultPlan(injector.name, (half_open,))
+        set_deadline(sut)
+        injector.inject(plan)
+        for name, ask in (
+            ("batch_exists_v2", partial(sut.exists, keys)),
+            ("batch_set_v2", partial(sut.set, context.keys(4))),
+        ):
+            _check_time(Pending(ask), name, plan)
+        reading = Pending(partial(sut.get, keys))
+        if not may_wait(sut):
+            check_hits(sut, keys, _check_time(reading, "batch_get_v2", plan), plan)
+        injector.heal()
+        try:
+            # A get that is allowed to wait has to give the connection up by itself.
+            check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
+            set_deadline(sut, None)
+            wait_until_serving(context, sut, plan)
+            until = time.monotonic() + SILENCE_SECONDS
+            while stacks_in_driver():
+                if time.monotonic() > until:
+                    raise Violation(
+                        "FT-4",
+                        f"{SILENCE_SECONDS:.0f} s after connections became half-open, calls still "
+                        f"wait for them: without a timeout each holds its thread, and beyond "
+                        f"{MAX_HUNG_CALLS} of them every call is a miss",
+                    )
+                time.sleep(0.05)
+        finally:
+            # What still waits must not last longer than the case.
+            injector.inject(FaultPlan(injector.name, (Fault(kind=FaultKind.REFUSE),)))
+            injector.heal()
 
 
 class _Unusual:

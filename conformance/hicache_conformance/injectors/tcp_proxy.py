@@ -108,6 +108,7 @@ class TcpProxyInjector(FaultInjector):
 
         Raises:
             ConnectionResetError: the connection is cut; its argument is what still goes through.
+            _HalfOpen: neither these bytes nor later ones go through.
         """
         # A turn is one round trip, in however many packets it comes (EX-10).
         if begins and operation == "request":
@@ -126,6 +127,8 @@ class TcpProxyInjector(FaultInjector):
             raise ConnectionResetError(b"")
         if find_fault(faults, FaultKind.CUT):
             raise ConnectionResetError(content[: len(content) // 2])
+        if find_fault(faults, FaultKind.HALF_OPEN):
+            raise _HalfOpen
         flip = find_fault(faults, FaultKind.BIT_FLIP)
         return flipped(content, flip.place) if flip else content
 
@@ -214,6 +217,12 @@ class _Proxy:
                 await counter.passing(operation, turn)
             try:
                 content = await self._injector.through(operation, content, begins=begins)
+            except _HalfOpen:
+                # Until the client closes it, or `refuse` resets it.
+                while await reader.read(CHUNK_BYTES):
+                    pass
+                turn.cut = True
+                raise ConnectionResetError from None
             except ConnectionResetError as cut:
                 turn.cut = True
                 writer.write(cut.args[0])
@@ -223,6 +232,10 @@ class _Proxy:
         # One side has ended: the other one learns of it, and may still say something.
         if writer.can_write_eof():
             writer.write_eof()
+
+
+class _HalfOpen(Exception):
+    """The connection carries nothing more."""
 
 
 class _Turn:

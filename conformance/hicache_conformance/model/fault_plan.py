@@ -46,6 +46,9 @@ class FaultKind(StrEnum):
     good. Opened again, they are as they were."""
     CUT = "cut"
     """The connection is reset in the middle of the bytes."""
+    HALF_OPEN = "half-open connection"
+    """The connection stays open, and never carries a byte again, also after the injector is healed:
+    as behind a router that has lost its state. New connections work."""
     REFUSE = "refuse"
     """Connections are refused, and those that are open are reset."""
     KILL = "killed server"

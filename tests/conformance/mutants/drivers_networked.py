@@ -226,6 +226,13 @@ class WaitsForEver(Networked):
         return None
 
 
+class LeavesItToTheDeadline(Networked):
+    """Has no timeout, since the layer above has one."""
+
+    def seconds(self, call: Call) -> float | None:
+        return None
+
+
 class AsksAgainAndAgain(Networked):
     """Tries again until the server answers, whoever waits, and says that it cannot hang."""
 

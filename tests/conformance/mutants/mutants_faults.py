@@ -206,6 +206,14 @@ SAMPLES = dict(
             capabilities=WaitsForEver.promises,
         ),
         _networked(
+            "LeavesItToTheDeadline",
+            "FT-4",
+            expect_message="without a timeout each holds its thread",
+            case_classes=("Deadline",),
+            cases=("test_half_open_connections",),
+            injectors=("network",),
+        ),
+        _networked(
             "AsksAgainAndAgain",
             "FT-3",
             expect_message="has not come back",
