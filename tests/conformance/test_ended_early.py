@@ -99,6 +99,16 @@ def test_a_driver_that_hangs_in_case_after_case_is_not_given_all_of_them(site, t
     assert not any("pluggy" in detail for detail in details)
 
 
+@pytest.fixture
+def interruptible():
+    """Programs that this process starts take SIGINT, also where a shell that started it in the
+    background ignores the signal for all of them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
     site, tmp_path, results, number
