@@ -10,16 +10,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROUNDS: Final = 15
+REPEAT: Final = 20
+REPEATED_SECONDS: Final = 0.02
+"""Calls are repeated in a round until they take this long, at most `REPEAT` times: a call that waits
+for a slow server is measured well enough by one."""
 
 
-def min_cpu_seconds(*questions: Callable[[], object], repeat: int) -> list[float]:
+def min_cpu_seconds(*questions: Callable[[], object]) -> list[float]:
     """CPU time of one call of each, all threads of the process together.
 
     The least of several interleaved rounds.
-
-    Args:
-        repeat: calls in each round.
     """
+    taken = max(_wall(question) for question in questions)
+    repeat = max(1, min(REPEAT, int(REPEATED_SECONDS / taken)))
     rounds = [[_cpu(question, repeat) for question in questions] for _ in range(ROUNDS)]
     return [min(times) for times in zip(*rounds, strict=True)]
 

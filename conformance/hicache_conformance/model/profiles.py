@@ -16,6 +16,9 @@ class Profile:
     """Calls in each of them."""
     chains: int
     """Random chains of each existence case, beyond the exhaustive small ones."""
+    policies: int
+    """Policies, or pairs of them, that each small presence map is asked under; of 10 and 16, drawn
+    at random."""
     thread_calls: int
     """Calls of each thread of the concurrent cases."""
     store_fills: int
@@ -45,6 +48,7 @@ PROFILES = {
             histories=8,
             steps=15,
             chains=50,
+            policies=4,
             thread_calls=30,
             store_fills=2,
             plans=4,
@@ -62,6 +66,7 @@ PROFILES = {
             histories=100,
             steps=30,
             chains=1000,
+            policies=16,
             thread_calls=200,
             store_fills=4,
             plans=24,
@@ -77,6 +82,7 @@ PROFILES = {
             histories=1500,
             steps=120,
             chains=20_000,
+            policies=16,
             thread_calls=5_000,
             store_fills=40,
             plans=400,
