@@ -52,6 +52,15 @@ class StorageLayer(HiCacheStorage):
     ) -> PoolTransferResult:
         return self.inner.batch_exists_v2(keys, pool_transfers, extra_info)
 
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self.inner.batch_present(keys, pool=pool, extra_info=extra_info)
+
     # `batch_exists_cached` and `batch_get_cached` are not forwarded: the deadline layer would pass
     # by a layer between it and the driver, such as one that counts.
     def batch_get_v2(

@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.objects.lifecycle import begin_in_children
-from hicache_storage.spec import FaultScope, StorageClosedError
+from hicache_storage.spec import (
+    FaultScope,
+    PoolName,
+    StorageClosedError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
     from hicache_storage.spec import (
         HiCacheStorage,
         HiCacheStorageExtraInfo,
-        PoolName,
         PoolTransfer,
         PoolTransferResult,
         StorageStats,
@@ -151,6 +154,19 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         return self._guard(
             lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
             lambda: self._misses.exists(keys, pool_transfers),
+            extra_info,
+        )
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self._guard(
+            lambda: self.inner.batch_present(keys, pool=pool, extra_info=extra_info),
+            lambda: self._misses.presence(keys, pool),
             extra_info,
         )
 

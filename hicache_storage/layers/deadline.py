@@ -90,6 +90,21 @@ class DeadlineLayer(MissAnsweringLayer):
             waits=longest is not None and longest <= self._limit(info),
         )
 
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        info, longest = self._within(extra_info), self.inner.capabilities.lookup_seconds
+        return self._bounded(
+            lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
+            lambda: self._misses.presence(keys, pool),
+            info,
+            waits=longest is not None and longest <= self._limit(info),
+        )
+
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:

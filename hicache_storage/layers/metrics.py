@@ -52,6 +52,20 @@ class MetricsLayer(MeasuringLayer):
         self._recorder.observe("exists", result.extra_pool_hit_pages, started)
         return result
 
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        started = time.perf_counter()
+        found = super().batch_present(keys, pool=pool, extra_info=extra_info)
+        name, hits = PoolName(pool), sum(found)
+        self._recorder.count(name, pages_hit=hits, pages_absent=len(keys) - hits)
+        self._recorder.observe("exists", [name], started)
+        return found
+
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:

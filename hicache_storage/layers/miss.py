@@ -52,6 +52,16 @@ class MissAnswers:
         ]
         return PoolTransferResult(0, dict.fromkeys(asked, 0), [])
 
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        """Answer that no page exists.
+
+        Raises:
+            InvalidTransferError: the arguments are invalid, as for the storage.
+        """
+        check_keys(keys)
+        PoolName(pool)
+        return [False] * len(keys)
+
     def pages(
         self, transfers: Sequence[PoolTransfer], *, reads: bool
     ) -> dict[PoolName, list[bool]]:

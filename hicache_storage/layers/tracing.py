@@ -57,6 +57,23 @@ class TracingLayer(MeasuringLayer):
             span.set_attribute(HITS, result.kv_hit_pages)
         return result
 
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        check_list(keys, "keys")
+        info = _with_id(extra_info)
+        with (
+            RequestScope(info.request_id or "") as name,
+            self._spans.call("batch_present", name, [PoolName(pool)], len(keys)) as span,
+        ):
+            found = super().batch_present(keys, pool=pool, extra_info=info)
+            span.set_attribute(HITS, sum(found))
+        return found
+
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:

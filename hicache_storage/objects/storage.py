@@ -53,7 +53,7 @@ from hicache_storage.spec import (
 from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from hicache_storage.pools.access import PageAccess
 
@@ -393,6 +393,24 @@ class ObjectStorage(HiCacheStorage):
             self._hide_damage(batches, found)
             return self._hit(keys, pool_transfers, pools, found, started)
 
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        check_keys(keys)
+        name, call = PoolName(pool), _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
+            started = time.perf_counter()
+            registered = self._pools.get(name)
+            if registered is None or not keys:
+                return [False] * len(keys)
+            [found] = self._lookup([(registered, keys)], call)
+            self._count_lookup({name: found}, started)
+            return found
+
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
@@ -576,10 +594,7 @@ class ObjectStorage(HiCacheStorage):
         """Count what a lookup has found, and apply the policies."""
         absent = [False] * len(keys)
         present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
-        self.recorder.observe("exists", present, started)
-        for pool, pages in present.items():
-            hits = pages.count(True)
-            self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
+        self._count_lookup(present, started)
         return common_hit(
             present.get(PoolName.KV, absent),
             [
@@ -587,6 +602,12 @@ class ObjectStorage(HiCacheStorage):
                 for transfer in pool_transfers or ()
             ],
         )
+
+    def _count_lookup(self, present: Mapping[PoolName, list[bool]], started: float) -> None:
+        self.recorder.observe("exists", present, started)
+        for pool, pages in present.items():
+            hits = pages.count(True)
+            self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         reads = [

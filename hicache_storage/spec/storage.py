@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from hicache_storage.spec.arguments import check_keys
 from hicache_storage.spec.errors import UnsupportedOperationError
-from hicache_storage.spec.transfers import PoolName
+from hicache_storage.spec.transfers import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec.capabilities import Capabilities
     from hicache_storage.spec.identity import StorageIdentity
     from hicache_storage.spec.stats import StorageStats
-    from hicache_storage.spec.transfers import PoolTransfer, PoolTransferResult
+    from hicache_storage.spec.transfers import PoolTransferResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,32 @@ class HiCacheStorage(ABC):
             InvalidTransferError: a key or a policy's geometry is illegal.
         """
         return None
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Find out which pages exist; one answer for each key, in the order of the keys.
+
+        For engines that apply their own hit policy, and ask for pages in any order. A pool that was
+        never registered has no pages. Pages may be evicted between this answer and a get, which
+        then answers `False`.
+
+        Here it calls `batch_exists_v2` for each key; `ObjectStorage` makes one lookup of them.
+
+        Raises:
+            InvalidTransferError: a key or the name of the pool is illegal.
+        """
+        check_keys(keys)
+        name = PoolName(pool)
+        side = [] if name == PoolName.KV else [PoolTransfer(name)]
+        return [
+            self.batch_exists_v2([key], side, extra_info).extra_pool_hit_pages.get(name, 0) == 1
+            for key in keys
+        ]
 
     @abstractmethod
     def batch_get_v2(

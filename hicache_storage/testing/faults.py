@@ -23,6 +23,7 @@ from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import (
     ConfigError,
+    PoolName,
     StorageTimeoutError,
     StorageUnavailableError,
     note_fault,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
         Capabilities,
         HiCacheStorage,
         HiCacheStorageExtraInfo,
-        PoolName,
         PoolTransfer,
         PoolTransferResult,
         StorageStats,
@@ -134,6 +134,24 @@ class FaultLayer(MissAnsweringLayer):
             lambda: self._misses.exists(keys, pool_transfers),
             extra_info,
         )
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        check_list(keys, "keys")
+        faults = self._draw()
+        asked = keys[: faults.random.randrange(len(keys))] if faults.partial and keys else keys
+        found = self._inject(
+            faults,
+            lambda info: self.inner.batch_present(asked, pool=pool, extra_info=info),
+            lambda: self._misses.presence(keys, pool),
+            extra_info,
+        )
+        return found + [False] * (len(keys) - len(found))
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None

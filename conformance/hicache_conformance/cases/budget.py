@@ -66,6 +66,16 @@ class BudgetCases:
                 f"one exists of {BATCH} keys over 3 pools called {_listed(calls)}, must be one "
                 f"objects_exist",
             )
+        with counted(sut.storage) as calls:
+            found = sut.present(keys)
+        if found != [True] * 40 + [False] * (BATCH - 40):
+            raise Violation("EX-11", f"40 of {BATCH} keys are stored; batch_present says {found}")
+        if calls.total() > 1:
+            raise Violation(
+                "EX-10",
+                f"one batch_present of {BATCH} keys called {_listed(calls)}, must be one "
+                f"objects_exist",
+            )
 
     @covers("EX-10", levels=BUDGET, needs=["networked"])
     def test_one_round_trip(self, context: CaseContext, injector: FaultInjector) -> None:

@@ -83,6 +83,7 @@ class DeadlineCases:
         for name, ask in (
             ("batch_exists_v2", partial(sut.exists, keys)),
             ("batch_set_v2", partial(sut.set, new)),
+            ("batch_present", partial(sut.present, keys)),
             # Asked again behind a set that hung: a driver with one connection or one worker has
             # used it up by now, and would wait for it without end.
             ("batch_exists_v2 again", partial(sut.exists, keys)),

@@ -32,7 +32,7 @@ _Drawn = TypeVar("_Drawn")
 
 
 class ExistenceCases:
-    """EX-1 to EX-8."""
+    """EX-1 to EX-8, and EX-11."""
 
     @covers("EX-1", "EX-2", "EX-5", "EX-6")
     def test_kv_prefixes(self, context: CaseContext) -> None:
@@ -272,6 +272,61 @@ class ExistenceCases:
                 raise Violation(
                     "EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}"
                 )
+
+    @covers("EX-11")
+    def test_presence_of_each_key(self, context: CaseContext) -> None:
+        """Each page has its own answer, in any order, with holes and repeated keys."""
+        sut, keys = context.storage(), context.keys(12)
+        stored = context.random.sample(keys, 5)
+        sut.store(stored)
+        for asked in (
+            keys,
+            keys[::-1],
+            context.random.sample(keys, 12),
+            [*stored[:2], *keys[:3], stored[0]],
+            *([key] for key in keys[:4]),
+            [],
+        ):
+            _check_presence(sut, asked, stored)
+
+    @covers("EX-11", levels=[Level.CORE, Level.POOLS])
+    def test_presence_in_each_pool(self, context: CaseContext) -> None:
+        """A side pool has pages of its own, with KV or without; an unknown pool has none."""
+        pools = {PoolName.KV: GuardedPool(), SIDE: GuardedPool(page_size=1)}
+        sut, keys = context.storage(pools=pools), context.keys(6)
+        sut.store(keys[:3])
+        sut.store(keys[2:5], SIDE)
+        for _ in range(2):
+            _check_presence(sut, keys, keys[:3])
+            _check_presence(sut, keys, keys[2:5], SIDE)
+            _check_presence(sut, keys, [], "never_registered")
+
+    @covers("EX-11")
+    def test_presence_follows_what_is_set(self, context: CaseContext) -> None:
+        """What was missing, and is set then, is there; what is removed is not."""
+        sut, keys = context.storage(), context.keys(6)
+        _check_presence(sut, keys, [])
+        sut.store(keys[:4])
+        _check_presence(sut, keys, keys[:4])
+        if sut.storage.capabilities.deletes:
+            sut.delete(keys[1:3])
+            _check_presence(sut, keys, [keys[0], keys[3]])
+        if sut.storage.capabilities.clears and not sut.clear():
+            _check_presence(sut, keys, [])
+
+
+def _check_presence(
+    sut: StorageUnderTest,
+    keys: Sequence[str],
+    stored: Sequence[str],
+    pool: str = PoolName.KV,
+) -> None:
+    wanted = [key in stored for key in keys]
+    found = sut.present(keys, pool)
+    if found != wanted:
+        raise Violation(
+            "EX-11", f"batch_present of {len(keys)} keys in {pool!r} is {found}, must be {wanted}"
+        )
 
 
 class _Library:

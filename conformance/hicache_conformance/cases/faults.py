@@ -320,6 +320,7 @@ def _use(
     stored, missed = list[str](), False
     for _ in range(rounds):
         call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys))
+        call_bounded(injector, plan, "batch_present", partial(sut.present, keys))
         found = call_bounded(injector, plan, "batch_get_v2", partial(sut.get, keys))
         check_hits(sut, keys, found, plan)
         new = context.keys(8)
@@ -329,7 +330,7 @@ def _use(
         )
         missed |= None in found or not all(answers)
         stored += [key for key, ok in zip(new, answers, strict=True) if ok]
-    return stored, missed, rounds * 4
+    return stored, missed, rounds * 5
 
 
 def _silent(plan: FaultPlan) -> bool:

@@ -119,6 +119,7 @@ class LifecycleCases:
         transfer = PoolTransfer(PoolName.KV, slots_of([0, 1], 2), keys=keys)
         calls: list[tuple[str, Callable[[], object]]] = [
             ("batch_exists_v2", lambda: sut.storage.batch_exists_v2(keys)),
+            ("batch_present", lambda: sut.storage.batch_present(keys)),
             ("batch_get_v2", lambda: sut.storage.batch_get_v2([transfer])),
             ("batch_set_v2", lambda: sut.storage.batch_set_v2([transfer])),
             ("open", sut.storage.open),

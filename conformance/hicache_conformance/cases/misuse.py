@@ -122,10 +122,15 @@ class MisuseCases:
     @covers("FT-2")
     @pytest.mark.parametrize("how", BAD_KEYS)
     def test_bad_keys_of_exists(self, context: CaseContext, how: str) -> None:
-        """exists refuses the same keys as get and set."""
+        """exists refuses the same keys as get and set, and so does batch_present."""
         sut = context.storage()
         _refused(
             lambda: sut.storage.batch_exists_v2(_bad_keys(how)), f"exists of keys with {how}", "key"
+        )
+        _refused(
+            lambda: sut.storage.batch_present(_bad_keys(how)),
+            f"batch_present of keys with {how}",
+            "key",
         )
 
     @covers("FT-2", needs=["deletes"])

@@ -204,6 +204,21 @@ class StorageUnderTest:
             )
         return answer
 
+    def present(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        """Ask for each page whether it exists.
+
+        Raises:
+            Violation: EX-11 for the form of the answer.
+        """
+        answer = self.call(
+            "batch_present",
+            lambda: self.storage.batch_present(keys, pool=pool, extra_info=self.info),
+            (pool, keys),
+        )
+        if not _is_list_of_bools(answer, len(keys)):
+            raise Violation("EX-11", f"{len(keys)} keys were answered with {answer!r:.200}")
+        return list(answer)
+
     def has(self, key: str, pool: str = PoolName.KV) -> bool:
         """Return whether one page exists, by the pool's own verdict."""
         # A side pool's verdict is asked for with its transfer; KV has one in any answer (EX-6).

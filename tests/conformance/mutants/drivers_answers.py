@@ -9,12 +9,13 @@ import numpy
 from drivers_objects import Objects
 from drivers_plain import Plain, PlainConfig
 
+from hicache_storage.objects import Call, LookupBatch
 from hicache_storage.spec import PoolName, PoolStats, PoolTransferResult, StorageStats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_storage.objects import Call, ReadBatch
+    from hicache_storage.objects import ReadBatch
     from hicache_storage.objects.requests import PoolRequest
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolTransfer, StorageIdentity
 
@@ -254,6 +255,100 @@ class LooksUpSixtyFour(Plain):
 
     def _present(self, name: PoolName, keys: Sequence[str]) -> list[bool]:
         return [*super()._present(name, keys[:64]), *[False] * len(keys[64:])]
+
+
+# Presence of each page
+# ------------------------------------------------------------------------------------------------
+
+
+class _Present(Objects):
+    """A driver with a batch_present of its own."""
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        return self.presence(keys, pool)
+
+    def right(self, keys: Sequence[str], pool: str) -> list[bool]:
+        return super().batch_present(keys, pool=pool)
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        return self.right(keys, pool)
+
+
+class PresenceEndsAtAHole(_Present):
+    """Takes what is asked for for a chain."""
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        found = self.right(keys, pool)
+        leading = ([*found, False]).index(False)
+        return [True] * leading + [False] * (len(keys) - leading)
+
+
+class PresenceOfEachOnce(_Present):
+    """Answers for each key once, however often it is asked for."""
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        return self.right(list(dict.fromkeys(keys)), pool)
+
+
+class PresenceInOrderOfKeys(_Present):
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        return self.right(sorted(keys), pool)
+
+
+class PresenceOfKV(_Present):
+    """Looks into the KV pool, whichever is asked about."""
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        return self.right(keys, PoolName.KV)
+
+
+class PresenceIsASet(_Present):
+    """Answers with the keys that exist."""
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        found: Any = {key for key, there in zip(keys, self.right(keys, pool), strict=True) if there}
+        return found
+
+
+class PresenceRemembersMisses(_Present):
+    """Takes a page that was missing once for missing ever since."""
+
+    def __init__(self, identity: StorageIdentity, config: PlainConfig) -> None:
+        super().__init__(identity, config)
+        self.missing = set[tuple[str, str]]()
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        found = [
+            there and (pool, key) not in self.missing
+            for key, there in zip(keys, self.right(keys, pool), strict=True)
+        ]
+        self.missing |= {(pool, key) for key, there in zip(keys, found, strict=True) if not there}
+        return found
+
+
+class PresenceOfUnknownPoolsRaises(_Present):
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        self.pools[PoolName(pool)]
+        return self.right(keys, pool)
+
+
+class PresenceOfDamage(_Present):
+    """Answers with what lies in the store, also where a read has found it damaged."""
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        return False
+
+    def presence(self, keys: Sequence[str], pool: str) -> list[bool]:
+        registered = self.pools.get(PoolName(pool))
+        if registered is None or not keys:
+            return self.right(keys, pool)
+        return self.objects_exist([LookupBatch(registered.namespace, keys)], Call())[0]
 
 
 # Counters

@@ -102,6 +102,46 @@ SAMPLES = in_module(
             expect_message="restorable_prefix_pages is",
             case_classes=("Existence",),
         ),
+        "PresenceEndsAtAHole": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="must be",
+            case_classes=("Existence",),
+        ),
+        "PresenceOfEachOnce": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="were answered with",
+            case_classes=("Existence",),
+        ),
+        "PresenceInOrderOfKeys": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="must be",
+            case_classes=("Existence",),
+        ),
+        "PresenceOfKV": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="'mamba'",
+            case_classes=("Existence",),
+        ),
+        "PresenceIsASet": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="were answered with",
+            case_classes=("Existence",),
+        ),
+        "PresenceRemembersMisses": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="must be",
+            case_classes=("Existence",),
+        ),
+        "PresenceOfUnknownPoolsRaises": SampleDriver(
+            breaks=("EX-11",),
+            expect_message="raised KeyError",
+            case_classes=("Existence",),
+        ),
+        "PresenceOfDamage": SampleDriver(
+            breaks=("EX-9",),
+            expect_message="goes on existing",
+            case_classes=("CorruptObject",),
+        ),
         "NoKeysRepeatTheLastHit": SampleDriver(
             breaks=("EX-8",),
             expect_message="kv_hit_pages is 2 for 0 keys",
