@@ -12,6 +12,7 @@ still be killed.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -26,6 +27,11 @@ MESSAGE_BYTES: Final = 1 << 20
 REAP_SECONDS: Final = 10.0
 """A killed process that is still there after this long waits in the kernel for a store that does
 not answer."""
+
+ENGINES: Final = ("sglang",)
+"""Packages of engines, preloaded where the suite's process has imported them: a foreign driver needs
+its engine in each worker, which takes seconds to import. Their storage modules are not among what
+the packages import by themselves."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -47,6 +53,7 @@ class ForkServer:
                 "-m",
                 "hicache_conformance.processes.fork_server",
                 str(theirs.fileno()),
+                *(engine for engine in ENGINES if engine in sys.modules),
             ],
             pass_fds=[theirs.fileno()],
             env=_environment(),
@@ -115,6 +122,8 @@ def _main() -> None:
     # behind.
     die_with_parent()
     _preload_slow_modules()
+    for engine in sys.argv[2:]:
+        importlib.import_module(engine)
     alive_pids = set[int]()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 1)

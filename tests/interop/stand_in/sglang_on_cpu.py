@@ -13,6 +13,7 @@ given by their addresses are read as bytes.
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 def install() -> None:
     """Called by SGLang in each of its processes."""
+    # SGLang spawns its scheduler and its detokenizer, and each then imports for eight seconds what
+    # the server has imported already; CUDA is why it may not fork them.
+    multiprocessing.set_start_method = lambda *_, **__: None
     from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
