@@ -68,6 +68,9 @@ class StorageIdentity:
     """LoRA or other adapter that changes the KV."""
     salt: str = ""
     """Any text; changing it makes all pages stored so far invisible."""
+    page_format: str = ""
+    """Format of the bytes of a page where another engine defines them: the engine, its groups, its
+    chunks; empty for the SDK's own pools and SGLang's, which `layout` describes."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp"):
@@ -112,6 +115,9 @@ class StorageIdentity:
             ignored |= {"tp_rank", "tp_size", "head_start", "head_end"}
         if self.dp_replicated:
             ignored |= {"dp_rank", "dp_size"}
+        if not self.page_format:
+            # Pages stored before there was this field keep their fingerprints.
+            ignored.add("page_format")
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
     def fingerprint(self, pool: str = PoolName.KV) -> bytes:

@@ -77,9 +77,9 @@ def driver_options(name: str) -> list[Option]:
 
 def bridge_options() -> list[Option]:
     """The bridge's own keys in SGLang's extra config."""
-    from hicache_storage.engines.sglang.identity import BridgeConfig
+    from hicache_storage.engines.sglang.identity import SGLangBridgeConfig
 
-    return _struct(BridgeConfig, {})
+    return _struct(SGLangBridgeConfig, {})
 
 
 def server_settings() -> list[Option]:

@@ -31,6 +31,7 @@ DIFFERENT = {
     "tenant": "t",
     "adapter": "lora",
     "salt": "s",
+    "page_format": "other:1",
 }
 BASE = {
     "tp_size": 2,

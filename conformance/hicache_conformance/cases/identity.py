@@ -66,6 +66,7 @@ OTHER: Final[Mapping[str, object]] = {
     "tenant": "A",
     "adapter": "",
     "salt": "another salt",
+    "page_format": "another format",
 }
 DECIDING: Final = tuple(name for name in IDENTITY_FIELDS if name != "tp_sharded_pools")
 """Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3

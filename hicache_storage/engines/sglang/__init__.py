@@ -8,7 +8,7 @@ It serves every driver of this project.
   "interface_v1": 1, "driver": "file", "driver_config": {"path": "/var/cache/hicache"}}'
 ```
 
-The optional keys are those of `identity.BridgeConfig`. SGLang is imported with `SGLangBridge`, not
+The optional keys are those of `identity.SGLangBridgeConfig`. SGLang is imported with `SGLangBridge`, not
 before: configuration and identity do without it.
 """
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
-from msgspec import Meta, field
+from msgspec import Meta
 
-from hicache_storage.spec import (
-    ConfigError,
-    DriverConfig,
-    InvalidPoolError,
-    StorageIdentity,
-    parse_config,
-)
+from hicache_storage.engines.bridge_config import BridgeConfig, parse_options
+from hicache_storage.spec import ConfigError, InvalidPoolError, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,41 +46,9 @@ NO_WEIGHT_VERSION = ("", "default")
 """Values of `--weight-version` that stand for none."""
 
 
-class BridgeConfig(DriverConfig, frozen=True):
+class SGLangBridgeConfig(BridgeConfig, frozen=True):
     """The bridge's own keys in SGLang's `--hicache-storage-backend-extra-config`."""
 
-    driver: Annotated[
-        str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")
-    ]
-    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = (
-        field(default_factory=dict[str, object])
-    )
-    tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
-    revision: Annotated[
-        str, Meta(description="revision of the weights, where the model's name does not tell it")
-    ] = ""
-    salt: Annotated[
-        str, Meta(description="changing it makes all pages stored so far invisible")
-    ] = ""
-    kv_dtype: Annotated[
-        str, Meta(description="logical KV dtype, where the host pool does not tell it (fp8)")
-    ] = ""
-    deadline_seconds: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="longest time a call may take; raise it for stores that need more for a "
-            "batch of 128 pages. The default stays below the 10 seconds after which SGLang gives "
-            "up stopping a thread",
-        ),
-    ] = 8.0
-    traces: Annotated[
-        bool,
-        Meta(
-            description="a span for each call, by OpenTelemetry and the process' own tracer "
-            "provider"
-        ),
-    ] = False
     metrics_port: Annotated[
         int,
         Meta(
@@ -119,35 +81,26 @@ class EngineConfig(Protocol):
     should_split_heads: bool
 
 
-def bridge_config(extra_config: Mapping[str, object] | None) -> BridgeConfig:
+def bridge_config(extra_config: Mapping[str, object] | None) -> SGLangBridgeConfig:
     """Parse the bridge's configuration out of SGLang's `extra_config`.
 
     Raises:
         ConfigError: `interface_v1` is missing, or a key is unknown, missing or has a bad value; the
             message names it.
     """
-    options = dict(extra_config or {})
+    options = extra_config or {}
     if not options.get("interface_v1"):
         raise ConfigError(
             'hicache bridge: set "interface_v1": 1 in the storage backend\'s extra config; without '
             "it SGLang moves KV through its oldest interface (batch_get and batch_set of copies), "
             "which the bridge does not serve"
         )
-    own = BridgeConfig.__struct_fields__
-    for name in options:
-        if name not in ENGINE_KEYS and name not in own:
-            near = difflib.get_close_matches(str(name), sorted({*own, *ENGINE_KEYS}), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(own)}"
-            raise ConfigError(
-                f"hicache bridge: unknown key {name!r} in the storage backend's extra config; "
-                f"{hint}"
-            )
-    try:
-        return parse_config(
-            BridgeConfig, {name: value for name, value in options.items() if name in own}
-        )
-    except ConfigError as error:
-        raise ConfigError(f"hicache bridge: the storage backend's extra config: {error}") from error
+    return parse_options(
+        SGLangBridgeConfig,
+        options,
+        where="the storage backend's extra config",
+        engine_keys=ENGINE_KEYS,
+    )
 
 
 def check_engine(engine: EngineConfig) -> None:
@@ -171,7 +124,7 @@ def check_engine(engine: EngineConfig) -> None:
 
 def storage_identity(
     engine: EngineConfig,
-    config: BridgeConfig,
+    config: SGLangBridgeConfig,
     anchor: object,
     *,
     engine_kv_dtype: str = "",

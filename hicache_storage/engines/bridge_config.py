@@ -1,0 +1,82 @@
+"""Options that the bridges of all engines share."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from msgspec import Meta, field
+
+from hicache_storage.spec import ConfigError, DriverConfig, parse_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+ConfigT = TypeVar("ConfigT", bound=DriverConfig)
+
+
+class BridgeConfig(DriverConfig, frozen=True):
+    """The options of every bridge, whatever the engine."""
+
+    driver: Annotated[
+        str, Meta(description="driver that keeps the pages, as listed by `hicache drivers`")
+    ]
+    driver_config: Annotated[dict[str, object], Meta(description="the driver's own options")] = (
+        field(default_factory=dict[str, object])
+    )
+    tenant: Annotated[str, Meta(description="pages are shared only within a tenant")] = ""
+    revision: Annotated[
+        str, Meta(description="revision of the weights, where the model's name does not tell it")
+    ] = ""
+    salt: Annotated[
+        str, Meta(description="changing it makes all pages stored so far invisible")
+    ] = ""
+    kv_dtype: Annotated[
+        str, Meta(description="logical KV dtype, where the engine does not tell it (fp8)")
+    ] = ""
+    deadline_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="longest time a call may take; raise it for stores that need more for a "
+            "batch of 128 pages. The default stays below the 10 seconds after which SGLang gives "
+            "up stopping a thread",
+        ),
+    ] = 8.0
+    traces: Annotated[
+        bool,
+        Meta(
+            description="a span for each call, by OpenTelemetry and the process' own tracer "
+            "provider"
+        ),
+    ] = False
+
+
+def parse_options(
+    model: type[ConfigT],
+    options: Mapping[str, object],
+    *,
+    where: str,
+    engine_keys: Iterable[str] = (),
+) -> ConfigT:
+    """Parse the options of a bridge out of an engine's configuration.
+
+    Args:
+        model: the bridge's options.
+        options: what the engine's configuration has.
+        where: the place of the configuration, for messages.
+        engine_keys: keys in there that the engine reads itself, and that are left out.
+
+    Raises:
+        ConfigError: a key is unknown, missing or has a bad value; the message names it.
+    """
+    own, ignored = model.__struct_fields__, frozenset(engine_keys)
+    for name in options:
+        if name not in ignored and name not in own:
+            near = difflib.get_close_matches(str(name), sorted({*own, *ignored}), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(own)}"
+            raise ConfigError(f"hicache bridge: unknown key {name!r} in {where}; {hint}")
+    try:
+        return parse_config(model, {name: value for name, value in options.items() if name in own})
+    except ConfigError as error:
+        raise ConfigError(f"hicache bridge: {where}: {error}") from error

@@ -1,0 +1,208 @@
+"""Configuration and identity, derived from vLLM's configuration; needs no vLLM."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+
+from msgspec import Meta
+
+from hicache_storage.engines.bridge_config import BridgeConfig, parse_options
+from hicache_storage.spec import ConfigError, StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WHERE = "the entry of secondary_tiers"
+ROW_FORMAT = 1
+"""Version of `page_format`; another number keeps pages apart."""
+
+
+class TierConfig(BridgeConfig, frozen=True):
+    """The bridge's keys in an entry of vLLM's `secondary_tiers`, beside `type`, `module_path` and
+    `backpressure`, which vLLM reads itself."""
+
+    on_reset: Annotated[
+        Literal["miss", "keep"],
+        Meta(
+            description="what becomes of the store when vLLM resets its caches, as it does when "
+            "weights are updated: `miss` answers misses and stores nothing until the engine is "
+            "started again, `keep` goes on with the same pages, for engines whose weights never "
+            "change"
+        ),
+    ] = "miss"
+    threads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=64,
+            description="loads at a time, and as many stores; a job of vLLM has all chunks of a "
+            "request",
+        ),
+    ] = 4
+    enable_kv_events: Annotated[
+        bool, Meta(description="report stored chunks to vLLM's KV events, as its `fs` tier does")
+    ] = False
+    locality: Annotated[
+        Literal["", "LOCAL", "REMOTE"], Meta(description="where vLLM's KV events say the store is")
+    ] = ""
+
+
+class GroupConfig(Protocol):
+    """vLLM's `OffloadingGroupConfig`."""
+
+    @property
+    def tokens_per_block(self) -> int: ...
+    @property
+    def layer_names(self) -> tuple[str, ...]: ...
+
+
+class ModelConfig(Protocol):
+    """vLLM's `OffloadingModelConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class CacheConfig(Protocol):
+    """vLLM's `OffloadingCacheConfig`."""
+
+    @property
+    def tokens_per_hash(self) -> int: ...
+    @property
+    def blocks_per_chunk(self) -> int: ...
+
+
+class ParallelConfig(Protocol):
+    """vLLM's `OffloadingParallelConfig`."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pcp_size(self) -> int: ...
+    @property
+    def dcp_size(self) -> int: ...
+    @property
+    def is_parallelism_agnostic(self) -> bool: ...
+
+
+class EngineConfig(Protocol):
+    """The fields of vLLM's `OffloadingConfig` that decide about identity."""
+
+    @property
+    def groups(self) -> Sequence[GroupConfig]: ...
+    @property
+    def worker_kv_bytes_per_block(self) -> int: ...
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def cache(self) -> CacheConfig: ...
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def canonical_layout(self) -> bool: ...
+    @property
+    def kv_cache_layout(self) -> str | None: ...
+
+
+def tier_config(options: Mapping[str, object]) -> TierConfig:
+    """Parse the bridge's configuration out of an entry of `secondary_tiers`.
+
+    Raises:
+        ConfigError: a key is unknown, missing or has a bad value; the message names it.
+    """
+    return parse_options(TierConfig, options, where=WHERE)
+
+
+def pool_names(groups: int) -> list[str]:
+    """Name the pool of each KV cache group, in their order."""
+    return ["kv", *(f"group_{number}" for number in range(1, groups))]
+
+
+def row_bytes(engine: EngineConfig, *, replicated: bool) -> int:
+    """Return the length of a chunk, all workers side by side, without the pad behind them.
+
+    Args:
+        engine: vLLM's `OffloadingConfig`.
+        replicated: all workers hold the same bytes, and a row has them once.
+    """
+    workers = 1 if replicated else engine.parallel.world_size
+    return engine.worker_kv_bytes_per_block * workers * engine.cache.blocks_per_chunk
+
+
+def tier_identity(
+    engine: EngineConfig, config: TierConfig, *, replicated: bool, build: Mapping[str, str]
+) -> StorageIdentity:
+    """Derive the identity of the chunks of an engine's replica.
+
+    A chunk has the bytes of all ranks side by side, so one storage serves all of them: it is rank 0
+    of the sizes that they have. `is_parallelism_agnostic` is believed of vLLM's canonical layout
+    alone: without it vLLM 0.32 and 0.33 say so of rows that have the layers within each rank, and
+    whose bytes depend on the TP size.
+
+    Args:
+        engine: vLLM's `OffloadingConfig`.
+        config: the bridge's configuration.
+        replicated: as of `row_bytes`.
+        build: what else decides about the bytes of a chunk, by name: vLLM's version, the device,
+            the attention backend.
+
+    Raises:
+        ConfigError: vLLM gave no model name, or no KV cache.
+    """
+    if not engine.model.name:
+        raise ConfigError(
+            "hicache bridge: vLLM gave no model name, and pages of two models must not meet"
+        )
+    if not engine.groups:
+        raise ConfigError("hicache bridge: vLLM has no KV cache to store")
+    parallel = engine.parallel
+    portable = engine.canonical_layout and parallel.is_parallelism_agnostic
+    return StorageIdentity(
+        model=engine.model.name,
+        revision=config.revision,
+        kv_dtype=config.kv_dtype or engine.model.dtype,
+        page_size=engine.groups[0].tokens_per_block * engine.cache.blocks_per_chunk,
+        layout=engine.kv_cache_layout or "unknown",
+        page_format=_page_format(engine, replicated=replicated, build=build),
+        tp_size=1 if portable else parallel.tp_size,
+        pp_size=1 if portable else parallel.pp_size,
+        cp_size=1 if portable else parallel.pcp_size * parallel.dcp_size,
+        tenant=config.tenant,
+        salt=config.salt,
+    )
+
+
+def _page_format(engine: EngineConfig, *, replicated: bool, build: Mapping[str, str]) -> str:
+    groups = [
+        {
+            "tokens_per_block": group.tokens_per_block,
+            "layers": len(group.layer_names),
+            # Which they are: another split into groups of the same sizes has other bytes.
+            "names": hashlib.blake2b(
+                json.dumps(group.layer_names).encode(), digest_size=8
+            ).hexdigest(),
+        }
+        for group in engine.groups
+    ]
+    return json.dumps(
+        {
+            "engine": "vllm",
+            "row": ROW_FORMAT,
+            "canonical": engine.canonical_layout,
+            "replicated": replicated,
+            "tokens_per_hash": engine.cache.tokens_per_hash,
+            "blocks_per_chunk": engine.cache.blocks_per_chunk,
+            "groups": groups,
+            **build,
+        },
+        sort_keys=True,
+        separators=(",", ":"),
+    )
