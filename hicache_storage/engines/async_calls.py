@@ -27,9 +27,7 @@ class AsyncCalls(Generic[ResultT]):
         notify: called after each result, in the thread that has brought it; may not raise.
     """
 
-    def __init__(
-        self, name: str, threads: int, notify: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, name: str, threads: int, notify: Callable[[], None] = lambda: None) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._notify = notify
         # Guards everything below; never held during a call.

@@ -558,6 +558,8 @@ class ObjectStorage(HiCacheStorage):
 
     def close(self) -> None:
         self._lifecycle.close(CLOSE_TIMEOUT_SECONDS)
+        # Engines unmap the memory of their pools next.
+        self._pools = {}
 
     # How it is done
     # ----------------------------------------------------------------------------------------------

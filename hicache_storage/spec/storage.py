@@ -234,7 +234,7 @@ class HiCacheStorage(ABC):
     def close(self) -> None:
         """Finish the calls that run, and release everything. Idempotent.
 
-        No thread, descriptor, socket or registration is left behind.
+        No thread, descriptor, socket or registration is left behind, and the host pools are let go.
         """
 
     def __enter__(self) -> Self:

@@ -85,7 +85,7 @@ def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
         # Large enough that an answer depends on each token of its prompt.
         return torch.randn(rows, columns, generator=generator) * 2 / columns**0.5
 
-    projections, norms = _latent_attention() if config is MLA else _attention()
+    projections, norms = _latent_attention() if config is MLA else _attention(config)
     projections |= {
         "mlp.gate_proj": (INNER, WIDTH),
         "mlp.up_proj": (INNER, WIDTH),
@@ -97,7 +97,7 @@ def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
         "lm_head.weight": random(VOCABULARY, WIDTH),
     }
     weights["model.norm.weight"] = torch.ones(WIDTH)
-    for layer in range(LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         for name, shape in projections.items():
             weights[f"model.layers.{layer}.{name}.weight"] = random(*shape)
         for name, width in norms.items():
@@ -105,10 +105,12 @@ def _weights(config: dict[str, object], seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _attention() -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+def _attention(config: dict[str, object]) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """The matrices of a layer as (rows, columns), and the widths of its norms."""
-    matrices = {"q_proj": (HEADS * HEAD_WIDTH, WIDTH), "o_proj": (WIDTH, HEADS * HEAD_WIDTH)}
-    matrices |= {f"{name}_proj": (KV_HEADS * HEAD_WIDTH, WIDTH) for name in ("k", "v")}
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_width = config["head_dim"]
+    matrices = {"q_proj": (heads * head_width, WIDTH), "o_proj": (WIDTH, heads * head_width)}
+    matrices |= {f"{name}_proj": (kv_heads * head_width, WIDTH) for name in ("k", "v")}
     return {f"self_attn.{name}": shape for name, shape in matrices.items()}, {}
 
 

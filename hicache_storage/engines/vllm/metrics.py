@@ -1,0 +1,84 @@
+"""The storage's counters under the names that every driver has, for vLLM's `/metrics`."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
+    OffloadingMetricMetadata,
+)
+
+from hicache_storage.observability import metric_defs
+from hicache_storage.observability.metric import MetricKind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from hicache_storage.spec import StorageStats
+
+_COUNTERS: Final = tuple(metric for metric in metric_defs.STORAGE if metric.source)
+
+
+def definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Return the metrics of `metric_defs.STORAGE`, as vLLM declares its own."""
+    found = dict[str, OffloadingMetricMetadata]()
+    for metric in metric_defs.STORAGE:
+        match metric.kind:
+            case MetricKind.COUNTER:
+                found[metric.name] = OffloadingCounterMetadata(metric.help, metric.labels)
+            case MetricKind.GAUGE:
+                found[metric.name] = OffloadingGaugeMetadata(metric.help, metric.labels)
+            case MetricKind.HISTOGRAM:
+                found[metric.name] = OffloadingHistogramMetadata(
+                    metric.help, metric.labels, metric.buckets
+                )
+    return found
+
+
+class TierMetrics:
+    """What has changed since the last report. Calls are noted in any thread."""
+
+    def __init__(self) -> None:
+        self._reported = dict[tuple[str, tuple[str, ...]], float]()
+        self._lock = threading.Lock()
+        self._durations = list[tuple[tuple[str, ...], float]]()
+
+    def note(self, pools: Iterable[str], operation: str, seconds: float) -> None:
+        """Note a call of some pools, as `exists`, `get` or `set`."""
+        with self._lock:
+            # Plain texts: vLLM refuses to send subclasses to its API server.
+            self._durations += [((str(pool), operation), seconds) for pool in pools]
+
+    def take(self, stats: StorageStats) -> OffloadingConnectorStats:
+        """Return the increase of each counter, the gauges, and the durations of calls."""
+        taken = OffloadingConnectorStats()
+        for metric in _COUNTERS:
+            values = (
+                [((str(name),), pool) for name, pool in stats.pools.items()]
+                if "pool" in metric.labels
+                else [((), stats)]
+            )
+            for labels, source in values:
+                value = float(getattr(source, metric.source))
+                key = metric.name, labels
+                # A counter that is 0 is reported once, so that Prometheus knows the series.
+                if key not in self._reported or value > self._reported[key]:
+                    increase = value - self._reported.get(key, 0.0)
+                    taken.increase_counter(metric.name, increase, (stats.driver, *labels))
+                    self._reported[key] = value
+        taken.set_gauge(
+            metric_defs.BREAKER_OPEN.name, float(stats.breaker_state != "closed"), (stats.driver,)
+        )
+        taken.set_gauge(
+            metric_defs.CHECKSUMS_OFF.name, float(not stats.verifies_checksums), (stats.driver,)
+        )
+        with self._lock:
+            durations, self._durations = self._durations, []
+        for labels, seconds in durations:
+            taken.observe_histogram(metric_defs.CALL_SECONDS.name, seconds, (stats.driver, *labels))
+        return taken

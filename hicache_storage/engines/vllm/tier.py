@@ -1,0 +1,398 @@
+"""The secondary tier that vLLM loads."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    RequestOffloadingContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from hicache_storage.engines.async_calls import AsyncCalls
+from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.vllm.build import build_of
+from hicache_storage.engines.vllm.chunk_pool import ChunkPool
+from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
+from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import (
+    ConfigError,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+    from typing import Any
+
+    import numpy as np
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+        OffloadingConnectorStats,
+    )
+    from vllm.v1.kv_offload.base import (
+        OffloadingMetricMetadata,
+        OffloadingSpec,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+    )
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    from hicache_storage.spec import HiCacheStorage, StorageIdentity
+
+logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A job that was submitted, with its keys in their order."""
+
+    keys: list[OffloadKey]
+    is_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Outcome of a job, with an answer for each of its keys."""
+
+    answers: list[bool]
+    seconds: float = 0.0
+
+
+class _Chain:
+    """Chunks of one request that vLLM has named so far, by their places in its sequence."""
+
+    def __init__(self) -> None:
+        self._ends = dict[str, int]()
+        """Hash of a chunk, and the number of tokens up to its end."""
+
+    def note(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
+        """Note the places of some keys."""
+        for key in keys:
+            if (end := request.get_offload_key_position(key)) is not None:
+                self._ends[_text(key)] = end
+
+    def before(self, keys: Sequence[OffloadKey]) -> list[str]:
+        """Return the hashes that precede the first of some keys, in the order of the sequence."""
+        first = min((self._ends.get(_text(key), 0) for key in keys), default=0)
+        return sorted(
+            (text for text, end in self._ends.items() if end < first), key=self._ends.__getitem__
+        )
+
+
+class _Lookups(AsyncLookupManager):
+    """vLLM's own cache of lookups, answered by one call of the storage for each pool."""
+
+    def __init__(self, tier: HiCacheTier, tier_type: str) -> None:
+        self._tier = tier
+        super().__init__(tier_type=tier_type)
+
+    def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
+        """Answer for each key whether it is stored; called in vLLM's lookup thread."""
+        return self._tier.present(keys, req_context)
+
+
+class HiCacheTier(SecondaryTierManager):
+    """Adapter: serves vLLM's secondary tier from a storage of this project.
+
+    Construction fails, with the field to mend, where the configuration cannot be served. After that
+    nothing is raised into the engine: each job is reported once, a fault is a miss or a chunk that
+    was not stored, logged once for each reason and counted.
+
+    vLLM calls everything but `present` from its scheduler's thread; what may block runs in others.
+
+    Args:
+        offloading_spec: vLLM's `TieringOffloadingSpec`.
+        primary_kv_view: rows of its CPU tier, (chunks, bytes of a row), int8.
+        tier_type: name of the tier.
+        backpressure_detector: vLLM's, where it is configured.
+        options: the other keys of the entry in `secondary_tiers`; see `TierConfig`.
+
+    Raises:
+        ConfigError: the configuration cannot be served; the message says what to change.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
+        )
+        self._config = tier_config(options)
+        self.locality = Locality(self._config.locality) if self._config.locality else None
+        engine, replicated = offloading_spec.config, offloading_spec.replicated_layout
+        self._row_bytes = row_bytes(engine, replicated=replicated)
+        if not 0 < self._row_bytes <= self.block_size_bytes:
+            raise ConfigError(
+                f"hicache bridge: a chunk of {self._row_bytes} bytes does not fit vLLM's rows of "
+                f"{self.block_size_bytes}; this version of vLLM is not one that the bridge knows"
+            )
+        identity = tier_identity(engine, self._config, replicated=replicated, build=build_of())
+        self._names = [PoolName(name) for name in pool_names(len(engine.groups))]
+        self._pool: ChunkPool | None = ChunkPool(
+            primary_kv_view, page_bytes=self._row_bytes, layout=identity.layout
+        )
+        self._off = ""
+        """Reason why nothing is served any more; empty while it is."""
+        self._events = list[OffloadingEvent]()
+        self._publishes = (
+            self._config.enable_kv_events
+            and offloading_spec.kv_events_config.enable_kv_cache_events
+        )
+        self._jobs = dict[int, _Job]()
+        self._chains = dict[str, _Chain]()
+        self._metrics = TierMetrics()
+        self._refusals = RefusedCalls("vLLM")
+        self._storage = self._open(identity, self._pool)
+        self._loads = AsyncCalls[_Moved]("hicache-load", self._config.threads)
+        # Of their own, so that a load never waits for stores.
+        self._stores = AsyncCalls[_Moved]("hicache-store", self._config.threads)
+        self._lookups = _Lookups(self, tier_type)
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Declare the storage's metrics to vLLM, also in its API server."""
+        return definitions()
+
+    @property
+    def storage(self) -> HiCacheStorage:
+        """The storage behind the tier."""
+        return self._storage
+
+    @property
+    def refused_calls(self) -> int:
+        """Number of calls that could not be served, and were answered as misses."""
+        return self._refusals.count
+
+    # Lookups
+    # ----------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for the chunks that are computed, as they come."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Answer from the lookups that have been made; RETRY where this one has to be."""
+        if self._off:
+            return LookupResult.MISS
+        self._chain(req_context).note([key], req_context)
+        found = self._lookups.lookup(key, req_context)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Begin the lookups that were asked for in this step."""
+        self._lookups.flush()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note the keys of a request, which head the chains that it stores."""
+        self._chain(req_context).note(keys, req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget a request."""
+        self._lookups.cleanup(req_context.req_id)
+        self._chains.pop(req_context.req_id, None)
+
+    def present(self, keys: Sequence[OffloadKey], request: ReqContext) -> list[bool]:
+        """Find out which chunks are stored; a fault is a miss. Blocks."""
+        found = [False] * len(keys)
+        for name, places in self._by_pool(keys).items():
+            started = time.monotonic()
+            try:
+                answers = self._storage.batch_present(
+                    [_text(keys[place]) for place in places],
+                    pool=name,
+                    extra_info=HiCacheStorageExtraInfo(request_id=request.req_id),
+                )
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of the engine
+                self._refusals.note("batch_present", name, error)
+                continue
+            self._metrics.note([name], "exists", time.monotonic() - started)
+            for place, answer in zip(places, answers, strict=True):
+                found[place] = answer
+        return found
+
+    # Jobs
+    # ----------------------------------------------------------------------------------------------
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to store chunks of the CPU tier."""
+        self._submit(job_metadata, self._stores)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to load chunks into the CPU tier."""
+        self._submit(job_metadata, self._loads)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        """Report each job that has ended since the last call, once."""
+        results = list[JobResult]()
+        for number, moved in (*self._loads.finished(), *self._stores.finished()):
+            job = self._jobs.pop(number)
+            kept = [key for key, answer in zip(job.keys, moved.answers, strict=True) if answer]
+            if job.is_load and len(kept) < len(job.keys):
+                # Here, in the scheduler's thread: vLLM would ask for the same load for ever.
+                self._lookups.mark_miss(set(job.keys).difference(kept))
+            if not job.is_load and kept and self._publishes:
+                self._events.append(
+                    OffloadingEvent(kept, self.medium, removed=False, locality=self.locality)
+                )
+            results.append(
+                JobResult(
+                    number,
+                    success=len(kept) == len(job.keys),
+                    successful_keys=kept if job.is_load else None,
+                    transfer_time=moved.seconds,
+                    transfer_bytes=len(kept) * self._row_bytes,
+                )
+            )
+        return results
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the chunks that were stored since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def drain_jobs(self) -> None:
+        """Wait for every job; vLLM resets its caches next, as it does for new weights."""
+        self._loads.wait_idle()
+        self._stores.wait_idle()
+        if self._config.on_reset == "miss" and not self._off:
+            self._off = (
+                "vLLM has reset its caches; the weights may be others, and neither vLLM's keys nor "
+                "the identity say so"
+            )
+            logger.warning(
+                "hicache bridge: %s. Nothing is served or stored until the engine is started "
+                'again; with "on_reset": "keep" the tier goes on with the same chunks',
+                self._off,
+            )
+
+    def shutdown(self) -> None:
+        """End the threads and close the storage. Idempotent.
+
+        Raises:
+            BufferError: a call still has memory of vLLM's, which must not be unmapped.
+        """
+        with ExitStack() as steps:
+            # The last one is called first.
+            if self._pool is not None:
+                pool, self._pool = self._pool, None
+                steps.callback(pool.release)
+            steps.callback(self._storage.close)
+            steps.callback(self._stores.close)
+            steps.callback(self._loads.close)
+            steps.callback(self._lookups.shutdown)
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        """Return what has changed in the storage's counters since the last call."""
+        return self._metrics.take(self._storage.get_stats())
+
+    # How it is done
+    # ----------------------------------------------------------------------------------------------
+
+    def _open(self, identity: StorageIdentity, pool: ChunkPool) -> HiCacheStorage:
+        config = self._config
+        options = StorageOptions(deadline_seconds=config.deadline_seconds, traces=config.traces)
+        storage = create_storage(config.driver, identity, config.driver_config, options=options)
+        try:
+            for name in self._names:
+                storage.register_mem_host_pool_v2(pool, name)
+            storage.on_host_pools_registered()
+            storage.open()
+        except StorageUnavailableError as error:
+            # The storage retries, and answers misses until then.
+            logger.error("hicache bridge: driver %r cannot be opened yet: %s", config.driver, error)
+        except BaseException:
+            storage.close()
+            raise
+        return storage
+
+    def _chain(self, request: ReqContext) -> _Chain:
+        return self._chains.setdefault(request.req_id, _Chain())
+
+    def _by_pool(self, keys: Sequence[OffloadKey]) -> dict[PoolName, list[int]]:
+        """Return the places of the keys of each pool."""
+        places = dict[PoolName, list[int]]()
+        for place, key in enumerate(keys):
+            places.setdefault(self._names[get_offload_group_idx(key)], []).append(place)
+        return places
+
+    def _submit(self, metadata: TransferJob, calls: AsyncCalls[_Moved]) -> None:
+        keys = list(metadata.keys)
+        self._jobs[metadata.job_id] = _Job(keys, metadata.is_promotion)
+        chain = self._chain(metadata.req_context)
+        chain.note(keys, metadata.req_context)
+        call = partial(
+            self._move,
+            keys,
+            metadata.chunk_ids,
+            HiCacheStorageExtraInfo(
+                prefix_keys=chain.before(keys), request_id=metadata.req_context.req_id
+            ),
+            writes=calls is self._stores,
+        )
+        calls.submit(metadata.job_id, call, _Moved([False] * len(keys)))
+
+    def _move(
+        self,
+        keys: Sequence[OffloadKey],
+        chunks: np.ndarray[Any, Any],
+        extra_info: HiCacheStorageExtraInfo,
+        *,
+        writes: bool,
+    ) -> _Moved:
+        """Load or store the chunks of a job. Blocks."""
+        answers = [False] * len(keys)
+        if self._off:
+            return _Moved(answers)
+        places = self._by_pool(keys)
+        slots = torch.as_tensor(chunks, dtype=torch.int64)
+        transfers = [
+            PoolTransfer(name, slots[of_pool], keys=[_text(keys[place]) for place in of_pool])
+            for name, of_pool in places.items()
+        ]
+        started = time.monotonic()
+        try:
+            move = self._storage.batch_set_v2 if writes else self._storage.batch_get_v2
+            moved = move(transfers, extra_info)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of the engine
+            self._refusals.note("batch_set_v2" if writes else "batch_get_v2", "", error)
+            return _Moved(answers, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._metrics.note(places, "set" if writes else "get", seconds)
+        for name, of_pool in places.items():
+            for place, answer in zip(of_pool, moved[name], strict=True):
+                answers[place] = answer
+        return _Moved(answers, seconds)
+
+
+def _text(key: OffloadKey) -> str:
+    return get_offload_block_hash(key).hex()
