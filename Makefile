@@ -35,7 +35,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(PYTHON)
 
 # Four at a time on two cores, because they spend a third of it waiting; files marked `slow` first.
-UNIT := not gpu and not interop and not fuzz and not docs and not hostile
+UNIT := not gpu and not interop and not vllm and not fuzz and not docs and not hostile
 PYTEST_UNIT := $(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 20
 unit: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(UNIT)"

@@ -104,7 +104,13 @@ class EngineServer:
             *("--model", str(model), "--served-model-name", "tiny", "--skip-tokenizer-init"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)),
-            *("--block-size", str(BLOCK), "--max-model-len", "1024", "--enable-prompt-tokens-details"),
+            *(
+                "--block-size",
+                str(BLOCK),
+                "--max-model-len",
+                "1024",
+                "--enable-prompt-tokens-details",
+            ),
             *("--prefix-caching-hash-algo", "sha256_cbor", "--tensor-parallel-size", str(ranks)),
             *arguments,
         ]
@@ -130,6 +136,8 @@ class EngineServer:
             ),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            # Otherwise its two other processes import for nine seconds each what it has imported.
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
             # For the route that resets the prefix cache.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(

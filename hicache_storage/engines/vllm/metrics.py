@@ -79,6 +79,8 @@ class TierMetrics:
         )
         with self._lock:
             durations, self._durations = self._durations, []
-        for labels, seconds in durations:
-            taken.observe_histogram(metric_defs.CALL_SECONDS.name, seconds, (stats.driver, *labels))
+        for of_call, seconds in durations:
+            taken.observe_histogram(
+                metric_defs.CALL_SECONDS.name, seconds, (stats.driver, *of_call)
+            )
         return taken

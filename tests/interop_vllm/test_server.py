@@ -1,0 +1,160 @@
+"""A real vLLM server with this project's tier: what it restores, and what it does when the store is
+damaged, away, or of another TP size."""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.interop_vllm.engine_server import (
+    BLOCKS,
+    REUSED,
+    Answer,
+    EngineServer,
+    hicache,
+    prompt,
+    write,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPTS = (5, 6)
+KILLED = (7, 8, 9)
+"""Prompts that the engine is killed over."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What was before the server of most tests: answers of one without any connector, and a store
+    that another engine was killed over."""
+
+    place: Path
+    model: Path
+    answers: dict[int, tuple[int, ...]]
+    """Tokens by the number of the prompt."""
+    acknowledged: int
+    """Pages that were stored when the engine was killed."""
+
+    @property
+    def store(self) -> Path:
+        return self.place / "store"
+
+
+@pytest.fixture(scope="module")
+def past(tmp_path_factory) -> Past:
+    place = tmp_path_factory.mktemp("engine")
+    model = write(place / "model")
+    with EngineServer(place, model, None) as server:
+        server.wait_until_up()
+        answers = {number: server.ask(prompt(number)) for number in (*PROMPTS, *KILLED)}
+    assert {answer.cached for answer in answers.values()} == {0}
+    tokens = {number: answer.tokens for number, answer in answers.items()}
+    assert len(set(tokens.values())) == len(tokens)
+    with EngineServer(place, model, hicache(place / "store")) as server:
+        server.wait_until_up()
+        for number in PROMPTS:
+            assert server.ask(prompt(number)) == Answer(tokens[number], 0)
+        server.wait_until_stored(BLOCKS * len(PROMPTS))
+        calls = [threading.Thread(target=_ask, args=(server, number)) for number in KILLED]
+        for call in calls:
+            call.start()
+        server.wait_until_stored(BLOCKS * len(PROMPTS) + 1)
+        acknowledged = int(server.counted("hicache_storage_written_pages_total"))
+        server.kill()
+        for call in calls:
+            call.join()
+    return Past(place, model, tokens, acknowledged)
+
+
+def _ask(server: EngineServer, number: int) -> None:
+    # The server is killed meanwhile.
+    with suppress(OSError, ValueError):
+        server.ask(prompt(number))
+
+
+@pytest.fixture(scope="module")
+def server(past: Past) -> EngineServer:
+    with EngineServer(past.place, past.model, hicache(past.store)) as server:
+        yield server.wait_until_up()
+
+
+def test_another_process_restores_what_the_killed_one_had_stored(past, server):
+    for number in PROMPTS:
+        assert server.ask(prompt(number)) == Answer(past.answers[number], REUSED)
+    assert server.counted("hicache_storage_read_pages_total") == BLOCKS * len(PROMPTS)
+    restored = sum(server.ask(prompt(number)).cached for number in KILLED) // (REUSED // BLOCKS)
+    assert restored + BLOCKS * len(PROMPTS) >= past.acknowledged
+
+
+@pytest.mark.parametrize("number", KILLED)
+def test_a_prompt_that_the_engine_was_killed_over_is_answered_right(past, server, number):
+    server.forget()
+    assert server.ask(prompt(number)).tokens == past.answers[number]
+
+
+def test_damaged_bytes_cost_hits_and_are_repaired(past, server):
+    server.forget()
+    assert server.ask(prompt(5)) == Answer(past.answers[5], REUSED)
+    damaged = server.counted("hicache_storage_damaged_pages_total")
+    for bundle in past.store.rglob("*.bundle"):
+        _damage(bundle)
+    server.forget()
+    answer = server.ask(prompt(5))
+    assert answer.tokens == past.answers[5]
+    assert answer.cached < REUSED
+    assert server.counted("hicache_storage_damaged_pages_total") > damaged
+
+    def repaired() -> bool:
+        server.forget()
+        return server.ask(prompt(5)) == Answer(past.answers[5], REUSED)
+
+    server.wait_for(repaired, "the damaged page is not stored again")
+
+
+def _damage(file: Path) -> None:
+    """Overwrite 64 bytes in the middle."""
+    with file.open("r+b") as bundle:
+        bundle.seek(file.stat().st_size // 2)
+        bundle.write(bytes(range(100, 164)))
+
+
+def test_a_store_that_is_away_stops_no_request(past, server):
+    server.forget()
+    away = past.place / "away"
+    past.store.rename(away)
+    try:
+        for number in PROMPTS:
+            assert server.ask(prompt(number)).tokens == past.answers[number]
+    finally:
+        # What was written in its place meanwhile is another store.
+        if past.store.exists():
+            past.store.rename(past.place / "meanwhile")
+        away.rename(past.store)
+
+    def back() -> bool:
+        server.forget()
+        return server.ask(prompt(6)) == Answer(past.answers[6], REUSED)
+
+    server.wait_for(back, "the store is not found again")
+
+
+def test_the_format_of_the_pages_is_told_beside_them(past, server):
+    [description] = [json.loads(file.read_text()) for file in past.store.rglob("namespace.json")]
+    page_format = json.loads(description["identity.page_format"])
+    assert page_format["engine"] == "vllm"
+    assert page_format["vllm"] == "0.32"
+    assert page_format["groups"][0]["tokens_per_block"] == REUSED // BLOCKS
+
+
+def test_another_tp_size_shares_nothing_and_answers_the_same(past):
+    with EngineServer(past.place, past.model, hicache(past.store), ranks=2) as two:
+        two.wait_until_up()
+        assert two.ask(prompt(5)) == Answer(past.answers[5], 0)
+        two.wait_until_stored(BLOCKS)
+        two.forget()
+        assert two.ask(prompt(5)) == Answer(past.answers[5], REUSED)
