@@ -7,7 +7,7 @@ import json
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +20,9 @@ from tests.interop_vllm.engine_server import (
     prompt,
     write,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
