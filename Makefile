@@ -3,8 +3,9 @@ SHELL := /bin/bash
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
+VLLM_VENV := .venv-vllm
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples audit alerts dist docs interop matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples audit alerts dist docs interop interop-vllm matrix metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -74,6 +75,11 @@ interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pytest -m interop -n 2 --dist loadfile --no-loadscope-reorder tests/interop
 
+# Needs a real vLLM and a real LMCache: 4 GB, built once into $(VLLM_VENV).
+interop-vllm:
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder tests/interop_vllm
+
 # Our drivers, SGLang's own and one of others, each judged for real; writes docs/matrix.md. Some five minutes, and nothing of it is in `make test`.
 matrix:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
@@ -134,4 +140,4 @@ dist: $(VENV)/.installed
 	scripts/make_dist.sh $(VENV) out/dist
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VLLM_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
