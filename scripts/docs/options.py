@@ -82,6 +82,13 @@ def bridge_options() -> list[Option]:
     return _struct(SGLangBridgeConfig, {})
 
 
+def tier_options() -> list[Option]:
+    """The bridge's keys in an entry of vLLM's `secondary_tiers`."""
+    from hicache_storage.engines.vllm.identity import TierConfig
+
+    return _struct(TierConfig, {})
+
+
 def server_settings() -> list[Option]:
     """The metadata server's settings; every one may come from the environment."""
     from hicache_metadata_server.settings import ServerSettings
@@ -105,6 +112,7 @@ MODELS: Final[dict[str, Callable[[], list[Option]]]] = {
     "hf3fs": lambda: driver_options("hf3fs"),
     "mooncake": lambda: driver_options("mooncake"),
     "bridge": bridge_options,
+    "vllm": tier_options,
     "server": server_settings,
 }
 """What the comments of a page may name."""

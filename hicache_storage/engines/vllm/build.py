@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 
 
 def build_of() -> dict[str, str]:
-    """Name vLLM's version, the device, and the model's configuration as vLLM has resolved it.
+    """Name vLLM's version and the device.
 
-    A minor version of vLLM may change the order of the bytes of a block, and so may the attention
-    backend, which vLLM chooses by the device; on CPUs the instruction set does.
+    A minor version of vLLM may change the order of the bytes of a block. So does the attention
+    backend, which a tier is not told; vLLM chooses it by the device, on CPUs by the instruction
+    set.
     """
-    build = {"vllm": _minor_version(), "device": _device()}
-    config = get_current_vllm_config_or_none()
-    if config is not None:
-        # Of quantization, overrides of the configuration (rope scaling) and the like.
-        build["model"] = hashlib.blake2b(
-            str(config.model_config.compute_hash()).encode(), digest_size=8
-        ).hexdigest()
-        build["attention"] = str(config.attention_config.backend)
-    return build
+    return {"vllm": _minor_version(), "device": _device()}
 
 
 def _minor_version() -> str:

@@ -45,8 +45,9 @@ class TierConfig(BridgeConfig, frozen=True):
         bool, Meta(description="report stored chunks to vLLM's KV events, as its `fs` tier does")
     ] = False
     locality: Annotated[
-        Literal["", "LOCAL", "REMOTE"], Meta(description="where vLLM's KV events say the store is")
-    ] = ""
+        Literal["LOCAL", "REMOTE"] | None,
+        Meta(description="where vLLM's KV events say the store is"),
+    ] = None
 
 
 class GroupConfig(Protocol):

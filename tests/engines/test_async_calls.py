@@ -1,0 +1,82 @@
+"""Calls that may block, made in threads and collected by the number of their job."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hicache_storage.engines.async_calls import AsyncCalls
+
+
+@pytest.fixture
+def calls():
+    made = AsyncCalls[str]("test", 2)
+    yield made
+    made.close()
+
+
+def test_each_job_is_reported_once(calls):
+    for job in range(20):
+        calls.submit(job, lambda job=job: f"result {job}", "nothing")
+    calls.wait_idle()
+    assert sorted(calls.finished()) == [(job, f"result {job}") for job in range(20)]
+    assert calls.finished() == []
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3)])
+def test_a_call_that_raises_is_reported_with_the_other_result(calls, error):
+    def fails() -> str:
+        raise error
+
+    calls.submit(1, fails, "nothing")
+    calls.wait_idle()
+    assert calls.finished() == [(1, "nothing")]
+
+
+def test_submitting_does_not_wait_and_waiting_does(calls):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waits() -> str:
+        begun.set()
+        go_on.wait(60)
+        return "done"
+
+    calls.submit(1, waits, "nothing")
+    assert begun.wait(60)
+    assert calls.finished() == []
+    go_on.set()
+    calls.wait_idle()
+    assert calls.finished() == [(1, "done")]
+
+
+def test_jobs_that_wait_when_it_is_closed_do_not_begin():
+    calls = AsyncCalls[str]("test", 1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def waits() -> str:
+        begun.set()
+        go_on.wait(60)
+        return "done"
+
+    calls.submit(1, waits, "nothing")
+    calls.submit(2, lambda: "done", "nothing")
+    assert begun.wait(60)
+    closing = threading.Thread(target=calls.close)
+    closing.start()
+    while not calls._closed:
+        pass
+    go_on.set()
+    closing.join(60)
+    calls.submit(3, lambda: "done", "nothing")
+    assert calls.finished() == [(1, "done"), (2, "nothing"), (3, "nothing")]
+    calls.close()
+
+
+def test_whoever_waits_for_results_is_notified():
+    notified = threading.Semaphore(0)
+    calls = AsyncCalls[str]("test", 1, notified.release)
+    calls.submit(1, lambda: "done", "nothing")
+    assert notified.acquire(timeout=60)
+    assert calls.finished() == [(1, "done")]
+    calls.close()

@@ -1,0 +1,140 @@
+"""The identity of vLLM's chunks: what must keep them apart, and what must not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
+from hicache_storage.spec import ConfigError
+
+OPTIONS = {"driver": "file", "driver_config": {"path": "/data"}}
+BUILD = {"vllm": "0.32", "device": "cuda 9.0"}
+
+
+@dataclass(frozen=True)
+class Group:
+    tokens_per_block: int = 16
+    layer_names: tuple[str, ...] = ("a", "b")
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str = "llama"
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Cache:
+    tokens_per_hash: int = 16
+    blocks_per_chunk: int = 4
+
+
+@dataclass(frozen=True)
+class Parallel:
+    world_size: int = 2
+    tp_size: int = 2
+    pp_size: int = 1
+    pcp_size: int = 1
+    dcp_size: int = 1
+    is_parallelism_agnostic: bool = True
+
+
+@dataclass(frozen=True)
+class Engine:
+    groups: tuple[Group, ...] = (Group(),)
+    worker_kv_bytes_per_block: int = 1000
+    model: Model = Model()
+    cache: Cache = Cache()
+    parallel: Parallel = Parallel()
+    canonical_layout: bool = False
+    kv_cache_layout: str | None = "LBHNC"
+
+
+def fingerprint(engine=None, *, replicated=False, build=BUILD, **options):
+    config = tier_config({**OPTIONS, **options})
+    return tier_identity(
+        engine or Engine(), config, replicated=replicated, build=build
+    ).fingerprint("kv")
+
+
+def test_the_same_engine_has_the_same_identity():
+    assert fingerprint() == fingerprint(Engine())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(Engine(), model=Model(name="other")),
+        replace(Engine(), model=Model(dtype="float16")),
+        replace(Engine(), groups=(Group(tokens_per_block=32),)),
+        replace(Engine(), groups=(Group(layer_names=("a", "c")),)),
+        replace(Engine(), groups=(Group(layer_names=("a",)), Group(layer_names=("b",)))),
+        replace(Engine(), cache=Cache(blocks_per_chunk=8)),
+        replace(Engine(), cache=Cache(tokens_per_hash=32)),
+        replace(Engine(), kv_cache_layout="LBNHC"),
+        replace(Engine(), kv_cache_layout=None),
+        replace(Engine(), canonical_layout=True),
+        replace(Engine(), parallel=Parallel(world_size=4, tp_size=4)),
+        replace(Engine(), parallel=Parallel(tp_size=1, pp_size=2)),
+        replace(Engine(), parallel=Parallel(tp_size=1, pcp_size=2)),
+        replace(Engine(), parallel=Parallel(tp_size=1, dcp_size=2)),
+    ],
+)
+def test_engines_that_differ_share_nothing(other):
+    assert fingerprint(other) != fingerprint()
+
+
+@pytest.mark.parametrize(
+    "options", [{"revision": "2"}, {"salt": "s"}, {"tenant": "t"}, {"kv_dtype": "fp8_e5m2"}]
+)
+def test_options_that_differ_share_nothing(options):
+    assert fingerprint(**options) != fingerprint()
+
+
+@pytest.mark.parametrize("build", [{**BUILD, "vllm": "0.33"}, {**BUILD, "device": "cpu AVX2"}])
+def test_builds_that_differ_share_nothing(build):
+    assert fingerprint(build=build) != fingerprint()
+
+
+def test_tp_sizes_share_in_the_canonical_layout_alone():
+    def of(tp_size, *, canonical, agnostic):
+        parallel = Parallel(world_size=tp_size, tp_size=tp_size, is_parallelism_agnostic=agnostic)
+        return fingerprint(Engine(parallel=parallel, canonical_layout=canonical))
+
+    assert of(1, canonical=True, agnostic=True) == of(2, canonical=True, agnostic=True)
+    assert of(1, canonical=True, agnostic=False) != of(2, canonical=True, agnostic=False)
+    # vLLM says so of rows whose bytes depend on the TP size.
+    assert of(1, canonical=False, agnostic=True) != of(2, canonical=False, agnostic=True)
+
+
+def test_a_row_has_each_worker_once_unless_all_hold_the_same():
+    assert row_bytes(Engine(), replicated=False) == 2 * 4 * 1000
+    assert row_bytes(Engine(), replicated=True) == 4 * 1000
+
+
+def test_each_group_has_a_pool():
+    assert pool_names(3) == ["kv", "group_1", "group_2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pth": "/data"}, "unknown key 'pth' in the entry of secondary_tiers"),
+        ({"on_rest": "keep"}, "did you mean 'on_reset'"),
+        ({"on_reset": "clear"}, "on_reset"),
+        ({"threads": 0}, "threads"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(options, words):
+    with pytest.raises(ConfigError, match=words):
+        tier_config({**OPTIONS, **options})
+
+
+def test_an_engine_without_a_model_or_a_cache_is_refused():
+    with pytest.raises(ConfigError, match="no model name"):
+        fingerprint(Engine(model=Model(name="")))
+    with pytest.raises(ConfigError, match="no KV cache"):
+        fingerprint(Engine(groups=()))
