@@ -1,0 +1,313 @@
+"""The tier under vLLM's own interface, without an engine: jobs, misses, resets, memory."""
+
+from __future__ import annotations
+
+import mmap
+import time
+import types
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from hicache_storage.engines.vllm import HiCacheTier
+from hicache_storage.spec import ConfigError
+
+pytestmark = pytest.mark.vllm
+
+CHUNKS, ROW, USED = 16, 8192, 6000
+"""Rows of the CPU tier, bytes of each, and bytes without the pad."""
+
+
+def offloading_config(groups: int = 1) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=tuple(
+            OffloadingGroupConfig(
+                tokens_per_block=16, layer_names=(f"layer{group}",), group_id=group
+            )
+            for group in range(groups)
+        ),
+        worker_kv_bytes_per_block=USED,
+        enable_kv_cache_events=True,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name="model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=True,
+        ),
+        kv_cache_layout="LBHNC",
+    )
+
+
+class Engine:
+    """vLLM's side of a tier: the memory of the CPU tier, and numbers of jobs."""
+
+    def __init__(self, path, groups: int = 1, **options: object) -> None:
+        self.memory = mmap.mmap(-1, CHUNKS * ROW)
+        self.rows = np.frombuffer(self.memory, np.int8).reshape(CHUNKS, ROW)
+        spec = types.SimpleNamespace(
+            config=offloading_config(groups),
+            replicated_layout=False,
+            kv_events_config=OffloadingKVEventsConfig(
+                enable_kv_cache_events=True, self_describing_kv_events=False
+            ),
+        )
+        options = {"driver": "file", "driver_config": {"path": str(path)}, **options}
+        self.view = memoryview(self.rows)
+        self.tier = HiCacheTier(spec, self.view, "HiCacheTier", **options)
+        self._jobs = 0
+
+    def request(self, name: str = "request") -> ReqContext:
+        return ReqContext(name)
+
+    def fill(self, chunk: int, seed: int) -> bytes:
+        """Give a chunk the bytes of a seed; return them without the pad."""
+        self.rows[chunk] = np.random.default_rng(seed).integers(-128, 127, ROW, dtype=np.int8)
+        return self.rows[chunk, :USED].tobytes()
+
+    def bytes_of(self, chunk: int) -> bytes:
+        return self.rows[chunk, :USED].tobytes()
+
+    def submit(self, keys, chunks, *, load: bool, request: ReqContext | None = None) -> int:
+        self._jobs += 1
+        job = TransferJob(
+            self._jobs,
+            keys,
+            np.array(chunks, dtype=np.int32),
+            is_promotion=load,
+            req_context=request or self.request(),
+        )
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return job.job_id
+
+    def result(self, job: int):
+        """The only job that ends; waits for it."""
+        deadline = time.monotonic() + 30
+        while not (results := list(self.tier.get_finished_jobs())):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        [result] = results
+        assert result.job_id == job
+        assert list(self.tier.get_finished_jobs()) == []
+        return result
+
+    def store(self, keys, chunks):
+        return self.result(self.submit(keys, chunks, load=False))
+
+    def load(self, keys, chunks, request: ReqContext | None = None):
+        return self.result(self.submit(keys, chunks, load=True, request=request))
+
+    def found(self, keys, request: ReqContext | None = None) -> list[bool]:
+        """Look keys up, step by step as vLLM's scheduler does."""
+        request = request or self.request()
+        deadline = time.monotonic() + 30
+        while True:
+            answers = [self.tier.lookup(key, request) for key in keys]
+            if LookupResult.RETRY not in answers:
+                return [answer is LookupResult.HIT for answer in answers]
+            assert time.monotonic() < deadline
+            self.tier.on_schedule_end(ScheduleEndContext([], []))
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """End the tier, and let go of the memory as vLLM does."""
+        self.tier.shutdown()
+        self.view.release()
+        del self.rows
+
+
+def keys(count: int, group: int = 0, start: int = 0):
+    return [
+        make_offload_key(bytes([number + 1]) * 32, group) for number in range(start, start + count)
+    ]
+
+
+@pytest.fixture
+def engine(tmp_path):
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_is_stored_is_found_and_loaded_into_other_chunks(engine):
+    contents = [engine.fill(chunk, chunk) for chunk in range(4)]
+    assert engine.found(keys(6)) == [False] * 6
+    stored = engine.store(keys(4), [0, 1, 2, 3])
+    assert stored.success
+    assert stored.transfer_bytes == 4 * USED
+    engine.tier.on_request_finished(engine.request())
+    assert engine.found(keys(6)) == [True] * 4 + [False] * 2
+    assert engine.load(keys(4), [9, 8, 7, 6]).success
+    assert [engine.bytes_of(chunk) for chunk in (9, 8, 7, 6)] == contents
+
+
+def test_another_engine_finds_what_one_has_stored(engine, tmp_path):
+    content = engine.fill(0, 1)
+    assert engine.store(keys(1), [0]).success
+    other = Engine(tmp_path)
+    assert other.found(keys(1)) == [True]
+    assert other.load(keys(1), [5]).success
+    assert other.bytes_of(5) == content
+    other.close()
+
+
+def test_a_load_keeps_what_was_delivered_and_marks_the_rest_as_misses(engine):
+    content = engine.fill(0, 1)
+    assert engine.store(keys(1), [0]).success
+    wanted, request = keys(2), engine.request("asks")
+    # As if both had been there when they were looked up.
+    assert engine.found(keys(1), request) == [True]
+    engine.tier._lookups.lookup(wanted[1], request)
+    engine.tier._lookups._lookup_state[wanted[1]].result = True
+    result = engine.load(wanted, [3, 4], request)
+    assert not result.success
+    assert list(result.successful_keys) == [wanted[0]]
+    assert engine.bytes_of(3) == content
+    assert engine.tier.lookup(wanted[0], request) is LookupResult.HIT
+    assert engine.tier.lookup(wanted[1], request) is LookupResult.MISS
+
+
+def test_groups_have_pools_of_their_own(tmp_path):
+    engine = Engine(tmp_path, groups=2)
+    first, second = engine.fill(0, 1), engine.fill(1, 2)
+    both = [*keys(1, group=0), *keys(1, group=1)]
+    assert engine.store(both, [0, 1]).success
+    assert engine.found([*both, *keys(1, group=1, start=3)]) == [True, True, False]
+    assert engine.load(both, [5, 6]).success
+    assert (engine.bytes_of(5), engine.bytes_of(6)) == (first, second)
+    assert {"kv", "group_1"} <= set(engine.tier.storage.get_stats().pools)
+    engine.close()
+
+
+def test_heads_of_chains_are_younger_than_their_tails(tmp_path, monkeypatch):
+    engine = Engine(tmp_path)
+    request = engine.request()
+    chain = keys(4)
+    for number, key in enumerate(chain):
+        request.set_offload_key_position(key, 16 * (number + 1))
+    asked = []
+    inner = engine.tier.storage.batch_set_v2
+    monkeypatch.setattr(
+        engine.tier._storage,
+        "batch_set_v2",
+        lambda transfers, extra_info: (
+            asked.append(list(extra_info.prefix_keys)),
+            inner(transfers, extra_info),
+        )[1],
+    )
+    # The device has the first two; vLLM names them all, and has the others stored.
+    engine.tier.touch(chain, request)
+    assert engine.result(engine.submit(chain[2:], [0, 1], load=False, request=request)).success
+    assert asked == [[key[:-4].hex() for key in chain[:2]]]
+    engine.close()
+
+
+def test_after_a_reset_nothing_is_served_or_stored(engine):
+    engine.fill(0, 1)
+    assert engine.store(keys(1), [0]).success
+    engine.tier.drain_jobs()
+    assert engine.found(keys(1)) == [False]
+    assert not engine.load(keys(1), [1]).success
+    assert not engine.store(keys(1, start=5), [0]).success
+
+
+def test_a_reset_of_an_engine_that_keeps_its_weights_changes_nothing(tmp_path):
+    engine = Engine(tmp_path, on_reset="keep")
+    engine.fill(0, 1)
+    job = engine.submit(keys(1), [0], load=False)
+    engine.tier.drain_jobs()
+    [result] = engine.tier.get_finished_jobs()
+    assert (result.job_id, result.success) == (job, True)
+    assert engine.found(keys(1)) == [True]
+    engine.close()
+
+
+def test_a_storage_that_raises_is_a_miss(engine, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    for call in ("batch_present", "batch_get_v2", "batch_set_v2"):
+        monkeypatch.setattr(engine.tier._storage, call, fails)
+    assert engine.found(keys(2)) == [False, False]
+    assert not engine.store(keys(1), [0]).success
+    assert not engine.load(keys(1), [0]).success
+    assert engine.tier.refused_calls == 3
+
+
+def test_stored_chunks_are_published_where_vllm_publishes_events(tmp_path):
+    engine = Engine(tmp_path, enable_kv_events=True, locality="REMOTE")
+    engine.store(keys(2), [0, 1])
+    [event] = engine.tier.take_events()
+    assert (event.keys, event.removed, event.locality.value) == (keys(2), False, "REMOTE")
+    assert list(engine.tier.take_events()) == []
+    engine.close()
+
+
+def test_the_memory_is_let_go_at_shutdown(tmp_path):
+    engine = Engine(tmp_path)
+    engine.store(keys(2), [0, 1])
+    engine.load(keys(2), [2, 3])
+    engine.close()
+    engine.tier.shutdown()
+    # A `BufferError`, if anything still had a view of it.
+    engine.memory.close()
+
+
+def test_metrics_are_what_has_changed_since_the_last_report(engine):
+    engine.store(keys(2), [0, 1])
+    written = "hicache_storage_written_pages_total"
+    declared = HiCacheTier.build_metric_definitions({})
+
+    def reported():
+        return engine.tier.get_stats().data
+
+    first, second = reported(), reported()
+    values = next(
+        part for part in first.values() if written in part and isinstance(part[written], dict)
+    )
+    assert values[written] == {("file", "kv"): 2.0}
+    assert not any(
+        written in part for part in second.values() if isinstance(part.get(written), dict)
+    )
+    for name, series in values.items():
+        for labels in series:
+            assert len(labels) == len(declared[name].labelnames)
+            # vLLM refuses to send subclasses of texts to its API server.
+            assert {type(label) for label in labels} == {str}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dirver": "file"}, "unknown key 'dirver'.*did you mean 'driver'"),
+        ({"driver_config": {"path": "/x", "capcity": 1}}, "capcity"),
+        ({"driver": "fil"}, "did you mean 'file'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(tmp_path, options, words):
+    with pytest.raises(ConfigError if "driver" not in options else Exception, match=words):
+        Engine(tmp_path, **options)
