@@ -89,6 +89,13 @@ def tier_options() -> list[Option]:
     return _struct(TierConfig, {})
 
 
+def adapter_options() -> list[Option]:
+    """The bridge's keys in LMCache's `adapter_params`."""
+    from hicache_storage.engines.lmcache.identity import AdapterConfig
+
+    return _struct(AdapterConfig, {})
+
+
 def server_settings() -> list[Option]:
     """The metadata server's settings; every one may come from the environment."""
     from hicache_metadata_server.settings import ServerSettings
@@ -113,6 +120,7 @@ MODELS: Final[dict[str, Callable[[], list[Option]]]] = {
     "mooncake": lambda: driver_options("mooncake"),
     "bridge": bridge_options,
     "vllm": tier_options,
+    "lmcache": adapter_options,
     "server": server_settings,
 }
 """What the comments of a page may name."""

@@ -40,9 +40,10 @@ class Missing(pytest.Item):
 def pytest_pycollect_makemodule(module_path, parent):
     if importlib.util.find_spec("vllm") is None:
         return NeedsVllm.from_parent(parent, path=module_path)
-    if "tier" in module_path.name:
+    if "server" not in module_path.name:
         with warnings.catch_warnings():
             # Importing vLLM on a machine without a GPU warns of much that is not ours.
             warnings.simplefilter("ignore")
             importlib.import_module("hicache_storage.engines.vllm.tier")
+            importlib.import_module("hicache_storage.engines.lmcache.adapter")
     return None

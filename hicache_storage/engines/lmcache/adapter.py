@@ -1,0 +1,384 @@
+"""The L2 adapter that LMCache's server loads."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Final
+
+import torch
+from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from hicache_storage.engines.async_calls import AsyncCalls
+from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.lmcache.arena_pool import ArenaPool, arena_view
+from hicache_storage.engines.lmcache.identity import (
+    ObjectLayout,
+    Place,
+    adapter_config,
+    place_identity,
+)
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import (
+    ConfigError,
+    HiCacheStorage,
+    InvalidPoolError,
+    PoolName,
+    PoolTransfer,
+    StorageUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc
+    from lmcache.v1.memory_management import MemoryObj
+
+
+logger = init_logger(__name__)
+
+HEALTH_SECONDS: Final = 5.0
+"""How old the health of `report_status` may be: asking a store may take as long as a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """What a store task has stored."""
+
+    answers: list[bool]
+    written: int = 0
+    """Bytes."""
+
+
+class HiCacheL2Adapter(L2AdapterInterface):
+    """Adapter: serves LMCache's L2 from a driver of this project, zero copy.
+
+    Objects lie in LMCache's L1 arena, and are read and written there. Each place (model, worker,
+    object group, salt and layout) has a storage of its own, opened when it is first named.
+
+    Construction fails, with the field to mend, where the configuration cannot be served. After that
+    nothing is raised into LMCache: each task is reported once, a fault is a 0 bit or an object that
+    was not stored, logged once for each reason and counted. Nothing is locked: a page that is
+    evicted between lookup and load is a 0 bit.
+
+    Thread-safe.
+
+    Args:
+        config: `adapter_params`; see `AdapterConfig`.
+        l1_memory_desc: LMCache's arena.
+
+    Raises:
+        ConfigError: the configuration cannot be served; the message says what to change.
+    """
+
+    def __init__(
+        self, config: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        # LMCache evicts nothing here: the driver has a capacity of its own.
+        super().__init__(max_capacity_bytes=0)
+        self._config = adapter_config(config)
+        if l1_memory_desc is None:
+            raise ConfigError(
+                "hicache bridge: LMCache has no contiguous L1 arena; use its default L1 memory"
+            )
+        self._arena = l1_memory_desc
+        self._view = arena_view(l1_memory_desc.ptr, l1_memory_desc.size)
+        self._version = _minor_version()
+        # Guards `_storages`, `_lookups_done` and `_loads_done`; never held while a storage opens.
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        self._storages = dict[Place, HiCacheStorage]()
+        self._refusals = RefusedCalls("LMCache")
+        self._health = (0.0, True)
+        self._tasks = itertools.count()
+        self._store_event = create_event_notifier()
+        self._lookup_event = create_event_notifier()
+        self._load_event = create_event_notifier()
+        threads = self._config.threads
+        self._stores = AsyncCalls[_Stored]("hicache-store", threads, self._store_event.notify)
+        self._lookups = AsyncCalls[list[bool]]("hicache-lookup", threads, self._lookup_event.notify)
+        self._loads = AsyncCalls[list[bool]]("hicache-load", threads, self._load_event.notify)
+        self._lookups_done = dict[int, list[bool]]()
+        self._loads_done = dict[int, list[bool]]()
+        # A driver or an option that is wrong is told now, and not by each call.
+        create_storage(
+            self._config.driver,
+            place_identity(
+                Place("probe", 0, 0, "", ObjectLayout((), ())), self._config, version=self._version
+            ),
+            self._config.driver_config,
+        ).close()
+
+    @property
+    def refused_calls(self) -> int:
+        """Number of calls that could not be served, and were answered as misses."""
+        return self._refusals.count
+
+    def get_store_event_fd(self) -> int:
+        """Descriptor that is readable when store tasks have ended."""
+        return self._store_event.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Descriptor that is readable when lookup tasks have ended."""
+        return self._lookup_event.fileno()
+
+    def get_load_event_fd(self) -> int:
+        """Descriptor that is readable when load tasks have ended."""
+        return self._load_event.fileno()
+
+    # Tasks
+    # ----------------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to store objects of the arena."""
+        task, keys, objects = next(self._tasks), list(keys), list(objects)
+        self._stores.submit(task, partial(self._store, keys, objects), _Stored([False] * len(keys)))
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Report the store tasks that have ended since the last call, once."""
+        return {
+            task: L2StoreResult(all(stored.answers), stored.written)
+            for task, stored in self._stores.finished()
+        }
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
+    ) -> int:
+        """Begin to find out which objects are stored; a group without a layout has none."""
+        task, keys = next(self._tasks), list(keys)
+        layouts = {
+            group: ObjectLayout.of(layout.shapes, layout.dtypes)
+            for group, layout in group_layout_descs.items()
+        }
+        self._lookups.submit(task, partial(self._look_up, keys, layouts), [False] * len(keys))
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Report a lookup task once; None while it runs."""
+        return self._result(task_id, self._lookups, self._lookups_done)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Do nothing: objects are not locked."""
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to load objects into the arena."""
+        task, keys, objects = next(self._tasks), list(keys), list(objects)
+        self._loads.submit(task, partial(self._load, keys, objects), [False] * len(keys))
+        return task
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Report a load task once; None while it runs."""
+        return self._result(task_id, self._loads, self._loads_done)
+
+    def close(self) -> None:
+        """End the threads, close the storages and the descriptors. Idempotent."""
+        with ExitStack() as steps:
+            # The last one is called first.
+            for event in (self._store_event, self._lookup_event, self._load_event):
+                steps.callback(event.close)
+            with self._lock:
+                for storage in self._storages.values():
+                    steps.callback(storage.close)
+            for calls in (self._stores, self._lookups, self._loads):
+                steps.callback(calls.close)
+
+    def report_status(self) -> dict[str, object]:
+        """Report health and counters; asks the stores every few seconds at most."""
+        with self._lock:
+            storages = list(self._storages.values())
+        checked, healthy = self._health
+        if time.monotonic() - checked > HEALTH_SECONDS:
+            healthy = all(storage.health().ok for storage in storages)
+            self._health = time.monotonic(), healthy
+        pools = [pool for each in storages for pool in each.get_stats().pools.values()]
+        return {
+            "is_healthy": healthy,
+            "type": type(self).__name__,
+            "driver": self._config.driver,
+            "places": len(storages),
+            "pages_read": sum(pool.pages_read for pool in pools),
+            "pages_written": sum(pool.pages_written for pool in pools),
+            "pages_damaged": sum(pool.pages_damaged for pool in pools),
+            "faults": sum(storage.fault_count() for storage in storages),
+            "refused_calls": self.refused_calls,
+        }
+
+    # How it is done
+    # ----------------------------------------------------------------------------------------------
+
+    def _result(
+        self, task: int, calls: AsyncCalls[list[bool]], done: dict[int, list[bool]]
+    ) -> Bitmap | None:
+        with self._lock:
+            done.update(calls.finished())
+            answers = done.pop(task, None)
+        if answers is None:
+            return None
+        found = Bitmap(len(answers))
+        found.batched_set([index for index, answer in enumerate(answers) if answer])
+        return found
+
+    def _look_up(
+        self, keys: Sequence[ObjectKey], layouts: Mapping[int, ObjectLayout]
+    ) -> list[bool]:
+        """Answer for each key whether it is stored. Blocks."""
+        places = [
+            _place(key, layouts[key.object_group_id]) if key.object_group_id in layouts else None
+            for key in keys
+        ]
+
+        def ask(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
+            answers = storage.batch_present([_text(keys[index]) for index in indices])
+            self._notify_keys_accessed(
+                [keys[index] for index, answer in zip(indices, answers, strict=True) if answer]
+            )
+            return answers
+
+        return self._by_place("batch_present", places, ask)
+
+    def _load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[bool]:
+        """Load objects. Blocks."""
+        return self._move("batch_get_v2", keys, objects)
+
+    def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> _Stored:
+        """Store objects. Blocks."""
+        answers = self._move("batch_set_v2", keys, objects)
+        stored = [
+            (key, item.get_size())
+            for key, item, answer in zip(keys, objects, answers, strict=True)
+            if answer
+        ]
+        self._notify_keys_stored([key for key, _ in stored], [size for _, size in stored])
+        return _Stored(answers, sum(size for _, size in stored))
+
+    def _move(
+        self, call: str, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
+    ) -> list[bool]:
+        layouts = [ObjectLayout.of(item.get_shapes(), item.get_dtypes()) for item in objects]
+
+        def move(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
+            transfer = PoolTransfer(
+                PoolName.KV,
+                torch.tensor([self._slot(objects[index]) for index in indices]),
+                keys=[_text(keys[index]) for index in indices],
+            )
+            moved = (
+                storage.batch_set_v2([transfer])
+                if call == "batch_set_v2"
+                else storage.batch_get_v2([transfer])
+            )
+            return moved[PoolName.KV]
+
+        places = [_place(key, layout) for key, layout in zip(keys, layouts, strict=True)]
+        return self._by_place(call, places, move)
+
+    def _by_place(
+        self,
+        call: str,
+        places: Sequence[Place | None],
+        ask: Callable[[HiCacheStorage, list[int]], list[bool]],
+    ) -> list[bool]:
+        """Ask the storage of each place for its objects; a failure is `False` for these."""
+        answers = [False] * len(places)
+        shares = dict[Place, list[int]]()
+        for index, place in enumerate(places):
+            if place is not None:
+                shares.setdefault(place, []).append(index)
+        for place, indices in shares.items():
+            try:
+                found = ask(self._storage(place), indices)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of LMCache's server
+                self._refusals.note(call, place.model, error)
+                continue
+            for index, answer in zip(indices, found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _storage(self, place: Place) -> HiCacheStorage:
+        """Return the storage of a place, opened if it is new."""
+        with self._lock:
+            found = self._storages.get(place)
+        if found is not None:
+            return found
+        with self._opening:
+            with self._lock:
+                found = self._storages.get(place)
+            if found is None:
+                found = self._open(place)
+                with self._lock:
+                    self._storages[place] = found
+        return found
+
+    def _open(self, place: Place) -> HiCacheStorage:
+        config = self._config
+        storage = create_storage(
+            config.driver,
+            place_identity(place, config, version=self._version),
+            config.driver_config,
+            options=StorageOptions(deadline_seconds=config.deadline_seconds, traces=config.traces),
+        )
+        pool = ArenaPool(
+            self._view, align_bytes=self._arena.align_bytes, page_bytes=_bytes_of(place.layout)
+        )
+        try:
+            storage.register_mem_host_pool_v2(pool, PoolName.KV)
+            storage.on_host_pools_registered()
+            storage.open()
+        except StorageUnavailableError as error:
+            # The storage retries, and answers misses until then.
+            logger.error("hicache bridge: driver %r cannot be opened yet: %s", config.driver, error)
+        except BaseException:
+            storage.close()
+            raise
+        return storage
+
+    def _slot(self, item: MemoryObj) -> int:
+        """Return the slot that an object begins at.
+
+        Raises:
+            InvalidPoolError: it does not lie in the arena, or is shorter than its tensors.
+        """
+        offset = item.data_ptr - self._arena.ptr
+        size = _bytes_of(ObjectLayout.of(item.get_shapes(), item.get_dtypes()))
+        if item.get_size() != size:
+            raise InvalidPoolError(
+                f"an object of {item.get_size()} bytes whose tensors have {size}: objects that "
+                "LMCache transforms (serde) are not served"
+            )
+        if offset % self._arena.align_bytes or not 0 <= offset <= self._arena.size - size:
+            raise InvalidPoolError(f"an object {offset} bytes from the start of LMCache's arena")
+        return offset // self._arena.align_bytes
+
+
+def _place(key: ObjectKey, layout: ObjectLayout) -> Place:
+    return Place(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, layout)
+
+
+def _text(key: ObjectKey) -> str:
+    return key.chunk_hash.hex()
+
+
+def _bytes_of(layout: ObjectLayout) -> int:
+    return sum(
+        torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+    )
+
+
+def _minor_version() -> str:
+    try:
+        return ".".join(version("lmcache").split(".")[:2])
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,101 @@
+"""Configuration and identity, derived from LMCache's keys and layouts; needs no LMCache."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from hicache_storage.engines.bridge_config import BridgeConfig, parse_options
+from hicache_storage.spec import StorageIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WHERE = "adapter_params"
+OBJECT_FORMAT = 1
+"""Version of `page_format`; another number keeps pages apart."""
+
+
+class AdapterConfig(BridgeConfig, frozen=True):
+    """The bridge's keys in LMCache's `adapter_params`."""
+
+    threads: Annotated[
+        int,
+        Meta(ge=1, le=64, description="lookups at a time, and as many loads and stores"),
+    ] = 4
+
+
+def adapter_config(options: Mapping[str, object]) -> AdapterConfig:
+    """Parse the bridge's configuration out of `adapter_params`.
+
+    Raises:
+        ConfigError: a key is unknown, missing or has a bad value; the message names it.
+    """
+    return parse_options(AdapterConfig, options, where=WHERE)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectLayout:
+    """Shapes and dtypes of the tensors of an object, in their order."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    """Names, without the `torch.` prefix."""
+
+    @classmethod
+    def of(cls, shapes: Sequence[Sequence[int]], dtypes: Sequence[object]) -> ObjectLayout:
+        """Return the layout that LMCache describes by shapes and torch's dtypes."""
+        return cls(
+            tuple(tuple(map(int, shape)) for shape in shapes),
+            tuple(str(dtype).removeprefix("torch.") for dtype in dtypes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What objects that share a namespace have in common, beside the configuration."""
+
+    model: str
+    kv_rank: int
+    """LMCache's number of a worker: world size and rank, globally and on the node."""
+    group: int
+    cache_salt: str
+    layout: ObjectLayout
+
+
+def place_identity(place: Place, config: AdapterConfig, *, version: str) -> StorageIdentity:
+    """Derive the identity of the objects of a place.
+
+    LMCache's own keys tell model, worker, object group and salt, and neither dtype nor layout: of
+    two servers on one directory with other dtypes of one width, one would read the other's bytes.
+
+    Args:
+        place: where the objects belong.
+        config: the bridge's configuration.
+        version: LMCache's minor version, which defines the order of the bytes.
+    """
+    layout = place.layout
+    page_format = {
+        "engine": "lmcache",
+        "object": OBJECT_FORMAT,
+        "lmcache": version,
+        "kv_rank": f"{place.kv_rank:#010x}",
+        "group": place.group,
+        "cache_salt": place.cache_salt,
+        "shapes": layout.shapes,
+        "dtypes": layout.dtypes,
+    }
+    return StorageIdentity(
+        model=place.model or "unnamed",
+        revision=config.revision,
+        kv_dtype=config.kv_dtype or (layout.dtypes[0] if layout.dtypes else "unknown"),
+        # LMCache tells an adapter the shape of a chunk, and not its tokens.
+        page_size=1,
+        layout="lmcache",
+        page_format=json.dumps(page_format, sort_keys=True, separators=(",", ":")),
+        tenant=config.tenant,
+        salt=config.salt,
+    )

@@ -1,0 +1,222 @@
+"""The adapter under LMCache's own interface, made by LMCache's factory, over objects of LMCache's."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
+    PluginL2AdapterConfig,
+    _create_plugin_adapter,
+)
+from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+
+from hicache_storage.engines.lmcache import HiCacheL2Adapter
+from hicache_storage.spec import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.vllm
+
+ALIGN, PLACES = 4096, 32
+"""Alignment of LMCache's arena, and objects that it has room for."""
+SHAPE, DTYPE = torch.Size((2, 4, 64, 16)), torch.bfloat16
+SIZE = SHAPE.numel() * DTYPE.itemsize
+DISTANCE = -(-SIZE // ALIGN) * ALIGN
+
+
+class Server:
+    """LMCache's side of an adapter: the arena, and objects in it."""
+
+    def __init__(self, path: Path, **options: object) -> None:
+        self.arena = torch.zeros(PLACES * DISTANCE + ALIGN, dtype=torch.uint8)
+        # The arena of LMCache is aligned.
+        self.first = -self.arena.data_ptr() % ALIGN
+        description = L1MemoryDesc(self.arena.data_ptr() + self.first, PLACES * DISTANCE, ALIGN)
+        parameters = {"driver": "file", "driver_config": {"path": str(path)}, **options}
+        config = PluginL2AdapterConfig(
+            "hicache_storage.engines.lmcache", "HiCacheL2Adapter", parameters
+        )
+        self.adapter = _create_plugin_adapter(config, description)
+
+    def item(self, place: int, dtype: torch.dtype = DTYPE, shape: torch.Size = SHAPE):
+        """An object at a place of the arena."""
+        start = self.first + place * DISTANCE
+        size = shape.numel() * dtype.itemsize
+        metadata = MemoryObjMetadata(
+            shape, dtype, place * DISTANCE, DISTANCE, 1, shapes=[shape], dtypes=[dtype]
+        )
+        return TensorMemoryObj(self.arena[start : start + size], metadata, None)
+
+    def fill(self, place: int, seed: int) -> bytes:
+        start = self.first + place * DISTANCE
+        content = np.random.default_rng(seed).bytes(SIZE)
+        self.arena[start : start + SIZE] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return content
+
+    def bytes_at(self, place: int) -> bytes:
+        start = self.first + place * DISTANCE
+        return self.arena[start : start + SIZE].numpy().tobytes()
+
+    def store(self, keys, objects) -> bool:
+        task = self.adapter.submit_store_task(keys, objects)
+        _wait(self.adapter.get_store_event_fd())
+        [(done, result)] = self.adapter.pop_completed_store_tasks().items()
+        assert done == task
+        assert self.adapter.pop_completed_store_tasks() == {}
+        return result.is_successful()
+
+    def found(self, keys, dtype: torch.dtype = DTYPE, shape: torch.Size = SHAPE) -> list[bool]:
+        layout = MemoryLayoutDesc([shape], [dtype])
+        groups = {key.object_group_id: layout for key in keys}
+        task = self.adapter.submit_lookup_and_lock_task(keys, groups)
+        _wait(self.adapter.get_lookup_and_lock_event_fd())
+        return self._bits(self.adapter.query_lookup_and_lock_result, task)
+
+    def load(self, keys, objects) -> list[bool]:
+        task = self.adapter.submit_load_task(keys, objects)
+        _wait(self.adapter.get_load_event_fd())
+        return self._bits(self.adapter.query_load_result, task)
+
+    def _bits(self, query, task: int) -> list[bool]:
+        deadline = time.monotonic() + 30
+        while (bitmap := query(task)) is None:
+            assert time.monotonic() < deadline
+        assert query(task) is None
+        return [bitmap.test(index) for index in range(len(bitmap))]
+
+
+def _wait(descriptor: int) -> None:
+    assert select.select([descriptor], [], [], 30)[0], "no event"
+    # As LMCache's controllers do.
+    os.eventfd_read(descriptor)
+
+
+def keys(count: int, **other: object) -> list[ObjectKey]:
+    given = {"model_name": "model", "kv_rank": 0x01000100, **other}
+    return [ObjectKey(chunk_hash=bytes([number + 1]) * 32, **given) for number in range(count)]
+
+
+@pytest.fixture
+def server(tmp_path):
+    made = Server(tmp_path)
+    yield made
+    made.adapter.close()
+
+
+def test_what_is_stored_is_found_and_loaded_elsewhere(server):
+    contents = [server.fill(place, place) for place in range(8)]
+    assert server.found(keys(9)) == [False] * 9
+    assert server.store(keys(8), [server.item(place) for place in range(8)])
+    assert server.found(keys(9)) == [True] * 8 + [False]
+    assert server.load(keys(8), [server.item(20 + place) for place in range(8)]) == [True] * 8
+    assert [server.bytes_at(20 + place) for place in range(8)] == contents
+    status = server.adapter.report_status()
+    assert (status["is_healthy"], status["pages_written"], status["pages_read"]) == (True, 8, 8)
+    assert server.adapter.get_usage().total_bytes_used == 8 * SIZE
+
+
+def test_of_eight_objects_one_is_damaged_and_seven_are_delivered(server, tmp_path):
+    contents = [server.fill(place, place) for place in range(8)]
+    assert server.store(keys(8), [server.item(place) for place in range(8)])
+    server.adapter.close()
+    [bundle] = tmp_path.rglob("*.bundle")
+    with bundle.open("r+b") as file:
+        file.seek(bundle.stat().st_size // 2)
+        file.write(bytes(range(100, 164)))
+    again = Server(tmp_path)
+    assert again.found(keys(8)) == [True] * 8
+    delivered = again.load(keys(8), [again.item(place) for place in range(8)])
+    assert delivered.count(False) == 1
+    for place, content in enumerate(contents):
+        assert not delivered[place] or again.bytes_at(place) == content
+    assert again.adapter.report_status()["pages_damaged"] == 1
+    # It does not exist any more, and can be stored again.
+    assert again.found(keys(8)) == delivered
+    place = delivered.index(False)
+    again.fill(place, place)
+    assert again.store([keys(8)[place]], [again.item(place)])
+    assert again.load(keys(8), [again.item(9 + other) for other in range(8)]) == [True] * 8
+    again.adapter.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model_name": "other"}, {"kv_rank": 0x02000200}, {"object_group_id": 1}, {"cache_salt": "s"}],
+)
+def test_keys_that_differ_name_other_objects(server, other):
+    server.fill(0, 1)
+    assert server.store(keys(1), [server.item(0)])
+    assert server.found(keys(1, **other)) == [False]
+    assert server.load(keys(1, **other), [server.item(1)]) == [False]
+
+
+def test_another_dtype_of_the_same_width_reads_nothing(server):
+    # LMCache's own keys are equal.
+    server.fill(0, 1)
+    assert server.store(keys(1), [server.item(0)])
+    assert server.found(keys(1), torch.float16) == [False]
+    assert server.load(keys(1), [server.item(1, torch.float16)]) == [False]
+    turned = torch.Size(reversed(SHAPE))
+    assert server.found(keys(1), shape=turned) == [False]
+    assert server.load(keys(1), [server.item(1, shape=turned)]) == [False]
+
+
+def test_an_object_that_lmcache_has_transformed_is_not_stored(server):
+    item = server.item(0)
+    item.set_used_size(SIZE - 100)
+    assert not server.store(keys(1), [item])
+    assert server.found(keys(1)) == [False]
+    assert server.adapter.refused_calls == 1
+
+
+def test_a_storage_that_raises_is_a_miss(server, monkeypatch):
+    server.fill(0, 1)
+    assert server.store(keys(1), [server.item(0)])
+    [storage] = server.adapter._storages.values()
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    for call in ("batch_present", "batch_get_v2", "batch_set_v2"):
+        monkeypatch.setattr(storage, call, fails)
+    assert server.found(keys(1)) == [False]
+    assert server.load(keys(1), [server.item(1)]) == [False]
+    assert not server.store(keys(1), [server.item(0)])
+    assert server.adapter.refused_calls == 3
+
+
+def test_each_kind_of_task_has_a_descriptor_of_its_own(server):
+    adapter = server.adapter
+    assert (
+        len(
+            {
+                adapter.get_store_event_fd(),
+                adapter.get_lookup_and_lock_event_fd(),
+                adapter.get_load_event_fd(),
+            }
+        )
+        == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"dirver": 1}, "did you mean 'driver'"), ({"driver_config": {"pth": "/x"}}, "pth")],
+)
+def test_a_configuration_that_cannot_be_is_refused(tmp_path, options, words):
+    with pytest.raises(Exception, match=words):
+        Server(tmp_path, **options)
+
+
+def test_an_arena_is_needed(tmp_path):
+    with pytest.raises(ConfigError, match="no contiguous L1 arena"):
+        HiCacheL2Adapter({"driver": "file", "driver_config": {"path": str(tmp_path)}})

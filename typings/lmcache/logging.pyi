@@ -1,0 +1,3 @@
+from logging import Logger
+
+def init_logger(name: str) -> Logger: ...
