@@ -2,17 +2,19 @@
 # Runs this project's drivers and SGLang's own through the suite, and writes docs/matrix.md from what came of it. Needs the
 # environment that scripts/make_sglang_env.sh builds. About four minutes on two cores.
 #
-# usage: scripts/make_matrix.sh ENV RESULTS OUTPUT
+# usage: scripts/make_matrix.sh ENV RESULTS OUTPUT [DRIVER...]
 set -euo pipefail
 
-(( $# == 3 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
+(( $# >= 3 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
 hicache=$1/bin/hicache results=$2 output=$3
+shift 3
 # Fixed, so that the document changes when a driver or the suite does.
 common=(--seed 1 --run-id matrix)
 foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
 # What is wrong with these is ours to repair, and a reason to fail.
 ours=(file hf3fs mooncake sglang-bridge)
-drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache)
+drivers=("$@")
+(( $# )) || drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache)
 
 judge() {
   local driver=$1 status=0 options=("${common[@]}" --profile smoke)
@@ -32,7 +34,9 @@ rm -rf "$results"
 mkdir -p "$results"
 # Four at a time on two cores, because they spend half of it waiting. The longest is the first of them.
 failed=0 running=0
-for driver in peercache "${drivers[@]/peercache/}"; do
+first=()
+[[ " ${drivers[*]} " != *" peercache "* ]] || first=(peercache)
+for driver in "${first[@]}" "${drivers[@]/peercache/}"; do
   [[ -n $driver ]] || continue
   if ((running == 4)); then
     wait -n || failed=1
