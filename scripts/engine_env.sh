@@ -1,5 +1,10 @@
-# Sourced by the scripts that build environments of engines. They set `python`, `env_dir` and `root` first, and `libraries` and
-# `programs`: what wheels expect of the machine, each with the Debian package that has it.
+# Sourced by the scripts that build environments of engines. They set `python`, `env_dir` and `root` first.
+
+for_tests=(pytest pytest-asyncio pytest-timeout pytest-xdist mfusepy)
+# What wheels expect of the machine, each with the Debian package that has it. Mooncake's client and server are linked to the first
+# three, whether or not there is RDMA; the suite's disks are FUSE.
+libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)
+programs=(fusermount3:fuse3)
 
 script=$(basename "$0" .sh)
 log=$(mktemp)
@@ -54,6 +59,13 @@ find_interpreter() {
   done
   echo "$script: needs Python 3.11 or newer with the venv and ensurepip modules" >&2
   exit 1
+}
+
+# torch comes first and alone: whatever follows has to make do with the torch that the project tests with.
+begin_environment() {
+  rm -f "$env_dir/.hicache-peer" "$env_dir/.hicache-project"
+  [[ -x $python ]] || "$(find_interpreter)" -m venv "$env_dir"
+  install torch
 }
 
 # Entry points and the packages' places are read at installation, so a changed pyproject.toml is installed again.

@@ -27,11 +27,7 @@ needed=(
   pillow==13.0.0 psutil==7.2.2 pybase64==1.5.1 python-multipart==0.0.34 pyzmq==27.3.0 requests==2.34.2 sentencepiece==0.2.3
   setproctitle==1.3.8 soundfile==0.14.0 tqdm==4.70.1 transformers==5.19.0 uvicorn==0.54.0 uvloop==0.23.0 xgrammar==0.2.7 triton
 )
-for_tests=(pytest pytest-asyncio pytest-timeout pytest-xdist mfusepy)
 
-# Mooncake's client and server are linked to the first three, whether or not there is RDMA; the suite's disks are FUSE.
-libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)
-programs=(fusermount3:fuse3)
 # shellcheck source=scripts/engine_env.sh
 source "$root/scripts/engine_env.sh"
 
@@ -133,10 +129,7 @@ PY
 install_system_packages
 peer=$(digest "$root/constraints.txt" "${BASH_SOURCE[0]}" "$root/scripts/engine_env.sh")
 if ! is_done peer "$peer"; then
-  rm -f "$env_dir/.hicache-peer" "$env_dir/.hicache-project"
-  [[ -x $python ]] || "$(find_interpreter)" -m venv "$env_dir"
-  # First and alone: whatever follows has to make do with the torch that the project tests with.
-  install torch
+  begin_environment
   install --no-deps "sglang==$sglang"
   install "${needed[@]}"
   install "mooncake-transfer-engine-non-cuda==$mooncake"

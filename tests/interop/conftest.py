@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interop.missing_engine import NeedsEngine
+
 if TYPE_CHECKING:
     from tests.interop.engine import Rank
 
@@ -22,28 +24,9 @@ Build an environment that has it and run them there:
 or leave them out with -m "not interop"."""
 
 
-class NeedsSGLang(pytest.Module):
-    """Stands for a test module that cannot be imported without SGLang: one test, which fails."""
-
-    def collect(self):
-        yield Missing.from_parent(self, name="needs_sglang")
-
-
-class Missing(pytest.Item):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.add_marker(pytest.mark.interop)
-
-    def runtest(self):
-        pytest.fail(MISSING, pytrace=False)
-
-    def reportinfo(self):
-        return self.path, None, self.nodeid
-
-
 def pytest_pycollect_makemodule(module_path, parent):
     if importlib.util.find_spec("sglang") is None:
-        return NeedsSGLang.from_parent(parent, path=module_path)
+        return NeedsEngine.from_parent(parent, path=module_path, marker="interop", missing=MISSING)
     with warnings.catch_warnings():
         # Importing SGLang on a machine without a GPU warns of everything it misses there.
         warnings.simplefilter("ignore")

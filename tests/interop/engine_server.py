@@ -21,21 +21,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import pytest
+from typing import ClassVar, Self
 
 from hicache_conformance.harness.ports import accepts, free_ports
 from tests.docs.blocks import blocks, steps
+from tests.interop.server_process import WAIT_SECONDS, ServerProcess
 from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 QUICK_START = ROOT / "docs" / "quickstart-engine.md"
@@ -44,8 +39,6 @@ PAGE_SIZE = 16
 PAGES = 24
 """Of a prompt."""
 REUSED = PAGES * PAGE_SIZE
-# An idle machine needs ten seconds to start it, one with ten other things to do a minute.
-WAIT_SECONDS = 240.0
 # Below those that Linux gives out: the server takes it half a minute after it was chosen.
 METRICS_PORTS = (20_000, 30_000)
 ADMIN_KEY = "key"
@@ -151,7 +144,7 @@ def other_models(served: str) -> list[str]:
     return [module.name for module in pkgutil.iter_modules([package]) if module.name != served]
 
 
-class EngineServer:
+class EngineServer(ServerProcess):
     """The server in a directory that has its configuration; left to nobody when the block ends.
 
     Args:
@@ -161,6 +154,9 @@ class EngineServer:
         replicas: of plain DP.
         options: what to add to the command, which may be other values of what it has anyway.
     """
+
+    headers: ClassVar = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    ready = "/health_generate"
 
     def __init__(
         self, place: Path, command: list[str], *, ranks: int, replicas: int = 1, options: str = ""
@@ -233,40 +229,6 @@ class EngineServer:
                         for name in re.findall(r"/dev/shm/sgl\S+", (process / "maps").read_text())
                     }
         return found
-
-    def wait_until_up(self) -> Self:
-        """Until it generates."""
-        self.wait_for(self._is_up, "the server does not start")
-        return self
-
-    def wait_for(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Until a condition holds that the server has to bring about."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"{otherwise}\n{self.log.read_text(errors='replace')[-6000:]}")
-            time.sleep(0.2)
-
-    def _is_up(self) -> bool:
-        try:
-            self.call("GET", "/health_generate")
-        except OSError:
-            return False
-        return True
-
-    def call(self, method: str, path: str, body: object = None) -> str:
-        """One HTTP call.
-
-        Raises:
-            urllib.error.HTTPError: it was refused.
-        """
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN_KEY}"}
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, headers, method=method
-        )
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
-            return answer.read().decode()
 
     def ask(self, prompt: list[int], **more: object) -> Answer:
         """Generate eight tokens."""

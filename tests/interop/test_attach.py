@@ -54,7 +54,7 @@ def created(monkeypatch):
         storages.append(create_storage(*arguments, **options))
         return storages[-1]
 
-    monkeypatch.setattr("hicache_storage.engines.sglang.bridge.create_storage", create)
+    monkeypatch.setattr("hicache_storage.engines.bridge_storage.create_storage", create)
     return storages
 
 

@@ -13,19 +13,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import pytest
-
 from hicache_conformance.harness.ports import free_ports
+from tests.interop.server_process import ServerProcess
 from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 STAND_IN = Path(__file__).parent / "stand_in"
 BLOCK = 32
@@ -33,8 +30,6 @@ BLOCK = 32
 BLOCKS = 20
 """Of a prompt, which has five tokens more."""
 REUSED = BLOCKS * BLOCK
-WAIT_SECONDS = 240.0
-REQUEST_SECONDS = 90.0
 CONFIG = {**LLAMA, "head_dim": 64, "num_hidden_layers": 4}
 """Heads of 64, because vLLM's attention on CPUs wants multiples of 32."""
 
@@ -75,7 +70,7 @@ def vllm_fs(place: Path) -> dict[str, object]:
     return {"type": "fs", "root_dir": str(place)}
 
 
-class EngineServer:
+class EngineServer(ServerProcess):
     """The server over a model, until the block ends; then all its processes are killed.
 
     Args:
@@ -168,46 +163,6 @@ class EngineServer:
         self.process.wait()
         for region in regions:
             Path(region).unlink(missing_ok=True)
-
-    def text(self) -> str:
-        """What it has logged."""
-        return self.log.read_text(errors="replace")
-
-    def wait_until_up(self) -> Self:
-        """Until it answers."""
-        self.wait_for(self._is_up, "the server does not start")
-        return self
-
-    def wait_for(self, condition: Callable[[], bool], otherwise: str) -> None:
-        """Until a condition holds that the server has to bring about."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not condition():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"{otherwise}\n{self.text()[-6000:]}")
-            time.sleep(0.2)
-
-    def _is_up(self) -> bool:
-        try:
-            self.call("GET", "/health")
-        except OSError:
-            return False
-        return True
-
-    def call(self, method: str, path: str, body: object = None) -> str:
-        """One HTTP call.
-
-        Raises:
-            urllib.error.HTTPError: it was refused.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data,
-            {"Content-Type": "application/json"},
-            method=method,
-        )
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
-            return answer.read().decode()
 
     def ask(self, tokens: list[int]) -> Answer:
         """Generate eight tokens, the most probable ones."""

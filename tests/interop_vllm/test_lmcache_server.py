@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from hicache_conformance.harness.ports import accepts, free_ports
-from tests.interop_vllm.engine_server import (
-    REUSED,
-    WAIT_SECONDS,
-    Answer,
-    EngineServer,
-    prompt,
-    write,
-)
+from tests.interop.server_process import WAIT_SECONDS
+from tests.interop_vllm.engine_server import REUSED, Answer, EngineServer, prompt, write
 
 if TYPE_CHECKING:
     from pathlib import Path

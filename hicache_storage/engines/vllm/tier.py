@@ -24,18 +24,16 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from hicache_storage.engines.async_calls import AsyncCalls
 from hicache_storage.engines.bridge_metrics import RefusedCalls
+from hicache_storage.engines.bridge_storage import open_storage
 from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.engines.vllm.chunk_pool import ChunkPool
 from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
-from hicache_storage.layers.options import StorageOptions
-from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     ConfigError,
     HiCacheStorageExtraInfo,
     PoolName,
     PoolTransfer,
-    StorageUnavailableError,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +54,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-    from hicache_storage.spec import HiCacheStorage, StorageIdentity
+    from hicache_storage.spec import HiCacheStorage
 
 logger = init_logger(__name__)
 
@@ -153,7 +151,8 @@ class HiCacheTier(SecondaryTierManager):
                 f"{self.block_size_bytes}; this version of vLLM is not one that the bridge knows"
             )
         identity = tier_identity(engine, self._config, replicated=replicated, build=build_of())
-        self._names = [PoolName(name) for name in pool_names(len(engine.groups))]
+        names = pool_names(len(engine.groups))
+        self._names = [PoolName(name) for name in names]
         self._pool: ChunkPool | None = ChunkPool(
             primary_kv_view, page_bytes=self._row_bytes, layout=identity.layout
         )
@@ -168,7 +167,7 @@ class HiCacheTier(SecondaryTierManager):
         self._chains = dict[str, _Chain]()
         self._metrics = TierMetrics()
         self._refusals = RefusedCalls("vLLM")
-        self._storage = self._open(identity, self._pool)
+        self._storage = open_storage(self._config, identity, dict.fromkeys(names, self._pool))
         self._loads = AsyncCalls[_Moved]("hicache-load", self._config.threads)
         # Of their own, so that a load never waits for stores.
         self._stores = AsyncCalls[_Moved]("hicache-store", self._config.threads)
@@ -317,23 +316,6 @@ class HiCacheTier(SecondaryTierManager):
 
     # How it is done
     # ----------------------------------------------------------------------------------------------
-
-    def _open(self, identity: StorageIdentity, pool: ChunkPool) -> HiCacheStorage:
-        config = self._config
-        options = StorageOptions(deadline_seconds=config.deadline_seconds, traces=config.traces)
-        storage = create_storage(config.driver, identity, config.driver_config, options=options)
-        try:
-            for name in self._names:
-                storage.register_mem_host_pool_v2(pool, name)
-            storage.on_host_pools_registered()
-            storage.open()
-        except StorageUnavailableError as error:
-            # The storage retries, and answers misses until then.
-            logger.error("hicache bridge: driver %r cannot be opened yet: %s", config.driver, error)
-        except BaseException:
-            storage.close()
-            raise
-        return storage
 
     def _chain(self, request: ReqContext) -> _Chain:
         return self._chains.setdefault(request.req_id, _Chain())

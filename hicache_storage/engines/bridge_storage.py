@@ -1,0 +1,69 @@
+"""Opening the storage of a bridge, and the version of its engine."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from hicache_storage.layers.options import StorageOptions
+from hicache_storage.plugins import create_storage
+from hicache_storage.spec import StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hicache_storage.engines.bridge_config import BridgeConfig
+    from hicache_storage.spec import HiCacheStorage, StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+
+def open_storage(
+    config: BridgeConfig,
+    identity: StorageIdentity,
+    pools: Mapping[str, object],
+    *,
+    complete: bool = True,
+    metrics: bool = True,
+) -> HiCacheStorage:
+    """Create the storage of a bridge, register host pools by their names, and open it.
+
+    An unreachable store is no error: the storage retries, and answers misses until then.
+
+    Args:
+        config: the bridge's options.
+        identity: of the pages.
+        pools: by name.
+        complete: no more pools follow.
+        metrics: as of `StorageOptions`.
+
+    Raises:
+        ConfigError: the driver refuses its configuration.
+        InvalidPoolError: a pool cannot be served.
+    """
+    options = StorageOptions(
+        deadline_seconds=config.deadline_seconds, metrics=metrics, traces=config.traces
+    )
+    storage = create_storage(config.driver, identity, config.driver_config, options=options)
+    try:
+        for name, pool in pools.items():
+            storage.register_mem_host_pool_v2(pool, name)
+        if complete:
+            storage.on_host_pools_registered()
+        storage.open()
+    except StorageUnavailableError as error:
+        logger.error("hicache bridge: driver %r cannot be opened yet: %s", config.driver, error)
+    except BaseException:
+        storage.close()
+        raise
+    return storage
+
+
+def minor_version(*distributions: str) -> str:
+    """Return `X.Y` of the first distribution that is installed; `unknown` if none is."""
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            return ".".join(version(name).split(".")[:2])
+    return "unknown"
