@@ -90,6 +90,7 @@ class ObjectRead:
     __slots__ = (
         "_buffers",
         "_call",
+        "_found_bytes",
         "_verdict",
         "_verifies_checksum",
         "damaged",
@@ -120,6 +121,7 @@ class ObjectRead:
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
+        self._found_bytes: int | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
@@ -156,6 +158,7 @@ class ObjectRead:
             return False
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
+            self._found_bytes = len(payload)
             return False
         # A get that missed its deadline has returned, and its pages may belong to another request.
         with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
@@ -195,9 +198,18 @@ class ObjectRead:
             return ""
         # A driver that finds an object of another length has not filled the envelope.
         if self._verdict is None:
-            return "whose object has another length or is torn"
+            return self._wrong_length()
         wrong = mismatch(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
         return wrong or "whose checksum does not fit its bytes"
+
+    def _wrong_length(self) -> str:
+        if self._found_bytes is None:
+            return "whose object has another length or is torn"
+        # What follows the colon differs from pool to pool.
+        lengths = f"{self._found_bytes} bytes, not {self.namespace.object_bytes}"
+        if self._found_bytes == self.namespace.page_bytes:
+            return f"whose object has no envelope: {lengths}"
+        return f"whose object has another length: {lengths}"
 
     @property
     def verifies_checksum(self) -> bool:
@@ -207,6 +219,7 @@ class ObjectRead:
     def retract(self) -> None:
         """Forget the verdict, before the parts are filled again from a newer copy of the object."""
         self._verdict = None
+        self._found_bytes = None
         self.damaged = False
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
-from hicache_conformance.model.cause import Cause, damage, stacks_in_driver
+from hicache_conformance.model.cause import Cause, damage, places_in_driver, stacks_in_driver
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
@@ -209,6 +209,47 @@ def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit)
     assert stacks_in_driver() == ""
 
 
+def test_threads_that_hang_at_one_place_are_shown_once_and_their_place_is_named(kit):
+    release, entered = threading.Event(), threading.Semaphore(0)
+
+    def deep(left):
+        if left:
+            deep(left - 1)
+        else:
+            entered.release()
+            release.wait(30)
+
+    class Hangs(MemoryStorage):
+        def objects_exist(self, batches, call):
+            deep(30)
+            return super().objects_exist(batches, call)
+
+    storage, pool = Hangs(kit.identity()), kit.pool()
+    storage.register_mem_host_pool_v2(pool, "kv")
+    threads = [threading.Thread(target=storage.batch_exists_v2, args=(["a"],)) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert entered.acquire(timeout=30)
+        stacks, places = stacks_in_driver(), places_in_driver()
+    finally:
+        release.set()
+        for thread in threads:
+            thread.join(30)
+    assert stacks.count("threads, such as") == 1
+    assert stacks.startswith("2 threads, such as")
+    # Both ends: what it waits for, and where the driver was entered.
+    assert "release.wait(30)" in stacks
+    assert "in objects_exist" in stacks
+    assert "  ... " in stacks
+    assert len(places) == 2
+    assert all(
+        place.startswith("test_causes.py:") and place.endswith(" in deep") for place in places
+    )
+    assert places_in_driver() == []
+
+
 def failed(case, *rules, causes=()):
     return CaseOutcome(
         case=case,
@@ -244,6 +285,18 @@ def test_rules_that_one_mistake_breaks_are_one_finding():
     assert [(found.rules, found.cause.place) for found in shared] == [
         (["GET-1", "SET-1"], "driver.py:7 in _put")
     ]
+
+
+def test_pages_damaged_in_one_way_are_one_finding_whatever_their_length():
+    lengths = ("256 bytes, not 320", "40 bytes, not 104")
+    one, two = (damage(f"whose object has no envelope: {each}") for each in lengths)
+    other = damage("whose checksum does not fit its bytes")
+    shared = judged(
+        failed("test_a", "GET-1", causes=(one,)),
+        failed("test_b", "SET-1", causes=(two,)),
+        failed("test_c", "SET-2", causes=(other,)),
+    ).shared_causes()
+    assert [(found.rules, found.cause) for found in shared] == [(["GET-1", "SET-1"], one)]
 
 
 def test_a_cause_of_few_of_a_rule_s_cases_does_not_explain_it():

@@ -90,7 +90,27 @@ def test_a_wrong_driver_exits_1(site, tmp_path, results):
     ("driver", "case", "rule", "words"),
     [
         ("Rewrites", "test_single_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
-        ("AnswersOneTruth", "test_pages_read_back", "SET-1", "and a get answers False"),
+        (
+            "AnswersOneTruth",
+            "test_pages_read_back",
+            "SET-1",
+            (
+                "and a get answers False; answered as a miss: TypeError: batch_get_v1 answered True, "
+                "not a list with one answer for each page"
+            ),
+        ),
+        (
+            "SetsAnswerOneTruth",
+            "test_pages_read_back",
+            "SET-1",
+            "TypeError: batch_set_v1 answered True, not a list with one answer for each page",
+        ),
+        (
+            "ClearKeepsTheReadCache",
+            "test_clear_removes_what_was_read",
+            "LC-4",
+            "was cleared by clear 0 of 2, and a get delivers it: holds its own bytes",
+        ),
     ],
 )
 def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, case, rule, words):
@@ -100,6 +120,13 @@ def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, ca
     report = results(tmp_path)
     assert outcomes(report)[case] == ("fail", rule)
     assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
+
+
+def test_a_window_has_a_page_at_least_as_the_engine_s_have(site, tmp_path, results):
+    case = "test_one_side_pool"
+    arguments = (*SGLANG, "--case", case, "--report", str(tmp_path))
+    ran = site.hicache(*RUN, "sample_storage:NeedsWindows", *arguments, cwd=DRIVERS)
+    assert outcomes(results(tmp_path))[case] == ("pass", ""), ran.output
 
 
 def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(

@@ -252,7 +252,9 @@ def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], r
         with preconditions.deferred():
             writer.store(half)
             writer.expect(half)
-        reader.expect_missing(half, rule=rule, why="was set under another identity")
+        reader.expect_missing(
+            half, rule=rule, why="was set under another identity", writer=writer.identity
+        )
     preconditions.check()
     one.store(keys)
     two.store(keys)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome, OutcomeStream
-from hicache_conformance.model.verdict import STOPPED_AT, Verdict, judge
+from hicache_conformance.model.verdict import DID_NOT_RUN, STOPPED_AT, Verdict, judge
 from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
@@ -163,6 +163,9 @@ def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
     for result in results:
         case, stopped, rule = result.reason.partition(STOPPED_AT)
         reason = f"their cases{STOPPED_AT}{rule}" if case and stopped else result.reason
+        # Of a run of few cases these are nearly all rules; the report names the cases of each.
+        if reason.endswith(DID_NOT_RUN):
+            reason = f"cases of theirs{DID_NOT_RUN}"
         groups.setdefault(reason, []).append(result.rule.id)
     return list(groups.items())
 

@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from hicache_storage.spec import (
     ConfigError,
     Health,
     HiCacheStorage,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -472,7 +474,9 @@ class EngineStorage(HiCacheStorage):
                 indices = mirror.indices(pages)
                 answer = self._caught(
                     "batch_get_v1",
-                    lambda: _listed(driver.batch_get_v1(keys, indices, _extra(extra))),
+                    lambda: _listed(
+                        "batch_get_v1", driver.batch_get_v1(keys, indices, _extra(extra))
+                    ),
                 )
             else:
                 answer = self._caught("batch_get", lambda: _get_copies(driver, mirror, keys, pages))
@@ -489,7 +493,10 @@ class EngineStorage(HiCacheStorage):
             if self._setup.zero_copy:
                 indices = mirror.indices(pages)
                 done = self._caught(
-                    "batch_set_v1", lambda: all(driver.batch_set_v1(keys, indices, _extra(extra)))
+                    "batch_set_v1",
+                    lambda: all(
+                        _listed("batch_set_v1", driver.batch_set_v1(keys, indices, _extra(extra)))
+                    ),
                 )
             else:
                 size = int(mirror.pool.page_size)
@@ -529,7 +536,9 @@ class EngineStorage(HiCacheStorage):
             answer: Any = told.get(transfer.name)
             # Anything but a list counts for nothing there, and so does a pool that is left out.
             usable = isinstance(answer, (list, tuple)) and answer != [] and answer != ()
-            answers[index] = _listed(answer) if usable else [False] * len(transfer.keys or ())
+            answers[index] = (
+                list(map(bool, answer)) if usable else [False] * len(transfer.keys or ())
+            )
         return answers
 
     def _caught(self, call: str, ask: Callable[[], Any]) -> Any:
@@ -567,7 +576,14 @@ def _get_copies(driver: Any, mirror: Mirror, keys: list[str], pages: list[int]) 
     return answers
 
 
-def _listed(answer: Any) -> list[bool]:
+def _listed(call: str, answer: Any) -> list[bool]:
+    """The answers for each page.
+
+    Raises:
+        TypeError: there is one answer for all pages, or none, which the engine cannot read.
+    """
+    if not isinstance(answer, Iterable):
+        raise TypeError(f"{call} answered {answer!r:.80}, not a list with one answer for each page")
     return [bool(ok) for ok in answer]
 
 
@@ -609,9 +625,13 @@ def _engine_name(name: str) -> Any:
 
 def _question(transfer: PoolTransfer) -> Any:
     module = types()
+    keys = list(transfer.keys) if transfer.keys is not None else None
+    if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+        # The engine asks for windows of one page at least, never of none.
+        keys = keys or ["__placeholder__"]
     return module.PoolTransfer(
         name=_engine_name(transfer.name),
-        keys=list(transfer.keys) if transfer.keys is not None else None,
+        keys=keys,
         hit_policy=module.PoolHitPolicy(str(transfer.hit_policy)),
     )
 
