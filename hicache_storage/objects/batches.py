@@ -18,6 +18,7 @@ from hicache_storage.objects.namespace import (
     stored_checksum,
 )
 from hicache_storage.observability.request_ids import call_request_id
+from hicache_storage.spec import StorageTimeoutError
 from hicache_storage.spec.arguments import MAX_SECONDS
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import CancellationToken
 
 
+MIN_TIMEOUT_SECONDS: Final = 0.001
+"""Of an operation that begins when the deadline of its call is about to pass."""
 _ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
 """The shield of a call without a cancellation token."""
 
@@ -57,6 +60,29 @@ class Call:
     def remaining(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def timeout(self, most: float) -> float:
+        """Return the seconds that one operation of the store may take: `most`, or what is left.
+
+        For `socket.settimeout()` and the like: a call that has no timeout of its own keeps its
+        thread when its server is gone (rule FT-4).
+
+        Raises:
+            StorageTimeoutError: the deadline has passed, or the call is cancelled. Sockets would
+                take 0 for not waiting at all.
+        """
+        left = self.remaining()
+        if self.expired():
+            raise StorageTimeoutError("the call is over")
+        return most if left is None else max(MIN_TIMEOUT_SECONDS, min(most, left))
+
+    def lru_order(self, keys: Sequence[str]) -> list[str]:
+        """Return pages of this call in the order in which a store that evicts counts their use.
+
+        The tail of the chain first and its head last, `prefix_keys` included: scored in this order,
+        tails are evicted before heads (rule EV-3).
+        """
+        return [*reversed(keys), *reversed(self.prefix_keys)]
 
     def shield(self) -> AbstractContextManager[bool]:
         """Make a cancellation wait for a block that writes to a destination.

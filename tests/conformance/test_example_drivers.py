@@ -164,7 +164,7 @@ REDIS = {
         ("test_tails_go_before_heads[one-call]",),
         "faults",
         HEADS_FIRST,
-        (("turn - i, key", "turn - #chain + i, key"),),
+        (("call.lru_order(keys[piece])", "[*call.prefix_keys, *keys[piece]]"),),
     ),
 }
 

@@ -117,7 +117,7 @@ class RedisStorage(ObjectStorage):
                 "capacity": self._capacity,
                 "epoch": self._epochs.get(namespace.name, 0),
                 "keys": keys[piece],
-                "prefix_keys": () if piece.start else call.prefix_keys,
+                "uses": call.lru_order(keys[piece]),
             }
             pipeline.eval(SCRIPT, 0, msgspec.msgpack.encode(batch), *payloads[piece])
         answers: list[list[Any]] = [[None] * len(keys) for _, keys, _ in parts]
