@@ -4,8 +4,9 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
+EXAMPLES := redis object
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples audit alerts dist docs interop interop-vllm matrix judged metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm matrix judged metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -50,11 +51,14 @@ PROFILE := smoke
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --profile $(PROFILE) --report out/conformance
 
-# The package of an example, installed as users do, and judged on a server of its protocol; all levels.
+# The packages of the networked examples, installed as users do, and judged on servers of their protocols; all levels.
 examples: $(VENV)/.installed
 	rm -rf out/examples
-	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site examples/hicache-object-driver
-	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run object --profile smoke --report out/examples/object
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site $(addprefix examples/hicache-,$(EXAMPLES:=-driver))
+	$(MAKE) --no-print-directory --jobs 2 --output-sync $(EXAMPLES:%=judge-%)
+
+$(EXAMPLES:%=judge-%): judge-%:
+	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run $* --profile smoke --report out/examples/$*
 
 # The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
 # scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.
