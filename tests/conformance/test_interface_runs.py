@@ -122,6 +122,16 @@ def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, ca
     assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
 
 
+@pytest.mark.parametrize("driver", ["ClearsNothing", "HasAnEmptyClear"])
+def test_a_clear_that_promises_no_more_than_the_base_class_is_not_declared(
+    site, tmp_path, results, driver
+):
+    case = "test_clear_removes_its_own"
+    arguments = (*SGLANG, "--case", case, "--report", str(tmp_path))
+    ran = site.hicache(*RUN, f"sample_storage:{driver}", *arguments, cwd=DRIVERS)
+    assert outcomes(results(tmp_path))[case] == ("not declared", ""), ran.output
+
+
 def test_a_window_has_a_page_at_least_as_the_engine_s_have(site, tmp_path, results):
     case = "test_one_side_pool"
     arguments = (*SGLANG, "--case", case, "--report", str(tmp_path))

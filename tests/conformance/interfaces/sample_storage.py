@@ -213,6 +213,21 @@ class ClearKeepsTheReadCache(SampleStorage):
         return [name in there for name in names]
 
 
+class ClearsNothing(SampleStorage):
+    """Cannot be cleared, and says so."""
+
+    def clear(self):
+        """A deliberate no-op: pages age out."""
+        self.cleared = True
+
+
+class HasAnEmptyClear(SampleStorage):
+    """Cannot be cleared."""
+
+    def clear(self):
+        pass
+
+
 class NeedsWindows(SampleStorage):
     """Relies on the engine's windows, which have one page at least."""
 

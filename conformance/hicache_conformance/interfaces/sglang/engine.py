@@ -5,9 +5,12 @@ Its own types, or equivalents where it is not installed.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib
+import inspect
 import os
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,12 +133,31 @@ def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
     return factory.create_backend(setup.backend, config, kv_pool)
 
 
-def overrides(setup: Setup, method: str) -> bool:
-    """Return whether a dynamically loaded class overrides a method of the base class."""
-    return any(
-        method in vars(base)
-        for base in load_class(setup.target).__mro__
-        if base.__name__ != "HiCacheStorage"
+def clears(setup: Setup) -> bool:
+    """Return whether a dynamically loaded class promises that its `clear` removes pages.
+
+    The base class' does nothing, so one that is empty, or says that it is a no-op, promises no more.
+    """
+    method = next(
+        (
+            vars(base)["clear"]
+            for base in load_class(setup.target).__mro__
+            if base.__name__ != "HiCacheStorage" and "clear" in vars(base)
+        ),
+        None,
+    )
+    documented = re.search(r"\bno-?op\b", (method and method.__doc__) or "", re.IGNORECASE)
+    return method is not None and not documented and not _is_empty(method)
+
+
+def _is_empty(method: object) -> bool:
+    """Return whether a function has no body but a docstring, `pass` or `return`."""
+    if not inspect.isfunction(method):
+        return False
+    return all(
+        step.opname in ("RESUME", "NOP", "RETURN_VALUE")
+        or (step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None)
+        for step in dis.get_instructions(method)
     )
 
 

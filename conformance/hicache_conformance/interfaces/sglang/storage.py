@@ -27,11 +27,11 @@ import msgspec
 
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.interfaces.sglang.engine import (
+    clears,
     construct,
     environment,
     has_sglang,
     namespace_suffix,
-    overrides,
     storage_config,
     types,
 )
@@ -148,11 +148,11 @@ class EngineStorage(HiCacheStorage):
         self._looking = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
-        clears = overrides(setup, "clear") if setup.target else setup.clears
+        promises_clear = clears(setup) if setup.target else setup.clears
         self._capabilities = Capabilities(
             sharing=setup.sharing,
             durability=setup.durability,
-            clears=clears,
+            clears=promises_clear,
             evicts=self._capped,
             networked=setup.networked,
             max_key_bytes=KEY_BYTES,
