@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -537,7 +536,7 @@ class EngineStorage(HiCacheStorage):
             # Anything but a list counts for nothing there, and so does a pool that is left out.
             usable = isinstance(answer, (list, tuple)) and answer != [] and answer != ()
             answers[index] = (
-                list(map(bool, answer)) if usable else [False] * len(transfer.keys or ())
+                _listed("a call", answer) if usable else [False] * len(transfer.keys or ())
             )
         return answers
 
@@ -582,7 +581,7 @@ def _listed(call: str, answer: Any) -> list[bool]:
     Raises:
         TypeError: there is one answer for all pages, or none, which the engine cannot read.
     """
-    if not isinstance(answer, Iterable):
+    if not hasattr(answer, "__iter__"):
         raise TypeError(f"{call} answered {answer!r:.80}, not a list with one answer for each page")
     return [bool(ok) for ok in answer]
 
