@@ -95,7 +95,8 @@ def tier_options(target: DoctorTarget) -> dict[str, object]:
         entries = _entries(_extra(read_object(texts[-1]))) if texts else []
     except (OSError, ValueError):
         return {}
-    return next((_own(entry) for entry in entries if _is_ours(entry)), {})
+    ours = [_own(entry) for entry in entries if _is_ours(entry)]
+    return ours[0] if ours else {}
 
 
 def _extra(transfer: Mapping[str, object]) -> dict[str, object]:
