@@ -28,4 +28,6 @@ def pytest_pycollect_makemodule(module_path, parent):
             warnings.simplefilter("ignore")
             importlib.import_module("hicache_storage.engines.vllm.tier")
             importlib.import_module("hicache_storage.engines.lmcache.adapter")
+            importlib.import_module("lmcache.v1.distributed.config")
+            importlib.import_module("lmcache.v1.multiprocess.config")
     return None

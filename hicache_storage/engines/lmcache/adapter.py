@@ -27,6 +27,7 @@ from hicache_storage.engines.lmcache.identity import (
     adapter_config,
     place_identity,
 )
+from hicache_storage.observability.logs import log_like
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     ConfigError,
@@ -86,6 +87,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         # LMCache evicts nothing here: the driver has a capacity of its own.
         super().__init__(max_capacity_bytes=0)
         self._config = adapter_config(config)
+        log_like(logger)
         if l1_memory_desc is None:
             raise ConfigError(
                 "hicache bridge: LMCache has no contiguous L1 arena; use its default L1 memory"

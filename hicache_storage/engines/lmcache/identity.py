@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from msgspec import Meta
 
@@ -14,6 +14,8 @@ from hicache_storage.spec import StorageIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+VERSIONS: Final = ("0.5.6",)
+"""Versions of LMCache whose interface the bridge serves."""
 WHERE = "adapter_params"
 OBJECT_FORMAT = 1
 """Version of `page_format`; another number keeps pages apart."""
