@@ -12,14 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
-from hicache_conformance.model.cause import Cause, damage, places_in_driver, stacks_in_driver
+from hicache_conformance.model.cause import (
+    Cause,
+    cause_of,
+    damage,
+    places_in_driver,
+    stacks_in_driver,
+)
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.runner.case_reports import describe_violation
-from hicache_storage.spec import StorageRefusedError
+from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 
 
@@ -66,6 +72,30 @@ def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
     assert all("hicache_storage" in line for line in frames[2:])
     assert cause.traceback.endswith("KeyError: 'gone'")
     assert (cause.expected, cause.injected) == (False, False)
+
+
+class FailsToClear(MemoryStorage):
+    """A driver whose clears fail in a helper of its own."""
+
+    def clear_namespaces(self, namespaces, call):
+        self.unlink()
+
+    def unlink(self):
+        raise ValueError("value is not an integer")
+
+
+def test_an_error_that_the_sdk_raised_from_the_driver_s_has_the_driver_s_place_and_words(kit):
+    storage = FailsToClear(kit.identity())
+    storage.register_mem_host_pool_v2(kit.pool(), "kv")
+    with pytest.raises(StorageUnavailableError) as raised:
+        storage.clear()
+    # The suite's own frames are not taken for the driver's; this test's would be.
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    cause = cause_of(error)
+    assert cause.error.startswith("StorageUnavailableError: ")
+    assert "value is not an integer" in cause.error
+    assert cause.place.endswith(" in unlink")
+    assert " in unlink" in cause.traceback.splitlines()[0]
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageRefusedError("full")])

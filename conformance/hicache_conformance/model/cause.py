@@ -30,6 +30,7 @@ _OF_THE_STORE: Final = (
 )
 """Ends of the names of errors by which the client of a store says that it does not serve."""
 _MAX_TEXT: Final = 300
+_MAX_CHAIN: Final = 4
 _MAX_TRACEBACK: Final = 4_000
 _MAX_STACKS: Final = 3
 _MAX_FRAMES: Final = 12
@@ -66,7 +67,13 @@ class Cause:
 
 def cause_of(error: BaseException) -> Cause:
     """Describe an exception; nothing of its frames is kept alive."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    raised = list(traceback.walk_tb(error.__traceback__))
+    chain = list(_chain(error))
+    # The SDK raises some errors from the driver's: the driver's frames are in those.
+    frames = next(
+        (found for found in map(_frames, chain) if any(_is_foreign(frame) for frame, _ in found)),
+        raised,
+    )
     package = next((_package(frame) for frame, _ in frames if _is_foreign(frame)), "")
     mine = [(frame, line) for frame, line in frames if package and _package(frame) == package]
     others = [(frame, line) for frame, line in frames if (frame, line) not in mine]
@@ -75,16 +82,37 @@ def cause_of(error: BaseException) -> Cause:
         *_lines([*reversed(mine), *reversed(others)]),
         "".join(traceback.format_exception_only(error)).rstrip(),
     ]
-    chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if chained is not None:
-        lines.append(f"  from {type(chained).__name__}: {str(chained)[:_MAX_TEXT]}")
+    lines += [f"  from {_name(link)}" for link in chain[1:]]
     return Cause(
-        error=f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__,
+        # What the message has of the cause anyway is not repeated.
+        error=", from ".join(
+            [_name(error), *(_name(link) for link in chain[1:] if str(link) not in text)]
+        ),
         place=_place(*mine[-1]) if mine else "",
         traceback="\n".join(lines)[:_MAX_TRACEBACK],
         expected=isinstance(error, OSError) or _is_of_the_store(error),
-        injected=bool(frames) and _is_injected(frames[-1][0]),
+        injected=bool(raised) and _is_injected(raised[-1][0]),
     )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, the one that it was raised from, and so on."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _name(error: BaseException) -> str:
+    """Type and message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__
 
 
 def damage(defect: str) -> Cause:
