@@ -54,7 +54,7 @@ class ShardCases:
                 rank.store(keys)
             for readers in sizes.values():
                 for rank in readers:
-                    rank.expect(keys, rule="ID-7")
+                    rank.expect_own(keys, rule="ID-7")
                     rank.expect_existing(keys, rule="ID-7")
 
     @covers("ID-7", levels=IDENTITY, needs=["head_shards", "durability>=reopen"])
@@ -67,7 +67,7 @@ class ShardCases:
                 rank.store(keys)
                 rank.call("close", rank.storage.close)
             for rank in model.ranks(after):
-                rank.expect(keys, rule="ID-7")
+                rank.expect_own(keys, rule="ID-7")
                 rank.call("close", rank.storage.close)
 
     @covers("ID-7", levels=IDENTITY, needs=["head_shards"])
@@ -113,7 +113,7 @@ class ShardCases:
                     f"TP 2 has set 4 pages of kv, indexer and mamba; {_name(rank)} holds no state, "
                     f"and finds kv_hit_pages={answer.kv_hit_pages} and {found}",
                 )
-            rank.expect(keys, rule="ID-7")
+            rank.expect_own(keys, rule="ID-7")
             rank.store(keys, PoolName.MAMBA)
             if rank.exists(keys, *windows).kv_hit_pages != len(keys):
                 raise Violation("ID-7", f"{_name(rank)} has set its states, and has no hit")
@@ -132,7 +132,8 @@ class ShardCases:
         for rank in (*ranks, whole):
             rank.expect_missing(keys, rule="ID-8", why="was set by ranks that are not the writer")
         for writer in (ranks[0], ranks[4]):
-            writer.store(keys)
+            if not all(writer.set(keys)):
+                raise Violation("ID-8", f"{_name(writer)} is the writer, and its set answers False")
         for rank in ranks:
             rank.expect(keys, rule="ID-8")
             if not all(rank.set(keys)):
