@@ -105,7 +105,7 @@ def test_no_driver(refused):
     refused(ConfigError, r"driver", driver=None)
 
 
-def test_heterogeneous_tp(refused):
+def test_heterogeneous_tp_with_context_parallelism(refused):
     refused(ConfigError, r"tp_lcm_size=4 .* remove it", tp_lcm_size=4)
 
 
