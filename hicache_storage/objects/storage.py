@@ -1043,7 +1043,10 @@ def _of_pools(pools: Sequence[RegisteredPool], items: Sequence[ItemT]) -> list[S
 
 def _all(parts: Sequence[list[bool]]) -> list[bool]:
     """Combine the answers for the parts of pages: True for a page where all are."""
-    return parts[0] if len(parts) == 1 else list(map(all, zip(*parts, strict=True)))
+    # Mostly everything is there, which takes a tenth of the time to find out.
+    if len(parts) == 1 or all(map(all, parts)):
+        return parts[0]
+    return list(map(all, zip(*parts, strict=True)))
 
 
 def _is_verified(batch: ReadBatch) -> bool:

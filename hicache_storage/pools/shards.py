@@ -36,8 +36,8 @@ def head_shards(access: PageAccess, count: int, where: str) -> list[PageAccess]:
     """Divide the pages of a pool into shards, each of equally many consecutive heads.
 
     Where a page's components have one row (`page_head`), a shard is lent as it lies. Otherwise it is
-    copied through buffers: a row of one head is a few hundred bytes, and a transfer in parts is
-    slower than a copy below 16 KiB a part.
+    copied through buffers. A transfer of the rows in parts would be faster from 4 KiB a row on
+    (benchmarks/tp_shards.py), and the row of a head has a few hundred bytes.
 
     Args:
         access: the pages.
@@ -170,4 +170,6 @@ class GatheredShard(_HeadShard):
             return self._new_buffers()
 
     def _new_buffers(self) -> list[memoryview]:
-        return [memoryview(bytearray(length)) for length in self.geometry.component_bytes]
+        from hicache_storage.pools.memory import byte_view, empty_bytes
+
+        return [byte_view(empty_bytes(length)) for length in self.geometry.component_bytes]
