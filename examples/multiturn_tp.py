@@ -27,7 +27,7 @@ from rates_svg import Line, Panel, draw
 
 from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool
-from hicache_storage.spec import PoolTransfer
+from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -110,7 +110,7 @@ class Rank:
             self.pool.k_buffer[number], self.pool.v_buffer[number] = kv[0], kv[1]
 
     def transfer(self, keys: Sequence[str]) -> list[PoolTransfer]:
-        return [PoolTransfer("kv", torch.arange(len(keys) * PAGE), keys=keys)]
+        return [PoolTransfer(PoolName.KV, torch.arange(len(keys) * PAGE), keys=keys)]
 
 
 class Engine:
@@ -133,7 +133,7 @@ class Engine:
         for rank in self.ranks:
             rank.pool.k_buffer.zero_()
             rank.pool.v_buffer.zero_()
-            assert all(rank.storage.batch_get_v2(rank.transfer(keys[:hit]))["kv"])
+            assert all(rank.storage.batch_get_v2(rank.transfer(keys[:hit]))[PoolName.KV])
             for number, key in enumerate(keys[:hit]):
                 assert torch.equal(rank.page(number), model_kv(key)[:, rank.heads])
         return hit
@@ -208,7 +208,9 @@ def restarted(workload: Workload, store_tp_size: int) -> Result:
             Engine(Path(folder) / "store", workload, tp_size, store_tp_size) for tp_size in (4, 2)
         )
         half = workload.rounds // 2
-        result = play(workload, lambda number: (before if number < half else after,) * 2)
+        result = play(
+            workload, lambda number: (before, before) if number < half else (after, after)
+        )
         for engine in (before, after):
             engine.close()
     return result

@@ -797,14 +797,14 @@ class ObjectStorage(HiCacheStorage):
             for index, outcome in zip(pending, written, strict=True):
                 outcomes[index] = outcome
         pools = [request.pool for request in requests]
-        for request, mine, known, outcome in zip(
+        for request, mine, known, answers in zip(
             requests,
             _of_pools(pools, batches),
             _of_pools(pools, stored),
             _of_pools(pools, outcomes),
             strict=True,
         ):
-            self._account_write(request, known, mine, outcome)
+            self._account_write(request, known, mine, answers)
         return {
             request.pool.name: _all([[found[key] for key in request.keys] for found in known])
             for request, known in zip(requests, _of_pools(pools, stored), strict=True)
