@@ -68,9 +68,13 @@ OTHER: Final[Mapping[str, object]] = {
     "salt": "another salt",
     "page_format": "another format",
 }
-DECIDING: Final = tuple(name for name in IDENTITY_FIELDS if name != "tp_sharded_pools")
-"""Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3
-tests it."""
+DECIDING: Final = tuple(
+    name
+    for name in IDENTITY_FIELDS
+    if name not in ("tp_sharded_pools", "tp_replicated_pools", "store_tp_size")
+)
+"""Fields of which a difference keeps pages apart. The sets of pools speak about pools, which ID-3
+tests; `store_tp_size` needs pools with KV heads, which ID-7 tests."""
 
 ALIKE: Final[Mapping[str, tuple[Mapping[str, object], Mapping[str, object]]]] = {
     "fp8-kinds": ({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e5m2"}),

@@ -35,6 +35,8 @@ class Page:
     pool: str
     key: str
     generation: int = 0
+    start: int = 0
+    """Offset of its first byte in the page that it is a part of; a multiple of the cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class PagePatterns:
         head = self._owner_tag(page.identity, page.pool) + self._key_tag(page.key)
         cells = (
             _CELL.pack(head[:4], head[4:], page.generation, offset)
-            for offset in range(0, length, CELL_BYTES)
+            for offset in range(page.start, page.start + length, CELL_BYTES)
         )
         return b"".join(cells)[:length]
 
@@ -130,7 +132,7 @@ class PagePatterns:
             cell = found[start : start + CELL_BYTES]
             generation = int(_CELL.unpack(cell)[2]) if len(cell) == CELL_BYTES else page.generation
             own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack(
-                "<I", start
+                "<I", page.start + start
             )
             whose = generation if cell == own[: len(cell)] and len(cell) == CELL_BYTES else None
             words = (
@@ -159,7 +161,7 @@ class PagePatterns:
             return f"holds bytes of no page of this run {at}: {cell.hex()}"
         found = Page(*self._owners[owner_tag], self._keys[key_tag], generation)
         return f"{_difference(found, expected)} {at}" + (
-            "" if place == offset else f", taken from byte {place} of that page"
+            "" if place == expected.start + offset else f", taken from byte {place} of that page"
         )
 
     def _owner_tag(self, identity: StorageIdentity, pool: str) -> bytes:
