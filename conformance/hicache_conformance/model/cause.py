@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _OWN: Final = frozenset({"hicache_storage", "hicache_conformance"})
-_CALLERS: Final = frozenset(
-    {"hicache_storage.objects.storage", "hicache_conformance.interfaces.sglang.storage"}
-)
-"""Modules that call drivers."""
+_CALLERS: Final = ("hicache_storage.objects.storage", "hicache_conformance.interfaces.")
+"""Prefixes of the names of modules that call drivers."""
 _MAX_TEXT: Final = 300
 _MAX_TRACEBACK: Final = 4_000
 _MAX_STACKS: Final = 3
@@ -98,7 +96,8 @@ def stacks_in_driver() -> str:
             continue
         frames = [frame for frame, _ in traceback.walk_stack(top)]
         called = next(
-            (index for index, frame in enumerate(frames) if _module(frame) in _CALLERS), 0
+            (index for index, frame in enumerate(frames) if _module(frame).startswith(_CALLERS)),
+            0,
         )
         # Threads that wait for work have no frame of the driver above the caller's.
         if any(map(_is_foreign, frames[:called])):

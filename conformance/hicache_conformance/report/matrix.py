@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.interfaces.profile import known
 from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
