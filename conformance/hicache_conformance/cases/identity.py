@@ -117,6 +117,13 @@ class IdentityCases:
         )
 
     @covers("ID-1", levels=IDENTITY)
+    def test_another_tp_size(self, context: CaseContext) -> None:
+        """An engine of one rank that is started again with two, and nothing else is different."""
+        one = context.identity()
+        two = replace(one, tp_size=2)
+        _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
+
+    @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("pair", ALIKE.values(), ids=ALIKE.keys())
     def test_identities_that_look_alike(
         self, context: CaseContext, pair: tuple[Mapping[str, object], Mapping[str, object]]

@@ -72,22 +72,19 @@ class EngineThread:
             self._changed.notify()
         try:
             # Longer than the deadline, which the thread itself looks at in each turn.
-            return call.answer.result(patience + 1)
+            answer: AnswerT = call.answer.result(patience + 1)
         except TimeoutError:
             raise Violation(
                 "FT-3",
                 f"a call of the driver keeps the engine's thread for more than "
                 f"{patience:g} s; nothing else is served meanwhile",
             ) from None
+        return answer
 
     def do(self, call: Callable[[], AnswerT], *, patience: float = PATIENCE_SECONDS) -> AnswerT:
         """Call a function in the thread."""
 
-        def steps() -> Generator[str, None, AnswerT]:
-            return call()
-            yield
-
-        return self.run(steps(), patience=patience)
+        return self.run(_at_once(call), patience=patience)
 
     def close(self) -> None:
         """End the thread; one that the driver keeps is left to itself."""
@@ -132,3 +129,9 @@ def _resumed(call: _Call) -> bool:
     else:
         return False
     return True
+
+
+def _at_once(call: Callable[[], AnswerT]) -> Generator[str, None, AnswerT]:
+    """A call that waits for nothing."""
+    yield from ()
+    return call()

@@ -63,7 +63,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     clients: tuple[str, ...] = ()
     """Distributions whose code it calls, and whose versions belong to what is judged."""
     reproductions: str = ""
-    """Script that shows what the matrix says about it without the suite; its arguments are rules."""
+    """Script that shows what the matrix says about it without the suite, with arguments of its own; rules
+    may follow."""
     not_judged: str = ""
     """Why there is nothing to judge; such a driver is refused."""
 
@@ -171,7 +172,7 @@ def _promises(package: str) -> Promises:
 def _known(package: str, setup_type: type[Setup]) -> dict[str, Setup]:
     text = files(package).joinpath("drivers.toml").read_bytes()
     listed: dict[str, Any] = msgspec.toml.decode(text)
-    setups = msgspec.convert(listed, dict[str, setup_type])  # type: ignore[valid-type]  # a type that only the caller knows
+    setups = {name: msgspec.convert(each, setup_type) for name, each in listed.items()}
     return {
         name: msgspec.structs.replace(setup, name=name, services=_here(setup.services))
         for name, setup in setups.items()

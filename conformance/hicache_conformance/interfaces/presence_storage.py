@@ -209,10 +209,25 @@ class PresenceStorage(ForeignStorage):
                     Page(transfer.name, key, number)
                     for key, number in zip(digests, numbers, strict=True)
                 ]
-            call = self._store if writes else self._load
-            found = iter(call(pages, self._prefix(extra_info)) if pages else ())
+            found = iter(self._call(pages, self._prefix(extra_info), writes=writes))
         answers = {index: [next(found) for _ in transfer.keys or ()] for index, transfer in shares}
         return joined(transfers, answers)
+
+    def _call(self, pages: Sequence[Page], prefix: Sequence[bytes], *, writes: bool) -> list[bool]:
+        """Store or load pages; those that a call has twice one after the other.
+
+        The engine has no two places for a page.
+        """
+        call, answers = self._store if writes else self._load, [False] * len(pages)
+        left = list(range(len(pages)))
+        while left:
+            first = {(pages[index].pool, pages[index].key): index for index in reversed(left)}
+            now = sorted(first.values())
+            found = call([pages[index] for index in now], prefix)
+            for index, answer in zip(now, found, strict=True):
+                answers[index] = answer
+            left = [index for index in left if index not in now]
+        return answers
 
     def _digests(self, keys: Iterable[str]) -> list[bytes]:
         """Keys as the engine has them: digests of 32 bytes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lmcache.v1.distributed.api import ObjectKey
 
@@ -41,11 +42,11 @@ class _Objects:
 
     def content(self, page: int) -> bytes:
         """The bytes of a page."""
-        return bytes(self.objects[page].byte_array)
+        return _bytes_of(self.objects[page]).tobytes()
 
     def put(self, page: int, content: bytes) -> None:
         """Replace the bytes of a page."""
-        self.objects[page].byte_array[:] = content
+        _bytes_of(self.objects[page])[:] = np.frombuffer(content, np.uint8)
 
 
 class AdapterStorage(PresenceStorage):
@@ -120,6 +121,9 @@ class AdapterStorage(PresenceStorage):
 
     def _store(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
         controllers: Controllers = self._attached()
+        if not self._identity.is_writer(PoolName.KV):
+            # The engine does not ask a rank that is not the writer.
+            return controllers.look_up(self._placed(pages)[0], self._layouts)
         # LMCache is told of a task as a whole.
         return [controllers.store(*self._placed(pages)).is_successful()] * len(pages)
 
@@ -137,6 +141,11 @@ class AdapterStorage(PresenceStorage):
             object_group_id=self._groups[pool],
             cache_salt=self._identity.tenant,
         )
+
+
+def _bytes_of(item: MemoryObj) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    # Not the view itself: Python writes into views of its own formats only.
+    return np.frombuffer(item.byte_array, np.uint8)
 
 
 def _torch_type(name: str) -> torch.dtype:

@@ -134,7 +134,7 @@ class Rows:
         # vLLM's region is mapped, too; so rows begin at whole pages of memory.
         self.memory = mmap.mmap(-1, chunks * row)
         self.array = np.frombuffer(self.memory, np.int8).reshape(chunks, row)
-        self.view = memoryview(self.array)
+        self.view: memoryview = self.array.data
 
     def content(self, chunk: int, length: int) -> bytes:
         """The first bytes of a row."""

@@ -7,6 +7,7 @@ groups. What vLLM would load it looks up first, and it stores without asking.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.kv_offload.base import make_offload_key
@@ -64,6 +65,9 @@ class TierStorage(PresenceStorage):
         self._groups: dict[str, int] = {}
         self._memories: dict[str, _GroupRows] = {}
         self._rows: Rows | None = None
+        # vLLM's own cache of lookups answers a request by what another that waits was told before;
+        # with one at a time, an answer is about the store.
+        self._asking = threading.Lock()
 
     def _attach(self) -> Scheduler:
         identity, names = self._identity, pool_order(self._pools)
@@ -80,7 +84,7 @@ class TierStorage(PresenceStorage):
             layers=[_layers(identity, name) for name in names],
             model=identity.model,
             dtype=element_type(geometry, identity),
-            tokens_per_block=geometry.page_size,
+            tokens_per_block=identity.page_size,
             tp_size=identity.tp_size,
             pp_size=identity.pp_size,
             pcp_size=identity.cp_size,
@@ -122,12 +126,15 @@ class TierStorage(PresenceStorage):
         named = [make_offload_key(key, self._groups[pool]) for key in keys]
         scheduler: Scheduler = self._attached()
         request = scheduler.request(named, self._tokens(), len(prefix))
-        return scheduler.look_up(named, request)
+        with self._asking:
+            return scheduler.look_up(named, request)
 
     def _load(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
         scheduler: Scheduler = self._attached()
         keys, chunks = self._placed(pages)
-        return scheduler.load(keys, chunks, scheduler.request(keys, self._tokens(), len(prefix)))
+        request = scheduler.request(keys, self._tokens(), len(prefix))
+        with self._asking:
+            return scheduler.load(keys, chunks, request)
 
     def _store(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
         scheduler: Scheduler = self._attached()
