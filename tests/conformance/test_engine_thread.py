@@ -53,7 +53,9 @@ def test_what_is_never_reported_is_a_violation(made):
         while True:
             yield "a load of 3 chunks was not reported"
 
-    with pytest.raises(Violation, match="a load of 3 chunks was not reported for 0.05 s") as found:
+    with pytest.raises(
+        Violation, match=r"a load of 3 chunks was not reported for 0\.05 s"
+    ) as found:
         made().run(steps(), patience=0.05)
     assert found.value.rule == "FT-3"
 
