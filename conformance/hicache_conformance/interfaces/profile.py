@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import packages_distributions, version
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hicache_conformance.harness.driver_files import driver_files
 from hicache_conformance.interfaces.interface import Interface, InterfaceProfile, Setup
-from hicache_conformance.interfaces.lmcache_l2.interface import LMCACHE_L2
-from hicache_conformance.interfaces.sglang.interface import SGLANG
-from hicache_conformance.interfaces.vllm_tier.interface import VLLM_TIER
 from hicache_conformance.model.rules import rules
 from hicache_conformance.model.settings import RunFile
 
@@ -21,7 +19,17 @@ if TYPE_CHECKING:
 
     from hicache_conformance.model.outcomes import Header
 
-INTERFACES: Final = {interface.name: interface for interface in (SGLANG, VLLM_TIER, LMCACHE_L2)}
+FOLDERS: Final = ("sglang", "vllm_tier", "lmcache_l2")
+
+
+def _interface(folder: str) -> Interface:
+    # By name, because the adapters in these folders import what is here.
+    module: Any = importlib.import_module(f"{__package__}.{folder}.interface")
+    found: Interface = module.INTERFACE
+    return found
+
+
+INTERFACES: Final = {interface.name: interface for interface in map(_interface, FOLDERS)}
 """Interfaces that there is an adapter for, by the names on a command line."""
 
 

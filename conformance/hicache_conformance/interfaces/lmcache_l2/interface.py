@@ -10,7 +10,7 @@ from hicache_conformance.interfaces.interface import Interface, InterfaceProfile
 HASHED: Final = ("page_size", "adapter", "salt")
 """A chunk's hash is of all tokens up to its end; the name of a LoRA goes into it, too."""
 
-LMCACHE_L2: Final = Interface(
+INTERFACE: Final = Interface(
     name="lmcache-l2",
     package="hicache_conformance.interfaces.lmcache_l2",
     engine="lmcache",

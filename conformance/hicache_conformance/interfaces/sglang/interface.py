@@ -54,7 +54,7 @@ class _SGLang(Interface):
         return SGLangSetup(name=target, target=target, zero_copy=zero_copy)
 
 
-SGLANG: Final = _SGLang(
+INTERFACE: Final = _SGLang(
     name="sglang",
     package="hicache_conformance.interfaces.sglang",
     engine="sglang",

@@ -10,7 +10,7 @@ from hicache_conformance.interfaces.interface import Interface, InterfaceProfile
 HASHED: Final = ("adapter", "tenant", "salt")
 """vLLM hashes the name of a LoRA and `cache_salt` into the keys; a tier is told of neither."""
 
-VLLM_TIER: Final = Interface(
+INTERFACE: Final = Interface(
     name="vllm-tier",
     package="hicache_conformance.interfaces.vllm_tier",
     engine="vllm",
