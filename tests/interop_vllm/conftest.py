@@ -29,5 +29,4 @@ def pytest_pycollect_makemodule(module_path, parent):
             importlib.import_module("hicache_storage.engines.vllm.tier")
             importlib.import_module("hicache_storage.engines.lmcache.adapter")
             importlib.import_module("hicache_conformance.interfaces.vllm_tier.engine")
-            importlib.import_module("hicache_conformance.interfaces.lmcache_l2.engine")
     return None

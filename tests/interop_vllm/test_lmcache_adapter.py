@@ -12,9 +12,12 @@ import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
+    PluginL2AdapterConfig,
+    _create_plugin_adapter,
+)
 from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 
-from hicache_conformance.interfaces.lmcache_l2.engine import create_adapter
 from hicache_storage.engines.lmcache import HiCacheL2Adapter
 from hicache_storage.spec import ConfigError
 
@@ -39,13 +42,10 @@ class Server:
         self.first = -self.arena.data_ptr() % ALIGN
         description = L1MemoryDesc(self.arena.data_ptr() + self.first, PLACES * DISTANCE, ALIGN)
         parameters = {"driver": "file", "driver_config": {"path": str(path)}, **options}
-        entry = {
-            "type": "plugin",
-            "module_path": "hicache_storage.engines.lmcache",
-            "class_name": "HiCacheL2Adapter",
-            "adapter_params": parameters,
-        }
-        self.adapter = create_adapter(entry, description)
+        config = PluginL2AdapterConfig(
+            "hicache_storage.engines.lmcache", "HiCacheL2Adapter", parameters
+        )
+        self.adapter = _create_plugin_adapter(config, description)
 
     def item(self, place: int, dtype: torch.dtype = DTYPE, shape: torch.Size = SHAPE):
         """An object at a place of the arena."""
