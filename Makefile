@@ -84,15 +84,17 @@ interop-vllm:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder tests/interop_vllm
 
-# Our drivers, SGLang's own and one of others, each judged for real; writes docs/matrix.md. Some five minutes, and nothing of it is in `make test`.
+# Our drivers, those of SGLang, vLLM and LMCache, and one of others, each judged for real; writes docs/matrix.md. Some six minutes, and nothing of it is in `make test`.
 matrix:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix docs/matrix.md
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix docs/matrix.md
 
-# What CI has the time for: our own drivers and bridge, and one that is not conformant.
+# What CI has the time for: our own drivers and bridges, and one that is not conformant.
 judged:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix out/matrix.md file hf3fs mooncake sglang-bridge sglang-file
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix out/matrix.md file hf3fs mooncake sglang-bridge vllm-bridge lmcache-bridge sglang-file
 
 # The suite's own long test, an hour or more: every mutant on 20 seeds, every right driver on 100. Writes docs/soak.md.
 soak: $(VENV)/.installed

@@ -187,7 +187,7 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
         (
             "sample_storage:SampleStorage",
             ("--interface", "gelato"),
-            "unknown interface 'gelato'; interfaces are sglang",
+            "unknown interface 'gelato'; interfaces are sglang, vllm-tier, lmcache-l2",
         ),
     ],
 )

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _OWN: Final = frozenset({"hicache_storage", "hicache_conformance"})
-_CALLERS: Final = frozenset(
-    {
-        "hicache_storage.objects.storage",
-        "hicache_storage.objects.async_storage",
-        "hicache_conformance.interfaces.sglang.storage",
-    }
+_CALLERS: Final = (
+    "hicache_storage.objects.storage",
+    "hicache_storage.objects.async_storage",
+    "hicache_conformance.interfaces.",
 )
-"""Modules that call drivers."""
+"""Prefixes of the names of modules that call drivers."""
 _OF_THE_STORE: Final = (
     "StorageUnavailableError",
     "StorageRefusedError",
@@ -175,7 +173,8 @@ def _threads_in_driver() -> Iterator[tuple[int, list[FrameType]]]:
             continue
         frames = [frame for frame, _ in traceback.walk_stack(top)]
         called = next(
-            (index for index, frame in enumerate(frames) if _module(frame) in _CALLERS), 0
+            (index for index, frame in enumerate(frames) if _module(frame).startswith(_CALLERS)),
+            0,
         )
         # Threads that wait for work have no frame of the driver above the caller's.
         if any(map(_is_foreign, frames[:called])):

@@ -249,7 +249,7 @@ def _header(run: RunFile, capabilities: Capabilities) -> Header:
         cases=run.cases,
     )
     if run.interface:
-        describe_interface(header, run.interface, run.config)
+        describe_interface(header, run.config)
     return header
 
 

@@ -15,13 +15,12 @@ from engine import (
     holds,
     kv_pool,
     last_page,
-    main,
     mamba_pool,
     put,
     put_side,
-    shows,
     slots,
 )
+from shows import main, shows
 
 JOINING_SECONDS = 0.5
 

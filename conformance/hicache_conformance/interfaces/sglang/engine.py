@@ -11,19 +11,19 @@ import importlib
 import inspect
 import os
 import re
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache_conformance.interfaces.foreign_storage import load_class
 from hicache_storage.spec import DriverUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
-    from hicache_conformance.interfaces.sglang.setup import Setup
+    from hicache_conformance.interfaces.interface import Setup
     from hicache_storage.spec import StorageIdentity
 
 INTERFACE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
@@ -95,25 +95,6 @@ def namespace_suffix(identity: StorageIdentity) -> str:
     """
     text = repr((identity.tenant, identity.adapter, identity.salt)).encode()
     return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
-
-
-def load_class(target: str) -> type:
-    """Import `module:Class`; the module may lie in the current directory.
-
-    Raises:
-        DriverUnavailableError: it cannot be imported, or is no class.
-    """
-    module, _, name = target.partition(":")
-    # At the end of the path, so that a file there does not hide an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DriverUnavailableError(f"cannot import {target}: {error}") from error
-    if not isinstance(found, type):
-        raise DriverUnavailableError(f"{target} is not a class")
-    return found
 
 
 def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
