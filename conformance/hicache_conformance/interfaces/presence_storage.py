@@ -219,14 +219,18 @@ class PresenceStorage(ForeignStorage):
         The engine has no two places for a page.
         """
         call, answers = self._store if writes else self._load, [False] * len(pages)
-        left = list(range(len(pages)))
-        while left:
-            first = {(pages[index].pool, pages[index].key): index for index in reversed(left)}
-            now = sorted(first.values())
-            found = call([pages[index] for index in now], prefix)
-            for index, answer in zip(now, found, strict=True):
+        rounds = list[dict[tuple[str, bytes], int]]()
+        for index, page in enumerate(pages):
+            place = (page.pool, page.key)
+            free = next((each for each in rounds if place not in each), None)
+            if free is None:
+                rounds.append({place: index})
+            else:
+                free[place] = index
+        for each in rounds:
+            found = call([pages[index] for index in each.values()], prefix)
+            for index, answer in zip(each.values(), found, strict=True):
                 answers[index] = answer
-            left = [index for index in left if index not in now]
         return answers
 
     def _digests(self, keys: Iterable[str]) -> list[bytes]:
