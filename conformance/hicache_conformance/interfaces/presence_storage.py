@@ -126,7 +126,7 @@ class PresenceStorage(ForeignStorage):
 
     def can_corrupt(self) -> bool:
         """Return whether an option names a directory, whose files can be damaged."""
-        return any(_directories(self._options))
+        return any(_paths(self._options))
 
     def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
         """Let an engine of equal identity store a page, and damage the file that has its bytes.
@@ -146,8 +146,8 @@ class PresenceStorage(ForeignStorage):
         if not (page and stranger):
             return False
         damaged = False
-        for directory in _directories(self._options):
-            damaged |= corrupt_page(directory, page, stranger, damage)
+        for directory in _paths(self._options):
+            damaged |= directory.is_dir() and corrupt_page(directory, page, stranger, damage)
         return damaged
 
     # How it is done
@@ -251,16 +251,16 @@ def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:
     return geometry.dtype if geometry.dtype != "uint8" else identity.kv_dtype
 
 
-def _directories(value: object) -> Iterator[Path]:
-    """The directories that options name, however deep."""
+def _paths(value: object) -> Iterator[Path]:
+    """The paths that options name, however deep; a driver makes its directory when it is attached."""
     match value:
-        case str() if value.startswith("/") and Path(value).is_dir():
+        case str() if value.startswith("/"):
             yield Path(value)
         case dict():
             for each in cast("dict[object, object]", value).values():
-                yield from _directories(each)
+                yield from _paths(each)
         case list():
             for each in cast("list[object]", value):
-                yield from _directories(each)
+                yield from _paths(each)
         case _:
             pass
