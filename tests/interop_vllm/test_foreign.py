@@ -35,12 +35,13 @@ KNOWN = {
     ("vllm-tier", "sample_tier:TrustsTheFlag"): {TP: "ID-1", DAMAGE: "", READ: ""},
     ("vllm-tier", "sample_tier:NeverReports"): {DAMAGE: "FT-3", READ: ""},
     ("vllm-tier", "sample_tier:KeepsTheUnreadable"): {DAMAGE: "FT-3", READ: ""},
-    ("vllm-tier", "sample_tier:ReportsTwice"): {READ: "GET-1"},
+    ("vllm-tier", "sample_tier:ReportsTwice"): {READ: "fail"},
     ("lmcache-l2", "sample_adapter:DeliversDamage"): {DAMAGE: "GET-5", DTYPE: "", READ: ""},
     ("lmcache-l2", "sample_adapter:ByKeyAlone"): {DTYPE: "ID-1", DAMAGE: "", READ: ""},
     ("lmcache-l2", "sample_adapter:ForgetsTheEvent"): {READ: "FT-3"},
 }
-"""By interface and driver: cases, and the rule that each finds broken; empty where it holds."""
+"""By interface and driver: cases, and the rule that each finds broken; empty where it holds, `fail` where
+the engine ends and no rule is named."""
 
 
 def judged(place, interface, driver, *arguments):
@@ -69,7 +70,12 @@ def test_a_known_fault_is_found_by_its_rule(tmp_path, interface, driver):
     names = [part for case in wanted for part in ("--case", case)]
     status, report, output = judged(tmp_path, interface, driver, *names)
     cases = {case["name"]: case for rule in report["rules"] for case in rule["cases"]}
-    assert {name: cases[name]["broken_rule"] for name in wanted} == wanted, output
+    found = {
+        name: case["broken_rule"] or case["outcome"].replace("pass", "")
+        for name, case in cases.items()
+        if name in wanted
+    }
+    assert found == wanted, output
     assert status == 1
 
 

@@ -126,7 +126,7 @@ class PresenceStorage(ForeignStorage):
 
     def can_corrupt(self) -> bool:
         """Return whether an option names a directory, whose files can be damaged."""
-        return any(_directories(self._options))
+        return any(_paths(self._options))
 
     def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
         """Let an engine of equal identity store a page, and damage the file that has its bytes.
@@ -146,8 +146,8 @@ class PresenceStorage(ForeignStorage):
         if not (page and stranger):
             return False
         damaged = False
-        for directory in _directories(self._options):
-            damaged |= corrupt_page(directory, page, stranger, damage)
+        for directory in _paths(self._options):
+            damaged |= directory.is_dir() and corrupt_page(directory, page, stranger, damage)
         return damaged
 
     # How it is done
@@ -219,14 +219,18 @@ class PresenceStorage(ForeignStorage):
         The engine has no two places for a page.
         """
         call, answers = self._store if writes else self._load, [False] * len(pages)
-        left = list(range(len(pages)))
-        while left:
-            first = {(pages[index].pool, pages[index].key): index for index in reversed(left)}
-            now = sorted(first.values())
-            found = call([pages[index] for index in now], prefix)
-            for index, answer in zip(now, found, strict=True):
+        rounds = list[dict[tuple[str, bytes], int]]()
+        for index, page in enumerate(pages):
+            place = (page.pool, page.key)
+            free = next((each for each in rounds if place not in each), None)
+            if free is None:
+                rounds.append({place: index})
+            else:
+                free[place] = index
+        for each in rounds:
+            found = call([pages[index] for index in each.values()], prefix)
+            for index, answer in zip(each.values(), found, strict=True):
                 answers[index] = answer
-            left = [index for index in left if index not in now]
         return answers
 
     def _digests(self, keys: Iterable[str]) -> list[bytes]:
@@ -247,16 +251,16 @@ def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:
     return geometry.dtype if geometry.dtype != "uint8" else identity.kv_dtype
 
 
-def _directories(value: object) -> Iterator[Path]:
-    """The directories that options name, however deep."""
+def _paths(value: object) -> Iterator[Path]:
+    """The paths that options name, however deep; a driver makes its directory when it is attached."""
     match value:
-        case str() if value.startswith("/") and Path(value).is_dir():
+        case str() if value.startswith("/"):
             yield Path(value)
         case dict():
             for each in cast("dict[object, object]", value).values():
-                yield from _directories(each)
+                yield from _paths(each)
         case list():
             for each in cast("list[object]", value):
-                yield from _directories(each)
+                yield from _paths(each)
         case _:
             pass

@@ -53,7 +53,7 @@ class SampleTier(SecondaryTierManager):
             if not self._file(key).exists():
                 row = self._bytes(chunk).tobytes()
                 part = self._file(key).with_suffix(f".{os.getpid()}-{id(self)}")
-                part.write_bytes(self.seal(row) + row)
+                part.write_bytes(self.seal(key, row) + row)
                 part.replace(self._file(key))
         self.finish(JobResult(job_metadata.job_id, success=True))
 
@@ -66,7 +66,7 @@ class SampleTier(SecondaryTierManager):
             except FileNotFoundError:
                 continue
             seal, row = content[:8], content[8:]
-            if len(row) == self._row and self.is_sound(seal, row):
+            if len(row) == self._row and self.is_sound(seal, key, row):
                 self._bytes(chunk)[:] = row
                 loaded.append(key)
             else:
@@ -74,13 +74,13 @@ class SampleTier(SecondaryTierManager):
         success = len(loaded) == len(job_metadata.keys)
         self.finish(JobResult(job_metadata.job_id, success=success, successful_keys=loaded))
 
-    def seal(self, row):
-        """The checksum of a row."""
-        return xxhash.xxh3_64_digest(row)
+    def seal(self, key, row):
+        """The checksum of a row, its key and its engine: whole files may change places."""
+        return xxhash.xxh3_64_digest(self._home.name.encode() + key + row)
 
-    def is_sound(self, seal, row):
+    def is_sound(self, seal, key, row):
         """Whether a row is the one that was sealed."""
-        return seal == self.seal(row)
+        return seal == self.seal(key, row)
 
     def forget(self, key):
         """Remove a chunk that cannot be loaded."""
@@ -117,7 +117,7 @@ class SampleTier(SecondaryTierManager):
 class DeliversDamage(SampleTier):
     """Verifies no checksum."""
 
-    def is_sound(self, seal, row):
+    def is_sound(self, seal, key, row):
         return True
 
 
