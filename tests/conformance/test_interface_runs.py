@@ -68,8 +68,9 @@ def test_a_method_that_is_not_implemented_is_not_declared_and_its_text_quoted(
     assert (report["totals"]["fail"], report["totals"]["error"]) == (0, 0), ran.output
     reasons = {rule["id"]: rule["reason"] for rule in report["rules"]}
     side = "batch_set_v2 of the driver raises NotImplementedError: side pools come in version 2"
-    assert sum(side in reason for reason in reasons.values()) >= 2
+    assert side in reasons["EX-3"]
     said = {case["reason"] for rule in report["rules"] for case in rule["cases"]}
+    assert side in said
     assert "clear of the driver raises NotImplementedError" in said
     passed = {rule["id"] for rule in report["rules"] if rule["outcome"] == "pass"}
     assert passed >= {"GET-1", "SET-1", "ID-1", "EX-1"}
