@@ -84,7 +84,7 @@ interop-vllm:
 # What CI has no time for, too: every driver, other kinds of KV, three engines on one store.
 interop-vllm-all:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	$(MAKE) --no-print-directory interop-vllm VLLM=vllm
+	HICACHE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(MAKE) --no-print-directory interop-vllm VLLM=vllm
 
 # Our drivers, SGLang's own and one of others, each judged for real; writes docs/matrix.md. Some five minutes, and nothing of it is in `make test`.
 matrix:

@@ -116,13 +116,14 @@ class StorageStats:
 
     @classmethod
     def total(cls, driver: str, parts: Iterable[StorageStats]) -> StorageStats:
-        """Sum the counters of several storages of one driver.
+        """Sum the counters of several storages of one driver, which `driver` names if there are none.
 
         The state of the circuit breaker is the first that is not `closed`; checksums count as
         verified where all storages verify them.
         """
         total = cls(driver)
         for part in parts:
+            total.driver = part.driver
             for name, pool in part.pools.items():
                 total.pools.setdefault(name, PoolStats()).add(pool)
             total.faults += part.faults

@@ -184,8 +184,6 @@ class EngineServer(ServerProcess):
         self.model = json.loads(
             Path(command[command.index("--model-path") + 1], "config.json").read_text()
         )["model_type"]
-        # Sockets lie in it, whose paths are short by law.
-        self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
         # The processor of each rank; SGLang would give each a NUMA node.
         processors = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.ranks)
         self.environment = {
@@ -197,10 +195,12 @@ class EngineServer(ServerProcess):
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, processors)),
             "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model, python)),
             "HF_HUB_OFFLINE": "1",
-            "TMPDIR": self.temporary.name,
         }
 
     def __enter__(self) -> Self:
+        # Sockets lie in it, whose paths are short by law.
+        self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
+        self.environment["TMPDIR"] = self.temporary.name
         [program, *arguments] = self.argv
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(

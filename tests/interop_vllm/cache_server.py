@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-
 class CacheServer(MeteredServer):
     """`lmcache server`, until the block ends; then it is killed.
 

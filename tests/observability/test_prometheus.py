@@ -50,7 +50,9 @@ def test_sources_of_a_process_are_summed_in_its_default_registry(kit):
         assert sets in text
         assert text.count("# TYPE hicache_storage_written_pages_total counter") == 1
         published.remove(storages[0])
-        assert f"hicache_storage_written_pages_total{labels} 1.0" in generate_latest(REGISTRY).decode()
+        assert (
+            f"hicache_storage_written_pages_total{labels} 1.0" in generate_latest(REGISTRY).decode()
+        )
     finally:
         for storage in storages:
             published.remove(storage)
