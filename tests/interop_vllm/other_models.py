@@ -1,7 +1,6 @@
-"""Small models with random weights whose KV is not that of a plain Llama: latent attention, and
-states of linear layers.
+"""A small model with random weights whose KV is not that of a plain Llama: latent attention.
 
-Transformers makes them, so that names and shapes of the weights are those of published checkpoints.
+Transformers makes it, so that names and shapes of the weights are those of published checkpoints.
 """
 
 from __future__ import annotations
@@ -44,21 +43,6 @@ def latent_attention() -> PreTrainedConfig:
         qk_nope_head_dim=32,
         v_head_dim=32,
         first_k_dense_replace=4,
-        tie_word_embeddings=False,
-    )
-
-
-def convolutions() -> PreTrainedConfig:
-    """LFM 2: three layers of short convolutions, whose states vLLM keeps as Mamba's, and one of
-    attention."""
-    return AutoConfig.for_model(
-        "lfm2",
-        # Heads of 32, which vLLM's attention on CPUs takes.
-        **{**COMMON, "num_attention_heads": 2},
-        num_key_value_heads=1,
-        conv_L_cache=3,
-        block_auto_adjust_ff_dim=False,
-        layer_types=["conv", "conv", "full_attention", "conv"],
         tie_word_embeddings=False,
     )
 

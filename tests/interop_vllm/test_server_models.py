@@ -1,5 +1,5 @@
-"""A real vLLM server whose KV is not that of a plain Llama: groups with sliding windows, latent
-attention, and a hybrid with states of Mamba layers."""
+"""A real vLLM server whose KV is not that of a plain Llama: groups with sliding windows, and latent
+attention. docs/vllm.md says why there is no hybrid with Mamba layers."""
 
 from __future__ import annotations
 

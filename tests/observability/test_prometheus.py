@@ -9,6 +9,7 @@ from hicache_storage.observability.prometheus import (
     ProcessCollector,
     StorageCollector,
 )
+from hicache_storage.spec import StorageStats
 
 
 def test_exported_text(kit):
@@ -58,3 +59,9 @@ def test_sources_of_a_process_are_summed_in_its_default_registry(kit):
             published.remove(storage)
     assert "hicache_storage" not in generate_latest(REGISTRY).decode()
     published.remove(storages[0])
+
+
+def test_a_total_has_the_name_of_the_driver_that_counted(kit):
+    storage, _ = kit.memory_storage()
+    assert StorageStats.total("wrapper", [storage.get_stats()]).driver == "memory"
+    assert StorageStats.total("wrapper", []).driver == "wrapper"
