@@ -125,9 +125,11 @@ def machine(request, tmp_path_factory) -> Generator[Machine]:
             server.environment["PYTHONPATH"] = os.pathsep.join(
                 [server.environment["PYTHONPATH"], path]
             )
-        for server in (vllm, cache, front, other):
+        # Alone at first: it refuses to start where less than 10 GB of memory are free.
+        stack.enter_context(other).wait_until_up()
+        for server in (vllm, cache, front):
             stack.enter_context(server)
-        for server in (vllm, front, other):
+        for server in (vllm, front):
             server.wait_until_up()
         engines = {
             "vllm": Engine(
