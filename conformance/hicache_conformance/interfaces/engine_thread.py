@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from hicache_conformance.interfaces.interface import PATIENCE_SECONDS
 from hicache_conformance.model.violation import Violation
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 AnswerT = TypeVar("AnswerT")
 
-PATIENCE_SECONDS: Final = 10.0
-"""How long a driver may take for what an engine waits for without a limit."""
 START_SECONDS: Final = 60.0
 """How long one may take to be constructed, while an engine loads its model."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -20,6 +20,9 @@ from hicache_storage.spec import Durability, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+PATIENCE_SECONDS: Final = 10.0
+"""How long a driver may take for what an engine waits for without a limit."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

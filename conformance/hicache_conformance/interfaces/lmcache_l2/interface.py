@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_conformance.interfaces.engine_thread import PATIENCE_SECONDS
-from hicache_conformance.interfaces.interface import Interface, InterfaceProfile
+from hicache_conformance.interfaces.interface import PATIENCE_SECONDS, Interface, InterfaceProfile
 
 HASHED: Final = ("page_size", "adapter", "salt")
 """A chunk's hash is of all tokens up to its end; the name of a LoRA goes into it, too."""

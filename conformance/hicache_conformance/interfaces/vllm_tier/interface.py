@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hicache_conformance.interfaces.engine_thread import PATIENCE_SECONDS
-from hicache_conformance.interfaces.interface import Interface, InterfaceProfile
+from hicache_conformance.interfaces.interface import PATIENCE_SECONDS, Interface, InterfaceProfile
 
 HASHED: Final = ("adapter", "tenant", "salt")
 """vLLM hashes the name of a LoRA and `cache_salt` into the keys; a tier is told of neither."""
