@@ -70,6 +70,36 @@ class Results:
         self.samples.setdefault((subject, operation), Samples()).add(who, seconds)
 
 
+@dataclass
+class Costs:
+    """What operations took, on the clock and of the processor."""
+
+    seconds: Results = field(default_factory=Results)
+    cpu: Results = field(default_factory=Results)
+    """Of all threads of this process, without the servers: what a busy machine hardly changes."""
+
+    def time(
+        self,
+        subject: str,
+        who: str,
+        operation: str,
+        action: Callable[[], object],
+        *,
+        expect: object = True,
+    ) -> None:
+        """Run an action once and keep what it took, as `Results.time`."""
+        before, cpu = time.process_time(), 0.0
+
+        def measured() -> object:
+            nonlocal cpu
+            answer = action()
+            cpu = answer.cpu_seconds if isinstance(answer, Timed) else time.process_time() - before
+            return answer
+
+        self.seconds.time(subject, operation, who, measured, expect=expect)
+        self.cpu.samples.setdefault((subject, operation), Samples()).add(who, cpu)
+
+
 def turns(candidates: Sequence[ItemT], rounds: int) -> Iterator[ItemT]:
     """Everyone once a round, in every order in turn: whoever comes after a writer finds its pages
     still on their way to the disk."""
