@@ -79,6 +79,9 @@ class OfCheckout:
     def exists(self, keys: list[str]) -> Any:
         return self._ask("exists", keys)
 
+    def announce(self, keys: list[str]) -> None:
+        self._ask("announce", keys)
+
     def is_sound(self, pages: int) -> bool:
         return bool(self._ask("is_sound", pages).answer)
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
     from lmcache.v1.memory_management import MemoryObj
+    from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
     from hicache_storage.spec import HiCacheStorage
@@ -78,6 +79,10 @@ class Candidate(Protocol):
     """A tier or an adapter."""
 
     name: str
+
+    def announce(self, keys: Sequence[str]) -> None:
+        """Make the engine's own names of keys, which it has anyway."""
+        ...
 
     def write(self, keys: Sequence[str]) -> bool:
         """Store the first chunks of the memory in jobs that are submitted at once."""
@@ -203,6 +208,10 @@ class Tier:
         self._store = store
         self._jobs = jobs
         self._numbers = itertools.count()
+        self._names: dict[str, OffloadKey] = {}
+
+    def announce(self, keys: Sequence[str]) -> None:
+        self._names |= {key: make_offload_key(bytes.fromhex(key), 0) for key in keys}
 
     def write(self, keys: Sequence[str]) -> bool:
         return self._move(keys, 0, self._tier.submit_store, is_promotion=False)
@@ -212,7 +221,7 @@ class Tier:
 
     def exists(self, keys: Sequence[str]) -> int:
         request = ReqContext(f"lookup-{next(self._numbers)}")
-        wanted = [make_offload_key(bytes.fromhex(key), 0) for key in keys]
+        wanted = [self._names[key] for key in keys]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
             answers = [self._tier.lookup(key, request) for key in wanted]
@@ -228,6 +237,7 @@ class Tier:
         return _is_sound(self._memory, pages)
 
     def remove(self) -> None:
+        self._names.clear()
         self._store.remove()
 
     def files(self) -> list[Path]:
@@ -247,7 +257,7 @@ class Tier:
     ) -> bool:
         size, pending = -(-len(keys) // self._jobs), set[int]()
         for start in range(0, len(keys), size):
-            some = [make_offload_key(bytes.fromhex(key), 0) for key in keys[start : start + size]]
+            some = [self._names[key] for key in keys[start : start + size]]
             chunks = np.arange(first + start, first + start + len(some), dtype=np.int32)
             number = next(self._numbers)
             job = TransferJob(number, some, chunks, is_promotion, ReqContext(f"request-{number}"))
@@ -275,6 +285,13 @@ class Adapter:
         self._adapter = adapter
         self._store = store
         self._jobs = jobs
+        self._names: dict[str, ObjectKey] = {}
+
+    def announce(self, keys: Sequence[str]) -> None:
+        self._names |= {
+            key: ObjectKey(bytes.fromhex(key), model_name="benchmark", kv_rank=0x01000100)
+            for key in keys
+        }
 
     def write(self, keys: Sequence[str]) -> bool:
         pending = {
@@ -304,7 +321,7 @@ class Adapter:
         return loaded == len(keys)
 
     def exists(self, keys: Sequence[str]) -> int:
-        wanted = _object_keys(keys)
+        wanted = [self._names[key] for key in keys]
         task = self._adapter.submit_lookup_and_lock_task(wanted, {0: self._memory.layout})
         found = None
         while found is None:
@@ -317,6 +334,7 @@ class Adapter:
         return _is_sound(self._memory, pages)
 
     def remove(self) -> None:
+        self._names.clear()
         self._store.remove()
 
     def files(self) -> list[Path]:
@@ -329,7 +347,7 @@ class Adapter:
     def _tasks(
         self, keys: Sequence[str], *, first: int
     ) -> list[tuple[list[ObjectKey], list[MemoryObj]]]:
-        wanted, size = _object_keys(keys), -(-len(keys) // self._jobs)
+        wanted, size = [self._names[key] for key in keys], -(-len(keys) // self._jobs)
         return [
             (
                 wanted[start : start + size],
@@ -337,13 +355,6 @@ class Adapter:
             )
             for start in range(0, len(keys), size)
         ]
-
-
-def _object_keys(keys: Sequence[str]) -> list[ObjectKey]:
-    return [
-        ObjectKey(chunk_hash=bytes.fromhex(key), model_name="benchmark", kv_rank=0x01000100)
-        for key in keys
-    ]
 
 
 def _wait(descriptor: int) -> None:

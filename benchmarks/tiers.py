@@ -131,11 +131,13 @@ def measure(
     chunks, subject = workload.chunks, str(workload)
     for candidate in candidates:
         keys = fresh_keys(chunks)
+        candidate.announce(keys)
         candidate.write(keys)
         candidate.read(keys)
         candidate.remove()
     for candidate in turns(candidates, rounds):
         keys, absent = fresh_keys(chunks), fresh_keys(CHUNKS)
+        candidate.announce([*keys, *absent])
         spent = partial(costs.time, subject, candidate.name)
         gc.collect()
         wait_for_quiet(patience)

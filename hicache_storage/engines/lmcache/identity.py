@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -37,8 +36,7 @@ def adapter_config(options: Mapping[str, object]) -> AdapterConfig:
     return parse_options(AdapterConfig, options, where=WHERE)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectLayout:
+class ObjectLayout(NamedTuple):
     """Shapes and dtypes of the tensors of an object, in their order."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -54,8 +52,7 @@ class ObjectLayout:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What objects that share a namespace have in common, beside the configuration."""
 
     model: str
