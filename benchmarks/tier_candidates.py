@@ -372,13 +372,19 @@ class Side:
     jobs: int
     direct: bool
     """Past the page cache."""
+    syncs: bool = False
+    """Ours: a store ends when its chunks are on the disk."""
 
 
 def Ours(memory: VllmMemory | LMCacheMemory, side: Side) -> Candidate:  # noqa: N802 - as the other benchmarks' class
     """The bridge of the memory's engine, over the file driver."""
     options = {
         "driver": "file",
-        "driver_config": {"path": str(side.directory), "direct_io": side.direct},
+        "driver_config": {
+            "path": str(side.directory),
+            "direct_io": side.direct,
+            "fsync": side.syncs,
+        },
     }
     if isinstance(memory, VllmMemory):
         tier = HiCacheTier(

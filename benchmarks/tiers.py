@@ -9,8 +9,10 @@ Ours verifies the checksum of each chunk; vLLM's `fs` tier and LMCache's `fs_nat
 adapters verify nothing. Each is given its engine's jobs, and asked as the engine asks what has
 become of them. What was loaded is compared with what was stored, outside of the measured time.
 
-In the page cache: chunks are written through it, and read back from it. With O_DIRECT: past it in
-both directions; files are written out and dropped from the page cache before they are read.
+In the page cache: chunks are written through it, and read back from it. With O_DIRECT: the engine's
+own write and read past it, ours reads past it (`direct_io`) and writes through it; so ours takes
+part twice, the second time with `fsync`, where a store ends when its chunks are on the disk. Files
+are written out and dropped from the page cache before they are read.
 
 Needs an environment with vLLM and LMCache (scripts/make_vllm_env.sh). Writes results.md and
 results.json.
@@ -28,7 +30,7 @@ import sys
 import tempfile
 import warnings
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -65,7 +67,7 @@ from hicache_backends.posix.directories import mount_of
 if TYPE_CHECKING:
     from tier_candidates import Candidate
 
-OURS, BEFORE = "ours", "before"
+OURS, SYNCED, BEFORE = "ours", "ours, fsync", "before"
 PEERS: Final = {VLLM: {"fs": vllm_fs}, LMCACHE: {"fs_native": lmcache_fs_native, "fs": lmcache_fs}}
 SIZES: Final = {"128 KiB": 128 << 10, "2 MiB": 2 << 20}
 JOBS: Final = {"1 x 32": (1, 32), "1 x 128": (1, 128), "4 x 32": (4, 32)}
@@ -104,7 +106,10 @@ def all_candidates(
         make(memory, side(name)) for name, make in PEERS[workload.engine].items()
     ]
     if before is None:
-        return [*candidates, Ours(memory, side(OURS))]
+        candidates.append(Ours(memory, side(OURS)))
+        if workload.mode == DIRECT:
+            candidates.append(Ours(memory, replace(side(SYNCED), syncs=True)))
+        return candidates
     for name, checkout in ((OURS, HERE), (BEFORE, before)):
         candidates.append(
             OfCheckout(
@@ -169,6 +174,8 @@ def moved(costs: Costs, workloads: list[Workload], *, before: bool) -> str:
             f"{size / seconds.median(OURS) / 1e9:.2f}",
             f"{cpu.median(OURS) / workload.chunks * 1e6:.0f}",
         ]
+        synced = operation == "write" and SYNCED in seconds.seconds
+        ours.append(f"{size / seconds.median(SYNCED) / 1e9:.2f}" if synced else "")
         if before:
             ours += [f"{found.ratio(OURS, BEFORE):.2f}x" for found in (seconds, cpu)]
         rows += [
@@ -188,7 +195,7 @@ def moved(costs: Costs, workloads: list[Workload], *, before: bool) -> str:
             for peer in PEERS[workload.engine]
         ]
     header = ["operation", "mode", "chunk", "jobs", "peer", "its GB/s", "ours", "ratio"]
-    header += ["of the fastest", "CPU us a chunk, peer", "ours"]
+    header += ["of the fastest", "CPU us a chunk, peer", "ours", "ours, fsync"]
     return table(header + ["of before", "CPU of before"] * before, rows)
 
 
