@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm interop-vllm-all matrix judged metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm interop-vllm-all matrix judged metrics benchmark benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -147,6 +147,11 @@ benchmark:
 	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
 	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
+
+# The bridges for vLLM and LMCache beside what these engines bring for a file system.
+benchmark-tiers:
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python benchmarks/tiers.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -51,6 +51,9 @@ logger = init_logger(__name__)
 
 HEALTH_SECONDS: Final = 5.0
 """How old the health of `report_status` may be: asking a store may take as long as a call."""
+
+MAX_LAYOUTS: Final = 256
+"""Limit of the layouts that are remembered: an engine has one for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
     def _move(
         self, call: str, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> list[bool]:
-        layouts = [ObjectLayout.of(item.get_shapes(), item.get_dtypes()) for item in objects]
+        layouts = [_layout(item) for item in objects]
 
         def move(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
             transfer = PoolTransfer(
@@ -349,7 +352,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             InvalidPoolError: it does not lie in the arena, or is shorter than its tensors.
         """
         offset = item.data_ptr - self._arena.ptr
-        size = _bytes_of(ObjectLayout.of(item.get_shapes(), item.get_dtypes()))
+        size = _bytes_of(_layout(item))
         if item.get_size() != size:
             raise InvalidPoolError(
                 f"an object of {item.get_size()} bytes whose tensors have {size}: objects that "
@@ -368,6 +371,16 @@ def _text(key: ObjectKey) -> str:
     return key.chunk_hash.hex()
 
 
+def _layout(item: MemoryObj) -> ObjectLayout:
+    return _known_layout(tuple(item.get_shapes()), tuple(item.get_dtypes()))
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def _known_layout(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> ObjectLayout:
+    return ObjectLayout.of(shapes, dtypes)
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
 def _bytes_of(layout: ObjectLayout) -> int:
     return sum(
         torch.Size(shape).numel() * getattr(torch, dtype).itemsize
