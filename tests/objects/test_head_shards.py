@@ -224,7 +224,7 @@ def test_a_page_with_a_shard_missing_is_no_page_from_memory_either(ranks, monkey
     monkeypatch.setattr(MemoryStorage, "objects_exist_cached", MemoryStorage.objects_exist)
     [one] = ranks(1)
     one.set()
-    ranks.objects.pop(sorted(ranks.objects)[0])
+    ranks.objects.pop(min(ranks.objects))
     found = one.storage.batch_present(KEYS)
     assert found.count(False) == 1
     assert one.storage.batch_present_cached(KEYS) == found
