@@ -165,6 +165,12 @@ def test_another_tp_size_shares_nothing_and_answers_the_same(past):
     with EngineServer(past.place, past.model, tier(past.store), ranks=2) as two:
         two.wait_until_up()
         assert two.ask(prompt(5)) == Answer(past.answers[5], 0)
-        two.wait_until_stored(BLOCKS)
-        two.forget()
-        assert two.ask(prompt(5)) == Answer(past.answers[5], REUSED)
+
+        def restored() -> bool:
+            two.forget()
+            answer = two.ask(prompt(5))
+            assert answer.tokens == past.answers[5]
+            return answer.cached == REUSED
+
+        # A first store that misses its deadline, as was seen over mooncake, is made good by the next request.
+        two.wait_for(restored, "its own pages are not restored")
