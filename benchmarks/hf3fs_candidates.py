@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from interleaved import fresh_keys
-from sglang_peer import BATCH_PAGES, PAGE_TOKENS, host_pool
+from sglang_peer import BATCH_PAGES, PAGE_TOKENS
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.layers import innermost

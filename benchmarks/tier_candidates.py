@@ -11,7 +11,6 @@ import shutil
 import time
 import types
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 from unittest.mock import patch
 
@@ -48,6 +47,7 @@ from hicache_storage.layers import innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
     from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
@@ -376,7 +376,7 @@ class Side:
     """Ours: a store ends when its chunks are on the disk."""
 
 
-def Ours(memory: VllmMemory | LMCacheMemory, side: Side) -> Candidate:  # noqa: N802 - as the other benchmarks' class
+def Ours(memory: VllmMemory | LMCacheMemory, side: Side) -> Candidate:
     """The bridge of the memory's engine, over the file driver."""
     options = {
         "driver": "file",
@@ -395,7 +395,7 @@ def Ours(memory: VllmMemory | LMCacheMemory, side: Side) -> Candidate:  # noqa: 
     config = PluginL2AdapterConfig("hicache_storage.engines.lmcache", "HiCacheL2Adapter", options)
     adapter = create_l2_adapter(config, memory.arena)
     assert isinstance(adapter, HiCacheL2Adapter)
-    store = Store(side.directory, "*.bundle", lambda: list(adapter._storages.values()))  # noqa: SLF001 - there is no other way to empty a store of several identities
+    store = Store(side.directory, "*.bundle", lambda: list(adapter._storages.values()))
     return Adapter(side.name, memory, adapter, store, side.jobs)
 
 
@@ -440,9 +440,7 @@ def _lmcache(memory: LMCacheMemory, side: Side, config: L2AdapterConfigBase) -> 
 def _offloading_spec(chunk_bytes: int) -> types.SimpleNamespace:
     """What a tier reads of vLLM's `TieringOffloadingSpec`."""
     config = OffloadingConfig(
-        groups=(
-            OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),
-        ),
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("layer",), group_id=0),),
         worker_kv_bytes_per_block=chunk_bytes,
         enable_kv_cache_events=False,
         extra_config={},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from hicache_storage.engines.lmcache.arena_pool import ArenaPool

@@ -360,9 +360,7 @@ def _layout(item: MemoryObj) -> ObjectLayout:
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
-def _known_layout(
-    shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]
-) -> ObjectLayout:
+def _known_layout(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> ObjectLayout:
     return ObjectLayout.of(shapes, dtypes)
 
 
