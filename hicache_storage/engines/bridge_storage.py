@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.plugins import create_storage
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,8 @@ def open_storage(
         metrics: as of `StorageOptions`.
 
     Raises:
-        ConfigError: the driver refuses its configuration.
+        ConfigError: the driver refuses its configuration, or stores no shards of KV heads where the
+            identity asks for them.
         InvalidPoolError: a pool cannot be served.
     """
     options = StorageOptions(
@@ -48,6 +49,11 @@ def open_storage(
     )
     storage = create_storage(config.driver, identity, config.driver_config, options=options)
     try:
+        if identity.store_tp_size and not storage.capabilities.head_shards:
+            raise ConfigError(
+                f"hicache bridge: driver {config.driver!r} does not declare 'head_shards', so that "
+                "TP sizes cannot share pages; leave tp_lcm_size out"
+            )
         for name, pool in pools.items():
             storage.register_mem_host_pool_v2(pool, name)
         if complete:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hicache_storage.layers.base import StorageLayer
-from hicache_storage.objects.namespace import Namespace
-from hicache_storage.objects.requests import RegisteredPool, check_transfers, pool_requests
+from hicache_storage.objects.requests import (
+    RegisteredPool,
+    check_transfers,
+    pool_requests,
+    registered_pool,
+)
 from hicache_storage.pools.adapter import page_access
 from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
 from hicache_storage.spec.arguments import check_keys
@@ -32,7 +36,7 @@ class MissAnswers:
         # A new dict: calls in other threads iterate over the old one.
         self._pools = {
             **self._pools,
-            pool: RegisteredPool(pool, access, Namespace(identity, pool, access.geometry)),
+            pool: registered_pool(identity, pool, access),
         }
 
     def exists(

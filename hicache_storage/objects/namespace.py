@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_draw_again)
 
 
 class Namespace:
-    """All pages of one identity, one pool and one page geometry.
+    """All pages of one identity, one pool, or one shard of it, and one page geometry.
 
     They are interchangeable with each other.
 
@@ -75,17 +75,26 @@ class Namespace:
         "object_bytes",
         "page_bytes",
         "pool",
+        "shard",
     )
 
-    def __init__(self, identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> None:
+    def __init__(
+        self,
+        identity: StorageIdentity,
+        pool: PoolName,
+        geometry: PageGeometry,
+        shard: int | None = None,
+    ) -> None:
         self.identity = identity
         self.pool = pool
+        self.shard = shard
+        """Number of the shard; None for a pool that is not stored in shards."""
         self.geometry = geometry
         self.page_bytes = geometry.page_bytes
         """Length of every page in here, without its envelope."""
         self.object_bytes = self.page_bytes + ENVELOPE_BYTES
         """Length of every stored object in here; one of another length is damaged."""
-        self.fingerprint = _fingerprint(identity, pool, geometry)
+        self.fingerprint = _fingerprint(identity, pool, geometry, shard)
         """16 bytes; equal for two processes exactly when they may share pages."""
         self.name = self.fingerprint.hex()
         """32 characters of `[0-9a-f]`; safe as a directory or a key prefix."""
@@ -114,16 +123,18 @@ class Namespace:
             "component_bytes": list(geometry.component_bytes),
             **{
                 f"identity.{name}": value
-                for name, value in self.identity.deciding_fields(self.pool).items()
+                for name, value in self.identity.deciding_fields(self.pool, self.shard).items()
             },
         }
 
 
-def _fingerprint(identity: StorageIdentity, pool: PoolName, geometry: PageGeometry) -> bytes:
+def _fingerprint(
+    identity: StorageIdentity, pool: PoolName, geometry: PageGeometry, shard: int | None
+) -> bytes:
     # Without `geometry.size`: pools with different numbers of slots share their pages.
     shape = (geometry.layout, geometry.dtype, geometry.page_size, geometry.component_bytes)
     digest = hashlib.blake2b(digest_size=16, person=b"hicache-space-v2")
-    digest.update(identity.fingerprint(pool))
+    digest.update(identity.fingerprint(pool, shard))
     digest.update(msgspec.json.encode(shape))
     return digest.digest()
 
@@ -168,7 +179,7 @@ def mismatch(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest
     if found[1:3] != expected[1:3]:
         return f"whose envelope has version {found[1]}"
     if found[3] != expected[3]:
-        return f"whose envelope belongs to a page of {found[3]} bytes, not {expected[3]}"
+        return f"whose envelope belongs to a page of another length: {found[3]} bytes, not {expected[3]}"
     if found[4] != expected[4]:
         return "whose envelope belongs to another identity, pool or geometry"
     if envelope[_PREFIX_END:_KEY_END] != key_digest:

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, cast
 
-from hicache_storage.spec import InvalidTransferError, PoolTransfer, UnknownPoolError
+from hicache_storage.objects.namespace import Namespace
+from hicache_storage.pools.shards import head_shards
+from hicache_storage.spec import (
+    InvalidPoolError,
+    InvalidTransferError,
+    PoolName,
+    PoolTransfer,
+    UnknownPoolError,
+)
 from hicache_storage.spec.arguments import check_keys, check_list
 
 if TYPE_CHECKING:
@@ -17,9 +25,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
-    from hicache_storage.spec import PoolName
+    from hicache_storage.spec import StorageIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,14 @@ class RegisteredPool:
     name: PoolName
     access: PageAccess
     namespace: Namespace
+    """Of a pool that is stored in shards, the namespace of its first; all have the same geometry."""
+    shards: tuple[RegisteredPool, ...] = ()
+    """Shards of KV heads, each with its own pages and namespace (rule ID-7)."""
+
+    @property
+    def parts(self) -> tuple[RegisteredPool, ...]:
+        """The units that are stored as objects: the shards, or the pool itself."""
+        return self.shards or (self,)
 
 
 @dataclass(slots=True)
@@ -39,6 +54,49 @@ class PoolRequest:
     keys: list[str]
     slots: list[int]
     """First slot of each page."""
+
+    @property
+    def parts(self) -> list[PoolRequest]:
+        """The requests for the shards of the pages, or for the pages themselves."""
+        if not self.pool.shards:
+            return [self]
+        return [PoolRequest(shard, self.keys, self.slots) for shard in self.pool.shards]
+
+
+def registered_pool(
+    identity: StorageIdentity, name: PoolName, access: PageAccess
+) -> RegisteredPool:
+    """Combine a host pool with the namespaces that its pages belong to.
+
+    Raises:
+        InvalidPoolError: the identity stores the pool in shards of KV heads, which it cannot be
+            divided into.
+    """
+    numbers = identity.shards(name)
+    if not numbers:
+        return RegisteredPool(name, access, Namespace(identity, name, access.geometry))
+    where, heads = f"pool {name!r}", identity.head_end - identity.head_start
+    if identity.tp_size > identity.store_tp_size and name != PoolName.KV:
+        # Its heads may be fewer or more than those of KV, and not replicated.
+        raise InvalidPoolError(
+            f"{where}: TP size {identity.tp_size} is more than store_tp_size "
+            f"{identity.store_tp_size}, and it is not known whether this pool has its heads "
+            "replicated as KV has; name it in tp_sharded_pools"
+        )
+    if name == PoolName.KV and identity.head_end and access.geometry.head_num not in (0, heads):
+        raise InvalidPoolError(
+            f"{where} has {access.geometry.head_num} KV heads, and the identity's head_start and "
+            f"head_end tell {heads}"
+        )
+    pages = head_shards(access, len(numbers), where)
+    shards = tuple(
+        RegisteredPool(name, part, Namespace(identity, name, part.geometry, number))
+        for number, part in zip(numbers, pages, strict=True)
+    )
+    # Drivers that register memory look at `access`: the pool's own, unless it is copied anyway.
+    return RegisteredPool(
+        name, pages[0] if pages[0].stages else access, shards[0].namespace, shards
+    )
 
 
 def pool_requests(

@@ -7,7 +7,9 @@ import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from hicache_storage.objects.batches import (
@@ -19,13 +21,13 @@ from hicache_storage.objects.batches import (
     WriteBatch,
 )
 from hicache_storage.objects.lifecycle import Lifecycle, begin_in_children
-from hicache_storage.objects.namespace import Namespace
 from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     PoolRequest,
     RegisteredPool,
     check_transfers,
     pool_requests,
+    registered_pool,
 )
 from hicache_storage.observability.logs import fields
 from hicache_storage.observability.request_ids import RequestScope
@@ -55,6 +57,7 @@ from hicache_storage.spec.arguments import check_keys
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
 
 logger = logging.getLogger(__name__)
@@ -112,7 +115,8 @@ class ObjectStorage(HiCacheStorage):
         metrics: bool = True,
     ) -> None:
         self._identity = identity
-        self._capabilities = capabilities
+        # Implemented here, for every driver.
+        self._capabilities = replace(capabilities, head_shards=True)
         self._driver_name = driver_name
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
@@ -332,7 +336,7 @@ class ObjectStorage(HiCacheStorage):
         name = PoolName(host_pool_name)
         access = page_access(host_pool)
         with self._lifecycle:
-            pool = RegisteredPool(name, access, Namespace(self._identity, name, access.geometry))
+            pool = registered_pool(self._identity, name, access)
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
             self._pools = {**self._pools, name: pool}
@@ -345,7 +349,7 @@ class ObjectStorage(HiCacheStorage):
             self._driver_name,
             name,
             self._identity.model,
-            pool.namespace.name,
+            ", ".join(part.namespace.name for part in pool.parts),
             extra=fields(driver=self._driver_name, pool=name),
         )
 
@@ -363,7 +367,7 @@ class ObjectStorage(HiCacheStorage):
             nothing = [list[bool]() for _ in pools]
             # A pool that was never registered is not looked up; `_hit` takes all its pages as
             # absent (rule EX-7).
-            found = self._lookup([(pool, keys) for pool in pools], call) if keys else nothing
+            found = self._lookup_pages([(pool, keys) for pool in pools], call) if keys else nothing
             return self._hit(keys, pool_transfers, pools, found, started)
 
     def batch_exists_cached(
@@ -379,7 +383,7 @@ class ObjectStorage(HiCacheStorage):
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
-            found = self._lookup_cached([LookupBatch(pool.namespace, keys) for pool in pools], call)
+            found = self._lookup_cached(pools, keys, call)
             if found is None:
                 return None
             return self._hit(keys, pool_transfers, pools, found, started)
@@ -398,7 +402,7 @@ class ObjectStorage(HiCacheStorage):
             registered = self._pools.get(name)
             if registered is None or not keys:
                 return [False] * len(keys)
-            [found] = self._lookup([(registered, keys)], call)
+            [found] = self._lookup_pages([(registered, keys)], call)
             self._count_lookup({name: found}, started)
             return found
 
@@ -418,7 +422,7 @@ class ObjectStorage(HiCacheStorage):
             registered = self._pools.get(name)
             if registered is None or not keys:
                 return [False] * len(keys)
-            found = self._lookup_cached([LookupBatch(registered.namespace, keys)], call)
+            found = self._lookup_cached([registered], keys, call)
             if found is None:
                 return None
             self._count_lookup({name: found[0]}, started)
@@ -454,8 +458,9 @@ class ObjectStorage(HiCacheStorage):
                 return None
             try:
                 batches = [
-                    ReadBatch(request.pool.namespace, self._reads(request, call))
+                    ReadBatch(part.pool.namespace, self._reads(part, call))
                     for request in asked
+                    for part in request.parts
                 ]
                 if not self.read_objects_cached(batches, call) or not all(
                     map(_is_verified, batches)
@@ -464,8 +469,9 @@ class ObjectStorage(HiCacheStorage):
             except Exception as error:  # noqa: BLE001 - `batch_get_v2` meets it again, counts it and logs it
                 logger.debug("%s: cannot read from memory: %s", self._driver_name, error)
                 return None
-            for request, batch in zip(asked, batches, strict=True):
-                self._account_read(request, batch, [True] * len(batch.reads), call)
+            pools = [request.pool for request in asked]
+            for request, parts in zip(asked, _of_pools(pools, batches), strict=True):
+                self._account_read(request, parts, [[True] * len(request.keys)] * len(parts), call)
             self.recorder.observe("get", requests, started)
         return {name: [True] * len(request.keys) for name, request in requests.items()}
 
@@ -490,17 +496,22 @@ class ObjectStorage(HiCacheStorage):
             registered = self._pools.get(PoolName(pool))
             if registered is None:
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
-            batches = [LookupBatch(registered.namespace, keys)]
-            self._forget_damage(registered.namespace, keys)
+            batches = [LookupBatch(part.namespace, keys) for part in registered.parts]
+            for batch in batches:
+                self._forget_damage(batch.namespace, keys)
             call = _call(current_call_info())
-            return self._ask("delete", lambda: self.delete_objects(batches, call), [keys], call)[0]
+            removed = self._ask(
+                "delete", lambda: self.delete_objects(batches, call), [keys] * len(batches), call
+            )
+            # A page is gone with the first of its shards.
+            return removed[0] if len(removed) == 1 else list(map(any, zip(*removed, strict=True)))
 
     def clear(self) -> None:
         if not self._capabilities.clears:
             super().clear()
             return
         with self._lifecycle:
-            namespaces = [pool.namespace for pool in self._pools.values()]
+            namespaces = self._namespaces()
             call = _call(current_call_info())
             try:
                 # A clear is not answered with the failure of an earlier attempt: the caller relies
@@ -536,9 +547,7 @@ class ObjectStorage(HiCacheStorage):
         """
         with self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
-            return self.remove_namespaces(
-                [pool.namespace for pool in self._pools.values()], Call(seconds)
-            )
+            return self.remove_namespaces(self._namespaces(), Call(seconds))
 
     def get_stats(self) -> StorageStats:
         return self.recorder.snapshot()
@@ -577,10 +586,22 @@ class ObjectStorage(HiCacheStorage):
     # How it is done
     # ----------------------------------------------------------------------------------------------
 
+    def _namespaces(self) -> list[Namespace]:
+        return [part.namespace for pool in self._pools.values() for part in pool.parts]
+
+    def _lookup_pages(
+        self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
+    ) -> list[list[bool]]:
+        """Look pages up: for each pool, for each key, True if all objects of the page exist."""
+        pools = [pool for pool, _ in lookups]
+        found = self._lookup([(part, keys) for pool, keys in lookups for part in pool.parts], call)
+        return [_all(parts) for parts in _of_pools(pools, found)]
+
     def _lookup(
         self, lookups: Sequence[tuple[RegisteredPool, Sequence[str]]], call: Call
     ) -> list[list[bool]]:
-        batches = [LookupBatch(pool.namespace, keys) for pool, keys in lookups]
+        """Look objects up, in one batch; `lookups` has no pools with shards, but their parts."""
+        batches = [LookupBatch(part.namespace, keys) for part, keys in lookups]
         found = self._ask(
             "exists", lambda: self.objects_exist(batches, call), [keys for _, keys in lookups], call
         )
@@ -592,15 +613,20 @@ class ObjectStorage(HiCacheStorage):
         """Whether lookups may: after a fault, one that asks the store finds out if it serves."""
         return self.caches_lookups and "exists" not in self._faulty
 
-    def _lookup_cached(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]] | None:
+    def _lookup_cached(
+        self, pools: Sequence[RegisteredPool], keys: Sequence[str], call: Call
+    ) -> list[list[bool]] | None:
+        """Answer for each pool, for each page, without I/O; None where that is not possible."""
+        batches = [LookupBatch(part.namespace, keys) for pool in pools for part in pool.parts]
         try:
             found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
         except Exception as error:  # noqa: BLE001 - `_lookup` meets it again, counts it and logs it
             logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
             return None
-        if found is not None:
-            self._hide_damage(batches, found)
-        return found
+        if found is None:
+            return None
+        self._hide_damage(batches, found)
+        return [_all(parts) for parts in _of_pools(pools, found)]
 
     def _hide_damage(self, batches: Sequence[LookupBatch], found: Sequence[list[bool]]) -> None:
         """Take pages that are known to be damaged out of an answer."""
@@ -640,44 +666,59 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        # All shards of all pools in one batch (rule BU-1).
+        parts = [part for request in requests for part in request.parts]
         reads = [
-            self._guarded(f"targets of {request.pool.name}", partial(self._reads, request, call))
-            for request in requests
+            self._guarded(f"targets of {part.pool.name}", partial(self._reads, part, call))
+            for part in parts
         ]
-        reached = [
-            (request, ReadBatch(request.pool.namespace, made))
-            for request, made in zip(requests, reads, strict=True)
-            if made
+        batches = [
+            ReadBatch(part.pool.namespace, made or [])
+            for part, made in zip(parts, reads, strict=True)
         ]
-        batches = [batch for _, batch in reached]
-        asked = [batch.reads for batch in batches]
-        filled = (
-            self._ask("read", lambda: self.read_objects(batches, call), asked, call)
-            if batches
+        reached = [batch for batch in batches if batch.reads]
+        asked = [batch.reads for batch in reached]
+        filled = iter(
+            self._ask("read", lambda: self.read_objects(reached, call), asked, call)
+            if reached
             else []
         )
-        results = dict[PoolName, list[bool]]()
-        for (request, batch), full in zip(reached, filled, strict=True):
-            with call.shield() as active:
-                # After a cancellation the buffers may hold other bytes: a failed check would count
-                # whole objects as damaged.
-                delivered = [
-                    active and ok and read.verify()
-                    for ok, read in zip(full, batch.reads, strict=True)
-                ]
-                if request.pool.access.stages and any(delivered):
-                    brought = self._guarded(
-                        f"delivery to {request.pool.name}",
-                        partial(_deliver, request, batch, delivered),
-                    )
-                    delivered = delivered if brought else [False] * len(delivered)
-            self._account_read(request, batch, delivered, call)
-            results[request.pool.name] = delivered
-        for request in requests:
-            if request.pool.name not in results:
-                self.recorder.count(request.pool.name, pages_missed=len(request.keys))
-                results[request.pool.name] = [False] * len(request.keys)
+        full = [next(filled) if batch.reads else list[bool]() for batch in batches]
+        pools, results = [request.pool for request in requests], dict[PoolName, list[bool]]()
+        for request, mine, done in zip(
+            requests, _of_pools(pools, batches), _of_pools(pools, full), strict=True
+        ):
+            results[request.pool.name] = self._delivered(request, mine, done, call)
         return results
+
+    def _delivered(
+        self,
+        request: PoolRequest,
+        batches: Sequence[ReadBatch],
+        filled: Sequence[Sequence[bool]],
+        call: Call,
+    ) -> list[bool]:
+        """Verify the objects of a pool's pages and bring the whole pages into the pool."""
+        with call.shield() as active:
+            # After a cancellation the buffers may hold other bytes: a failed check would count
+            # whole objects as damaged.
+            verified = [
+                [
+                    active and ok and read.verify()
+                    for ok, read in zip(done, batch.reads, strict=True)
+                ]
+                # Of a pool that has given no buffers nothing was read.
+                or [False] * len(request.keys)
+                for done, batch in zip(filled, batches, strict=True)
+            ]
+            whole = _all(verified)
+            if request.pool.access.stages and any(whole):
+                brought = self._guarded(
+                    f"delivery to {request.pool.name}", partial(_deliver, request, batches, whole)
+                )
+                if not brought:
+                    verified = [[False] * len(request.keys)] * len(batches)
+        return self._account_read(request, batches, verified, call)
 
     def _reads(self, request: PoolRequest, call: Call) -> list[ObjectRead]:
         namespace, access = request.pool.namespace, request.pool.access
@@ -694,30 +735,55 @@ class ObjectStorage(HiCacheStorage):
         ]
 
     def _account_read(
-        self, request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool], call: Call
-    ) -> None:
-        pages, name = sum(delivered), batch.namespace.name
-        known = self._damaged
-        if known:
-            # Another storage has replaced the damaged copy meanwhile.
-            self._forget_damage(
-                batch.namespace,
-                [read.key for read, ok in zip(batch.reads, delivered, strict=True) if ok],
+        self,
+        request: PoolRequest,
+        batches: Sequence[ReadBatch],
+        verified: Sequence[list[bool]],
+        call: Call,
+    ) -> list[bool]:
+        """Count the pages of a pool that were read, and retire damaged objects.
+
+        Args:
+            request: of the pool.
+            batches: of its shards, or of itself.
+            verified: for each of them, for each page, True if the object was read and is right.
+
+        Returns:
+            For each page, True if all of its objects are.
+        """
+        whole, damaged = _all(verified), list[ReadBatch]()
+        for batch, good in zip(batches, verified, strict=True):
+            known = self._damaged
+            if known:
+                # Another storage has replaced the damaged copy meanwhile.
+                self._forget_damage(
+                    batch.namespace,
+                    [read.key for read, ok in zip(batch.reads, good, strict=False) if ok],
+                )
+            name = batch.namespace.name
+            found = (
+                []
+                if all(good)
+                else [
+                    read for read in batch.reads if read.damaged and (name, read.key) not in known
+                ]
             )
-        damaged = (
-            []
-            if pages == len(delivered)
-            else [read for read in batch.reads if read.damaged and (name, read.key) not in known]
-        )
+            if found:
+                damaged.append(ReadBatch(batch.namespace, found))
+        pages = whole.count(True)
         self.recorder.count(
             request.pool.name,
             pages_read=pages,
-            bytes_read=pages * batch.namespace.page_bytes,
-            pages_missed=len(delivered) - pages,
-            pages_damaged=len(damaged),
+            bytes_read=pages * sum(batch.namespace.page_bytes for batch in batches),
+            pages_missed=len(whole) - pages,
+            # Pages and not objects: several shards of a page may be damaged.
+            pages_damaged=len({read.key for batch in damaged for read in batch.reads})
+            if len(damaged) > 1
+            else sum(len(batch.reads) for batch in damaged),
         )
-        if damaged:
-            self._retire(request.pool.name, ReadBatch(batch.namespace, damaged), call)
+        for batch in damaged:
+            self._retire(request.pool.name, batch, call)
+        return whole
 
     def _retire(self, pool: PoolName, damaged: ReadBatch, call: Call) -> None:
         """Remove or hide damaged objects, and log them once (rule GET-7)."""
@@ -739,18 +805,19 @@ class ObjectStorage(HiCacheStorage):
             self._forget_damage(damaged.namespace, keys)
 
     def _write(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
+        parts = [part for request in requests for part in request.parts]
         # Each key once, and not as a set: drivers are given the pages in the order of their chain.
-        lookups = [(request.pool, list(dict.fromkeys(request.keys))) for request in requests]
-        existing = self._existing(lookups, call) if requests else []
+        lookups = [(part.pool, list(dict.fromkeys(part.keys))) for part in parts]
+        existing = self._existing(lookups, call) if parts else []
         stored = [
             dict(zip(keys, present, strict=True))
             for (_, keys), present in zip(lookups, existing, strict=True)
         ]
         batches = [
-            self._missing_pages(request, known)
-            for request, known in zip(requests, stored, strict=True)
+            self._missing_pages(part, known) for part, known in zip(parts, stored, strict=True)
         ]
         pending = [index for index, batch in enumerate(batches) if batch.writes]
+        outcomes = [list[bool]() for _ in batches]
         if pending:
             asked = [batches[index] for index in pending]
             written = self._ask(
@@ -760,10 +827,19 @@ class ObjectStorage(HiCacheStorage):
                 call,
             )
             for index, outcome in zip(pending, written, strict=True):
-                self._account_write(requests[index], stored[index], batches[index], outcome)
+                outcomes[index] = outcome
+        pools = [request.pool for request in requests]
+        for request, mine, known, answers in zip(
+            requests,
+            _of_pools(pools, batches),
+            _of_pools(pools, stored),
+            _of_pools(pools, outcomes),
+            strict=True,
+        ):
+            self._account_write(request, known, mine, answers)
         return {
-            request.pool.name: [known[key] for key in request.keys]
-            for request, known in zip(requests, stored, strict=True)
+            request.pool.name: _all([[found[key] for key in request.keys] for found in known])
+            for request, known in zip(requests, _of_pools(pools, stored), strict=True)
         }
 
     def _existing(
@@ -791,10 +867,7 @@ class ObjectStorage(HiCacheStorage):
         for key, slot in zip(request.keys, request.slots, strict=True):
             if not stored[key]:
                 slots.setdefault(key, slot)
-        if not self._identity.is_writer(request.pool.name):
-            slots.clear()
-        elif slots and not self._fits(namespace):
-            self.recorder.count(request.pool.name, pages_refused=len(slots))
+        if not self._identity.is_writer(request.pool.name) or not self._fits(namespace):
             slots.clear()
         places = list(slots.values())
         pages = (
@@ -805,7 +878,6 @@ class ObjectStorage(HiCacheStorage):
             else []
         )
         if pages is None:
-            self.recorder.count(request.pool.name, pages_refused=len(slots))
             return WriteBatch(namespace, [])
         writes = [
             ObjectWrite(namespace, key, buffers, replaces=(namespace.name, key) in self._damaged)
@@ -816,24 +888,40 @@ class ObjectStorage(HiCacheStorage):
     def _account_write(
         self,
         request: PoolRequest,
-        stored: dict[str, bool],
-        batch: WriteBatch,
-        outcome: Sequence[bool],
+        stored: Sequence[dict[str, bool]],
+        batches: Sequence[WriteBatch],
+        outcomes: Sequence[Sequence[bool]],
     ) -> None:
-        pages = sum(
-            ok and not write.existed for write, ok in zip(batch.writes, outcome, strict=True)
+        """Count the pages of a pool that were written, and note what is stored now.
+
+        Args:
+            request: of the pool.
+            stored: for each of its shards, or for itself, by key, if it is stored; completed here.
+            batches: what was to be written of them.
+            outcomes: what the driver has answered to that.
+        """
+        written, length = set[str](), 0
+        for known, batch, outcome in zip(stored, batches, outcomes, strict=True):
+            known.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
+            visible = [write for write, ok in zip(batch.writes, outcome, strict=True) if ok]
+            self._forget_damage(batch.namespace, [write.key for write in visible])
+            new = [write.key for write in visible if not write.existed]
+            written.update(new)
+            length += len(new) * batch.namespace.page_bytes
+        # Also those too large, or whose bytes the engine's pool has not given.
+        refused = (
+            {key for known in stored for key, ok in known.items() if not ok}
+            if self._identity.is_writer(request.pool.name)
+            else set[str]()
         )
-        stored.update((write.key, ok) for write, ok in zip(batch.writes, outcome, strict=True))
-        self._forget_damage(
-            batch.namespace,
-            [write.key for write, ok in zip(batch.writes, outcome, strict=True) if ok],
-        )
-        self.recorder.count(
-            request.pool.name,
-            pages_written=pages,
-            bytes_written=pages * batch.namespace.page_bytes,
-            pages_refused=outcome.count(False),
-        )
+        if written or refused:
+            # A page once, however many of its shards were written, and only if it is complete.
+            self.recorder.count(
+                request.pool.name,
+                pages_written=len(written - refused),
+                bytes_written=length,
+                pages_refused=len(refused),
+            )
 
     def _fits(self, namespace: Namespace) -> bool:
         limit = self._capabilities.max_page_bytes
@@ -965,17 +1053,32 @@ def _target(access: PageAccess, slot: int) -> list[memoryview]:
     return access.targets([slot])[0]
 
 
-def _deliver(request: PoolRequest, batch: ReadBatch, delivered: Sequence[bool]) -> bool:
+def _deliver(request: PoolRequest, batches: Sequence[ReadBatch], delivered: Sequence[bool]) -> bool:
     """Copy staged pages into the pool; always `True`, unless it raises."""
-    whole = [
-        (slot, read.buffers)
-        for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True)
-        if ok
-    ]
-    request.pool.access.deliver(
-        [slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole)
-    )
+    for part, batch in zip(request.pool.parts, batches, strict=True):
+        whole = [
+            (slot, read.buffers)
+            for slot, read, ok in zip(request.slots, batch.reads, delivered, strict=True)
+            if ok
+        ]
+        part.access.deliver(
+            [slot for slot, _ in whole], [buffers for _, buffers in whole], [True] * len(whole)
+        )
     return True
+
+
+def _of_pools(pools: Sequence[RegisteredPool], items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """Divide what there is for each part of some pools by the pools."""
+    ends = list(accumulate(len(pool.parts) for pool in pools))
+    return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _all(parts: Sequence[list[bool]]) -> list[bool]:
+    """Combine the answers for the parts of pages: True for a page where all are."""
+    # Mostly everything is there, which takes a tenth of the time to find out.
+    if len(parts) == 1 or all(map(all, parts)):
+        return parts[0]
+    return list(map(all, zip(*parts, strict=True)))
 
 
 def _is_verified(batch: ReadBatch) -> bool:

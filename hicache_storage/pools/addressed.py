@@ -11,6 +11,7 @@ import torch
 from hicache_storage.pools.access import PageAccess
 from hicache_storage.pools.engine import check_components, end_pages, is_on_device
 from hicache_storage.pools.memory import in_host_memory, span_view
+from hicache_storage.pools.shards import layout_rows
 from hicache_storage.spec import InvalidPoolError, PageGeometry
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class AddressedPages(PageAccess):
         if is_on_device(pool) or not in_host_memory(ranges):
             raise NoAddressesError("the addresses of its pages are not host memory")
         self._span = _Span.over(addresses, max(components))
+        self.geometry = _with_heads(self.geometry, pool, addresses[: len(components)])
 
     def sources(self, first_slots: Sequence[int]) -> list[list[memoryview]]:
         return self._lent(first_slots)
@@ -116,6 +118,60 @@ class AddressedPages(PageAccess):
                 "its pages are bookkeeping for other pools. Register those, not this one"
             )
         return addresses, lengths
+
+
+def _with_heads(geometry: PageGeometry, pool: object, addresses: Sequence[int]) -> PageGeometry:
+    """Add the KV heads, where the pool's attributes account for every byte of a page.
+
+    Args:
+        geometry: of the pool.
+        pool: an engine's.
+        addresses: of the components of its first page.
+    """
+    heads, layers, head_dim, v_head_dim = (
+        getattr(pool, name, None) for name in ("head_num", "layer_num", "head_dim", "v_head_dim")
+    )
+    dtype = getattr(pool, "dtype", None)
+    if not (
+        isinstance(heads, int)
+        and isinstance(layers, int)
+        and isinstance(head_dim, int)
+        and isinstance(dtype, torch.dtype)
+    ):
+        return geometry
+    page_size = getattr(pool, "page_size", None)
+    rows = layout_rows(geometry.layout, geometry.page_size, layers)
+    bytes_of_a_head = rows * dtype.itemsize
+    if geometry.layout == "page_head":
+        bytes_of_a_head *= geometry.page_size * layers
+    lengths = {
+        heads * width * bytes_of_a_head
+        for width in (head_dim, v_head_dim)
+        if isinstance(width, int)
+    }
+    if not rows or page_size != geometry.page_size or set(geometry.component_bytes) != lengths:
+        return geometry
+    if not _is_split_alike(pool, heads, geometry, addresses):
+        return geometry
+    return replace(geometry, head_num=heads, head_rows=(rows,) * len(geometry.component_bytes))
+
+
+def _is_split_alike(
+    pool: object, heads: int, geometry: PageGeometry, addresses: Sequence[int]
+) -> bool:
+    """Return False if the engine itself divides a page into heads in another way."""
+    split = getattr(pool, "get_split_heads_page_buffer_meta", None)
+    if geometry.layout != "page_head" or split is None:
+        return True
+    try:
+        found, _ = split(torch.arange(geometry.page_size), heads)
+    except (AssertionError, NotImplementedError):
+        return False
+    return list(found) == [
+        address + head * length // heads
+        for head in range(heads)
+        for address, length in zip(addresses, geometry.component_bytes, strict=True)
+    ]
 
 
 class _Span:

@@ -18,6 +18,14 @@ from hicache_storage.spec import InvalidPoolError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_WIDE_TYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_SERIAL_ELEMENTS = 32_768
+"""Elements that torch copies in the calling thread.
+
+With more it uses its OpenMP threads, whose start takes longer than the copy while an engine keeps
+all cores busy.
+"""
+
 
 def host_tensor(
     shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = True, populate: bool = False
@@ -57,6 +65,11 @@ def host_tensor(
     return tensor.view(dtype).view(tuple(shape))
 
 
+def empty_bytes(size: int) -> torch.Tensor:
+    """Return new bytes on the CPU, whose content is not defined."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor: writable, flat, without a copy.
 
@@ -87,6 +100,30 @@ def span_view(address: int, size: int) -> memoryview:
     Memory between the slices that are used need not exist.
     """
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+def copy_columns(
+    whole: memoryview, part: memoryview, rows: int, number: int, *, gathers: bool
+) -> None:
+    """Copy one of the equal columns of a matrix of bytes to a matrix of its own, or back.
+
+    Args:
+        whole: the matrix, row by row.
+        part: the column, row by row.
+        rows: rows of both.
+        number: of the column.
+        gathers: from `whole` to `part`; otherwise back.
+    """
+    width = len(part) // rows
+    element = next(kind for kind in _WIDE_TYPES if width % kind.itemsize == 0)
+    column = width // element.itemsize
+    wide = torch.frombuffer(whole, dtype=element).view(rows, -1)
+    wide = wide.narrow(1, number * column, column)
+    narrow = torch.frombuffer(part, dtype=element).view(rows, column)
+    source, target = (wide, narrow) if gathers else (narrow, wide)
+    step = max(1, _SERIAL_ELEMENTS // column)
+    for start in range(0, rows, step):
+        target[start : start + step].copy_(source[start : start + step])
 
 
 def in_host_memory(ranges: Sequence[tuple[int, int]]) -> bool:

@@ -77,6 +77,12 @@ class Capabilities:
 
     Such an exists needs no thread, unless the deadline is shorter. None if it may hang.
     """
+    head_shards: bool = False
+    """Pools are stored in shards of KV heads, where the identity has a `store_tp_size`.
+
+    Every driver over `ObjectStorage` has it from there. A driver without it may store what a rank
+    holds as one object: other TP sizes do not find it.
+    """
     device_memory: bool = False
     """Host pools may lie in device memory."""
     max_page_bytes: int | None = None

@@ -23,6 +23,17 @@ class PageGeometry:
     """Slots in the pool; does not decide about sharing."""
     component_bytes: tuple[int, ...]
     """Length of each component of a page, in bytes, in their fixed order."""
+    head_num: int = 0
+    """KV heads in a page; 0 for a pool that has none, or does not tell.
+
+    Does not decide about sharing.
+    """
+    head_rows: tuple[int, ...] = ()
+    """Of each component, the number of its rows, where there are KV heads.
+
+    A row has the bytes of each head, one after the other and equally long. `page_head` has one row
+    a component.
+    """
 
     @property
     def page_bytes(self) -> int:

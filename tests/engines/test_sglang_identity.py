@@ -150,8 +150,7 @@ class TestConfiguration:
     @pytest.mark.parametrize(
         "fields",
         [
-            {"tp_lcm_size": 8},
-            {"should_split_heads": True},
+            {"tp_lcm_size": 8, "dcp_size": 2},
             {"model_name": None},
             {"model_name": ""},
         ],
@@ -277,6 +276,56 @@ class TestIdentity:
         anchor = SimpleNamespace(layout="page_first", page_size=64, dtype=Dtype("bfloat16"))
         who = identity(anchor=anchor)
         assert (who.layer_start, who.layer_end) == (0, 0)
+
+
+def ranks_of(size: int, *, kv_heads: int, **engine: object):
+    return [
+        storage_identity(
+            Engine(tp_rank=rank, tp_size=size, **engine), CONFIG, Anchor(), kv_heads=kv_heads
+        )
+        for rank in range(size)
+    ]
+
+
+class TestShards:
+    """`tp_lcm_size`."""
+
+    @pytest.mark.parametrize("kv_heads", [8, 0])
+    @pytest.mark.parametrize("size", [1, 2, 4])
+    def test_tp_sizes_that_divide_it_share(self, size, kv_heads):
+        ranks = ranks_of(size, kv_heads=kv_heads, tp_lcm_size=4)
+        [whole] = ranks_of(1, kv_heads=kv_heads, tp_lcm_size=4)
+        assert [rank.fingerprint("kv", shard) for rank in ranks for shard in rank.shards("kv")] == [
+            whole.fingerprint("kv", shard) for shard in range(4)
+        ]
+
+    @pytest.mark.parametrize(("lcm", "kv_heads", "shards"), [(8, 2, 2), (8, 8, 8), (4, 6, 2)])
+    def test_a_shard_has_whole_heads(self, lcm, kv_heads, shards):
+        assert ranks_of(2, kv_heads=kv_heads, tp_lcm_size=lcm)[0].store_tp_size == shards
+
+    def test_heads_that_are_replicated_have_one_writer(self):
+        ranks = ranks_of(8, kv_heads=2, tp_lcm_size=8)
+        assert [rank.is_writer("kv") for rank in ranks] == [True, False, False, False] * 2
+        assert [(rank.head_start, rank.head_end) for rank in ranks] == [(0, 1)] * 4 + [(1, 2)] * 4
+        # Side pools may have other numbers of heads.
+        assert all(not rank.shards(pool) for rank in ranks for pool in ("swa", "draft", "mamba"))
+
+    @pytest.mark.parametrize(
+        ("pool", "in_shards"),
+        [("swa", True), ("draft", True), ("mamba", False), ("indexer", False)],
+    )
+    def test_side_pools(self, pool, in_shards):
+        [*ranks] = ranks_of(2, kv_heads=8, tp_lcm_size=4)
+        assert bool(ranks[0].shards(pool)) == in_shards
+        plain = ranks_of(2, kv_heads=8)
+        assert (ranks[1].fingerprint(pool) == plain[1].fingerprint(pool)) != in_shards
+
+    def test_replicated_kv_and_engines_without_it_keep_their_pages(self):
+        [plain] = ranks_of(1, kv_heads=8)
+        assert plain == ranks_of(1, kv_heads=0)[0]
+        for size in (1, 2):
+            ranks = ranks_of(size, kv_heads=8, is_mla_model=True, tp_lcm_size=4)
+            assert ranks == ranks_of(size, kv_heads=8, is_mla_model=True)
 
 
 class TestDtype:

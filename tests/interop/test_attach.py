@@ -105,10 +105,6 @@ def test_no_driver(refused):
     refused(ConfigError, r"driver", driver=None)
 
 
-def test_heterogeneous_tp(refused):
-    refused(ConfigError, r"tp_lcm_size=4 .* remove it", tp_lcm_size=4)
-
-
 def test_a_model_without_a_name(refused):
     refused(ConfigError, r"no model name", model=None)
 

@@ -68,9 +68,13 @@ OTHER: Final[Mapping[str, object]] = {
     "salt": "another salt",
     "page_format": "another format",
 }
-DECIDING: Final = tuple(name for name in IDENTITY_FIELDS if name != "tp_sharded_pools")
-"""Fields of which a difference keeps pages apart; `tp_sharded_pools` speaks about pools, and ID-3
-tests it."""
+DECIDING: Final = tuple(
+    name
+    for name in IDENTITY_FIELDS
+    if name not in ("tp_sharded_pools", "tp_replicated_pools", "store_tp_size")
+)
+"""Fields of which a difference keeps pages apart. The sets of pools speak about pools, which ID-3
+tests; `store_tp_size` needs pools with KV heads, which ID-7 tests."""
 
 ALIKE: Final[Mapping[str, tuple[Mapping[str, object], Mapping[str, object]]]] = {
     "fp8-kinds": ({"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e5m2"}),
@@ -103,6 +107,13 @@ pages of the one before."""
 
 class IdentityCases:
     """ID-1, ID-2 and ID-4."""
+
+    @covers("ID-1", levels=IDENTITY)
+    def test_another_tp_size(self, context: CaseContext) -> None:
+        """An engine of one rank that is started again with two, and nothing else is different."""
+        one = context.identity()
+        two = replace(one, tp_size=2)
+        _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
 
     @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("field", DECIDING)
@@ -252,7 +263,9 @@ def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], r
         with preconditions.deferred():
             writer.store(half)
             writer.expect(half)
-        reader.expect_missing(half, rule=rule, why="was set under another identity")
+        reader.expect_missing(
+            half, rule=rule, why="was set under another identity", writer=writer.identity
+        )
     preconditions.check()
     one.store(keys)
     two.store(keys)

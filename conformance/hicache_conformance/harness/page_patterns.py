@@ -35,6 +35,8 @@ class Page:
     pool: str
     key: str
     generation: int = 0
+    start: int = 0
+    """Offset of its first byte in the page that it is a part of; a multiple of the cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class PagePatterns:
         head = self._owner_tag(page.identity, page.pool) + self._key_tag(page.key)
         cells = (
             _CELL.pack(head[:4], head[4:], page.generation, offset)
-            for offset in range(0, length, CELL_BYTES)
+            for offset in range(page.start, page.start + length, CELL_BYTES)
         )
         return b"".join(cells)[:length]
 
@@ -130,7 +132,7 @@ class PagePatterns:
             cell = found[start : start + CELL_BYTES]
             generation = int(_CELL.unpack(cell)[2]) if len(cell) == CELL_BYTES else page.generation
             own = self.render(replace(page, generation=generation), CELL_BYTES)[:12] + struct.pack(
-                "<I", start
+                "<I", page.start + start
             )
             whose = generation if cell == own[: len(cell)] and len(cell) == CELL_BYTES else None
             words = (
@@ -159,7 +161,7 @@ class PagePatterns:
             return f"holds bytes of no page of this run {at}: {cell.hex()}"
         found = Page(*self._owners[owner_tag], self._keys[key_tag], generation)
         return f"{_difference(found, expected)} {at}" + (
-            "" if place == offset else f", taken from byte {place} of that page"
+            "" if place == expected.start + offset else f", taken from byte {place} of that page"
         )
 
     def _owner_tag(self, identity: StorageIdentity, pool: str) -> bytes:
@@ -198,6 +200,15 @@ def spent(length: int) -> bytes:
     return (SPENT_MARK * (length // len(SPENT_MARK) + 1))[:length]
 
 
+def differing_fields(found: StorageIdentity, expected: StorageIdentity) -> str:
+    """Name the fields in which two identities differ, each with both values."""
+    return ", ".join(
+        f"{field.name} {getattr(found, field.name)!r} (expected {getattr(expected, field.name)!r})"
+        for field in fields(found)
+        if getattr(found, field.name) != getattr(expected, field.name)
+    )
+
+
 def short(key: str) -> str:
     """A key as messages show it."""
     return repr(key if len(key) <= 60 else f"{key[:40]}...{key[-12:]}")
@@ -210,17 +221,9 @@ def _difference(found: Page, expected: Page) -> str:
     if found.pool != expected.pool:
         words.append(f"holds bytes of pool {found.pool!r}")
     if found.identity != expected.identity:
-        differing = [
-            f.name
-            for f in fields(found.identity)
-            if getattr(found.identity, f.name) != getattr(expected.identity, f.name)
-        ]
-        told = ", ".join(
-            f"{name} {getattr(found.identity, name)!r} (expected "
-            f"{getattr(expected.identity, name)!r})"
-            for name in differing
+        words.append(
+            f"holds bytes written under {differing_fields(found.identity, expected.identity)}"
         )
-        words.append(f"holds bytes written under {told}")
     if not words and found.generation != expected.generation:
         words.append(
             f"holds the bytes of set number {found.generation} of this key, not of number "

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Final
 
+from hicache_conformance.harness.page_patterns import CELL_BYTES
 from hicache_conformance.model.settings import PAGE_VARIABLE
 from hicache_storage.spec import HostPool, PageGeometry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -52,6 +54,8 @@ class PoolMemory(ABC):
     pages: int
     page_size: int
     page_bytes: int
+    first_byte: int = 0
+    """Offset of a page's first byte in the whole model's page, of which it may be a part."""
 
     @property
     def host_pool(self) -> object:
@@ -157,6 +161,71 @@ class GuardedPool(PoolMemory):
 
     def _page(self, page: int) -> list[memoryview]:
         return self.components_at(page, self.geometry.component_bytes)
+
+
+class HeadsPool(GuardedPool):
+    """The KV heads of one rank, in one of SGLang's layouts.
+
+    The bytes of a page, as the suite reads and writes them, are ordered by heads, whatever the
+    layout. So the pages of all ranks are consecutive parts of the whole model's page.
+
+    Args:
+        heads: KV heads of the rank.
+        first: number of the first of them in the model.
+        layout: one of `LAYOUTS`.
+        pages: number of pages.
+    """
+
+    LAYOUTS: ClassVar[tuple[str, ...]] = (
+        "page_head",
+        "page_first",
+        "page_first_direct",
+        "layer_first",
+    )
+    _PAGE_SIZE, _LAYERS = 2, 2
+
+    def __init__(
+        self, *, heads: int, first: int = 0, layout: str = "page_head", pages: int = 12
+    ) -> None:
+        unit = int(os.environ.get(PAGE_VARIABLE) or 0)
+        # Of one head in one row; K and V differ, so that one in the place of the other is noticed.
+        widths = (unit, unit) if unit else (CELL_BYTES, 2 * CELL_BYTES)
+        layers = self._LAYERS if layout == "layer_first" else 1
+        rows = {"layer_first": self._PAGE_SIZE, "page_head": 1}.get(
+            layout, self._PAGE_SIZE * self._LAYERS
+        )
+        components = [rows * heads * width for _ in range(layers) for width in widths]
+        super().__init__(
+            pages=pages,
+            page_size=self._PAGE_SIZE,
+            components=components,
+            exact=True,
+            layout=layout,
+        )
+        self.geometry = replace(self.geometry, head_num=heads, head_rows=(rows,) * len(components))
+        self.head_bytes = self.page_bytes // heads
+        """Bytes of one head of a page."""
+        self.first_byte = first * self.head_bytes
+        self._heads, self._rows = heads, rows
+
+    def read(self, page: int) -> bytes:
+        return b"".join(self._cells(page))
+
+    def write(self, page: int, content: bytes) -> None:
+        start = 0
+        for cell in self._cells(page):
+            cell[:] = content[start : start + len(cell)]
+            start += len(cell)
+
+    def _cells(self, page: int) -> Iterator[memoryview]:
+        """What the pool holds of a page of each head, head after head."""
+        components = self._page(page)
+        for head in range(self._heads):
+            for view in components:
+                width = len(view) // self._rows // self._heads
+                for row in range(self._rows):
+                    start = (row * self._heads + head) * width
+                    yield view[start : start + width]
 
 
 class LentMemory(PoolMemory):

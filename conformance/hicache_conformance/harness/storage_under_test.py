@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.call_log import CallLog
-from hicache_conformance.harness.page_patterns import Page, canary, short, spent
+from hicache_conformance.harness.page_patterns import (
+    Page,
+    canary,
+    differing_fields,
+    short,
+    spent,
+)
 from hicache_conformance.harness.pools import slots_of
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import (
@@ -69,6 +75,8 @@ class StorageUnderTest:
         self._clients = clients
         self._calls = client
         self._log = CallLog() if log is None else log
+        self.model: StorageIdentity | None = None
+        """Identity in the pages' bytes, where several identities hold parts of the same page."""
         self.info: HiCacheStorageExtraInfo | None = None
         """What every call is told besides its pages; a short deadline, for instance."""
         self.arrange: Callable[[list[int]], object] = random.shuffle
@@ -83,7 +91,7 @@ class StorageUnderTest:
 
     def client(self, number: int, of: int, random: Random) -> StorageUnderTest:
         """The same storage, restricted to a share of each pool's pages, for one thread."""
-        return StorageUnderTest(
+        client = StorageUnderTest(
             self.storage,
             self.memories,
             self._patterns,
@@ -92,6 +100,8 @@ class StorageUnderTest:
             clients=of,
             log=self._log,
         )
+        client.model = self.model
+        return client
 
     def set(
         self, keys: Sequence[str], pool: str = PoolName.KV, *, generation: int = 0
@@ -310,13 +320,26 @@ class StorageUnderTest:
                     f"answers False",
                 )
             if wrong:
-                self._note_difference(content, Page(writer or self.identity, pool, key, generation))
+                self._note_difference(content, self._owners([key], pool, generation, writer)[0])
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
     def expect_missing(
-        self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str, why: str
+        self,
+        keys: Sequence[str],
+        pool: str = PoolName.KV,
+        *,
+        rule: str,
+        why: str,
+        writer: StorageIdentity | None = None,
     ) -> None:
         """Make sure that pages are neither delivered nor said to exist.
+
+        Args:
+            keys: of the pages.
+            pool: of the pages.
+            rule: that is broken otherwise.
+            why: the pages must be missing.
+            writer: identity under which they were set, where it is another.
 
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
@@ -326,14 +349,17 @@ class StorageUnderTest:
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
             page = f"page {index} key {short(key)} of pool {pool!r} {why}"
             if content is not None:
-                self._note_difference(content, Page(self.identity, pool, key))
-                whose = (
-                    self._patterns.explain(content, Page(self.identity, pool, key))
-                    or "holds its own bytes"
-                )
+                [page_of_key] = self._owners([key], pool)
+                self._note_difference(content, page_of_key)
+                whose = self._patterns.explain(content, page_of_key) or "holds its own bytes"
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
-                raise Violation(rule, f"{page}, and exists says that it is there")
+                under = (
+                    f", though it was written under {differing_fields(writer, self.identity)}"
+                    if writer is not None and writer != self.identity
+                    else ""
+                )
+                raise Violation(rule, f"{page}, and exists says that it is there{under}")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
         """Read pages that this identity and others have stored under the same keys.
@@ -349,7 +375,7 @@ class StorageUnderTest:
             if content is None:
                 wrong = "was stored (True), and a get answers False"
             elif wrong:
-                self._note_difference(content, Page(self.identity, pool, key))
+                self._note_difference(content, self._owners([key], pool)[0])
             if wrong:
                 raise Violation(rule, f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
@@ -371,7 +397,7 @@ class StorageUnderTest:
         self, key: str, content: bytes, pool: str, generations: Sequence[int]
     ) -> int | None:
         """Return the one of several generations that a page holds; None if it is none of them."""
-        owner = (Page(self.identity, pool, key, generation) for generation in generations)
+        owner = (self._owners([key], pool, generation)[0] for generation in generations)
         return next(
             (
                 page.generation
@@ -385,7 +411,7 @@ class StorageUnderTest:
         self, key: str, content: bytes, pool: str = PoolName.KV, generation: int = 0
     ) -> str:
         """Describe the content of a page that should hold something else."""
-        return self._patterns.explain(content, Page(self.identity, pool, key, generation))
+        return self._patterns.explain(content, self._owners([key], pool, generation)[0])
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters; zeros for a pool that has none yet."""
@@ -433,8 +459,9 @@ class StorageUnderTest:
         generation: int = 0,
         writer: StorageIdentity | None = None,
     ) -> list[Page]:
-        identity = writer or self.identity
-        return [Page(identity, pool, key, generation) for key in keys]
+        identity = writer or self.model or self.identity
+        start = self.memories[pool].first_byte
+        return [Page(identity, pool, key, generation, start) for key in keys]
 
     def _own_pages(self, memory: PoolMemory) -> range:
         group = memory.pages // self._clients

@@ -31,6 +31,7 @@ from hicache_conformance.cases.pools import PoolCases
 from hicache_conformance.cases.processes import ProcessCases
 from hicache_conformance.cases.reading import ReadingCases
 from hicache_conformance.cases.replication import ReplicationCases
+from hicache_conformance.cases.shards import ShardCases
 from hicache_conformance.cases.sharing import SharingCases
 from hicache_conformance.cases.space import SpaceCases
 from hicache_conformance.cases.staging import StagingCases
@@ -71,6 +72,7 @@ class DriverConformance(
     ConcurrencyCases,
     HistoryCases,
     ClearingCases,
+    ShardCases,
     ReplicationCases,
     IdentityCases,
     KeyCases,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
@@ -13,6 +13,8 @@ from hicache_storage.spec import StorageIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+VERSIONS: Final = ("0.5.6",)
+"""Versions of LMCache whose interface the bridge serves."""
 WHERE = "adapter_params"
 OBJECT_FORMAT = 1
 """Version of `page_format`; another number keeps pages apart."""

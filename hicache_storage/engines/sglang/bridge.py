@@ -7,11 +7,12 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage as EngineStorage
 from sglang.srt.mem_cache.hicache_storage import PoolName as EnginePoolName
 from sglang.srt.mem_cache.hicache_storage import PoolTransferResult as EngineResult
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_model, get_parallel, get_serving
+from sglang.srt.runtime_context import get_model, get_parallel, get_server_args, get_serving
 
 from hicache_storage.engines.bridge_metrics import BandwidthMeter, RefusedCalls
 from hicache_storage.engines.bridge_storage import open_storage
@@ -133,6 +134,7 @@ class SGLangBridge(EngineStorage):
             engine_kv_dtype=_engine_kv_dtype(),
             weight_version=weights,
             variant=_model_variant(),
+            kv_heads=_kv_heads() if self._engine.tp_lcm_size else 0,
         )
         logical = is_logical(mem_pool_host)
         pool = _placeholders(mem_pool_host) if logical else mem_pool_host
@@ -566,6 +568,15 @@ def _model_variant() -> dict[str, str]:
     except ValueError:
         return {}
     return model_variant(model)
+
+
+def _kv_heads() -> int:
+    """Return the number of KV heads of the model; 0 if unknown."""
+    try:
+        return ModelConfig.from_server_args(get_server_args()).get_total_num_kv_heads()
+    except Exception as error:  # noqa: BLE001 - of the engine's own configuration, whatever fails in it
+        logger.debug("hicache bridge: the number of KV heads is not known: %s", error)
+        return 0
 
 
 def _replica() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
@@ -38,6 +40,12 @@ OPAQUE_DTYPES = frozenset({"uint8", "int8"})
 
 SGLang keeps every fp8 and packed KV as uint8.
 """
+
+HEAD_POOLS = frozenset({"draft", "draft_swa", "swa"})
+"""Side pools that hold KV heads, as the KV pool does: stored in shards where that is."""
+
+RANK_POOLS = frozenset({"auxiliary_swa", "draft_indexer", "indexer", "mamba"})
+"""Side pools that stay bound to the rank and the TP size beside KV in shards."""
 
 NO_OVERRIDES = ("", "{}", "null")
 """`--json-model-override-args` that override nothing."""
@@ -107,13 +115,14 @@ def check_engine(engine: EngineConfig) -> None:
     """Check that the keys of a deployment name its pages unambiguously.
 
     Raises:
-        ConfigError: heads are to be shared between different TP sizes, or the model has no name.
+        ConfigError: pages are to be shared between different TP sizes where a rank holds a part of
+            a page's tokens, or the model has no name.
     """
-    if engine.should_split_heads or engine.tp_lcm_size:
+    if engine.tp_lcm_size and engine.dcp_size > 1 and not engine.is_mla_model:
         raise ConfigError(
             f"hicache bridge: tp_lcm_size={engine.tp_lcm_size} asks to share pages between "
-            "different TP sizes, which the bridge does not do; remove it from the extra config, "
-            "and each TP size keeps pages of its own"
+            f"different TP sizes, and with decode context parallelism (size {engine.dcp_size}) a "
+            "rank holds a part of a page's tokens; remove it from the extra config"
         )
     if not engine.model_name:
         raise ConfigError(
@@ -130,12 +139,16 @@ def storage_identity(
     engine_kv_dtype: str = "",
     weight_version: str = "",
     variant: Mapping[str, str] | None = None,
+    kv_heads: int = 0,
 ) -> StorageIdentity:
     """Derive the identity of a rank's pages.
 
     A DCP rank holds every `dcp_size`-th token of a page, which is what a CP rank is: DCP multiplies
     the CP size, and the TP groups that it cuts are the replicas. So the writer of a replicated pool
     is SGLang's `is_storage_writer`.
+
+    With `tp_lcm_size`, KV is stored in as many shards, or in the largest number of shards that
+    divides it and the number of KV heads: a rank holds whole heads.
 
     Args:
         engine: SGLang's `HiCacheStorageConfig`.
@@ -145,14 +158,16 @@ def storage_identity(
         weight_version: the engine's `--weight-version`, or that of the last update of its weights;
             empty if unknown.
         variant: the result of `model_variant`.
+        kv_heads: KV heads of the model, 0 if unknown; decides only with `tp_lcm_size`.
 
     Raises:
         ConfigError: `kv_dtype` contradicts the pool.
+        InvalidIdentityError: the KV heads of the ranks cannot be stored in such shards.
         InvalidPoolError: the logical KV dtype is not known.
     """
     # SGLang's own end_layer is exclusive in some pools and inclusive in others.
     layer_start, layers = _number(anchor, "start_layer"), _number(anchor, "layer_num")
-    return StorageIdentity(
+    identity = StorageIdentity(
         model=engine.model_name or "",
         revision=_revision(config.revision, weight_version, variant or {}),
         kv_dtype=logical_dtype(anchor, config.kv_dtype, engine_kv_dtype),
@@ -173,6 +188,26 @@ def storage_identity(
         kv_replicated=engine.is_mla_model,
         tenant=config.tenant,
         salt=config.salt,
+    )
+    if not engine.tp_lcm_size or engine.is_mla_model:
+        return identity
+    return _in_shards(identity, engine.tp_lcm_size, kv_heads)
+
+
+def _in_shards(identity: StorageIdentity, tp_lcm_size: int, kv_heads: int) -> StorageIdentity:
+    size, shards = identity.tp_size, math.gcd(tp_lcm_size, kv_heads)
+    bound = identity.tp_sharded_pools | RANK_POOLS
+    if size <= shards:
+        return replace(identity, store_tp_size=shards, tp_sharded_pools=bound)
+    # KV heads are replicated over ranks, each of which SGLang gives one. Those of side pools may be
+    # more, and not replicated.
+    first = identity.tp_rank * kv_heads // size
+    return replace(
+        identity,
+        store_tp_size=shards,
+        tp_sharded_pools=bound | HEAD_POOLS,
+        head_start=first,
+        head_end=first + max(1, kv_heads // size),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.engines.vllm.chunk_pool import ChunkPool
 from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
+from hicache_storage.observability.logs import log_like
 from hicache_storage.spec import (
     ConfigError,
     HiCacheStorageExtraInfo,
@@ -145,6 +147,7 @@ class HiCacheTier(SecondaryTierManager):
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
         self._config = tier_config(options)
+        log_like(logging.getLogger("vllm"))
         self.locality = Locality(self._config.locality) if self._config.locality else None
         engine, replicated = offloading_spec.config, offloading_spec.replicated_layout
         self._row_bytes = row_bytes(engine, replicated=replicated)

@@ -59,6 +59,8 @@ class HostPoolBase:
         rows_per_page: int,
         columns: Sequence[torch.Tensor],
         flat_dtype: torch.dtype,
+        head_num: int = 0,
+        head_rows: int = 0,
     ) -> None:
         """Describe a pool by its memory.
 
@@ -73,6 +75,8 @@ class HostPoolBase:
             columns: one contiguous tensor for each component of a page, in the engine's pointer
                 order; it holds that component of all pages and nothing else.
             flat_dtype: element type of flat pages.
+            head_num: KV heads in a page; 0 for a pool without.
+            head_rows: rows of heads in each component of a page.
         """
         check_size(size, page_size)
         self.layout = layout
@@ -98,7 +102,13 @@ class HostPoolBase:
             (column.data_ptr(), length) for column, length in zip(filled, slot_bytes, strict=True)
         ]
         self.geometry = PageGeometry(
-            layout, dtype, page_size, size, tuple(length * page_size for length in slot_bytes)
+            layout,
+            dtype,
+            page_size,
+            size,
+            tuple(length * page_size for length in slot_bytes),
+            head_num,
+            (head_rows,) * len(slot_bytes) if head_num else (),
         )
         self.size_per_token = self.geometry.page_bytes // page_size
         self._slots = SlotAllocator(size, page_size)

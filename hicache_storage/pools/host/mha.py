@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hicache_storage.pools.arguments import check_counts, check_layout, check_size, dtype_name
 from hicache_storage.pools.host.base import HostPoolBase
 from hicache_storage.pools.memory import host_tensor
+from hicache_storage.pools.shards import layout_rows
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +104,8 @@ class MHAHostPool(HostPoolBase):
             rows_per_page=page_size if layout in ("layer_first", "page_first") else 1,
             columns=self._layers() if by_layer else (self.k_buffer, self.v_buffer),
             flat_dtype=dtype,
+            head_num=head_num,
+            head_rows=layout_rows(layout, page_size, layer_num),
         )
 
     def _layers(self) -> list[torch.Tensor]:

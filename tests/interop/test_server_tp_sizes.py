@@ -1,0 +1,100 @@
+"""Real SGLang servers of one and of two ranks on one store, by `tp_lcm_size`."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.harness.concurrency import together
+from tests.interop.engine_server import PAGES, EngineServer, check_restored, prepare_engine, prompt
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Three starts of a server, two of them of two ranks; minutes where nothing else leaves it a
+# processor.
+pytestmark = [pytest.mark.slow(seconds=200), pytest.mark.interop, pytest.mark.timeout(900)]
+
+TOGETHER_SECONDS = 60.0
+PROMPTS = range(30, 36)
+
+
+def prepare(place: Path) -> list[str]:
+    command = prepare_engine(place, ranks=2, layout="page_head")
+    file = place / "hicache.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tp_lcm_size": 2}))
+    return command
+
+
+def stored(server: EngineServer, pages: int) -> None:
+    server.wait_for(
+        lambda: server.counted("written") == [pages] * server.ranks, "no pages are written"
+    )
+
+
+def test_each_restores_what_the_other_has_stored(tmp_path: Path):
+    command = prepare(tmp_path)
+    with EngineServer(tmp_path, command, ranks=2) as two:
+        first = two.wait_until_up().ask(prompt(10))
+        stored(two, PAGES)
+    with EngineServer(tmp_path, command, ranks=1) as one:
+        check_restored(one.wait_until_up().ask(prompt(10)), first)
+        assert one.counted("read") == [PAGES]
+        other = one.ask(prompt(20))
+        stored(one, PAGES)
+    with EngineServer(tmp_path, command, ranks=2) as two:
+        check_restored(two.wait_until_up().ask(prompt(20)), other)
+        assert two.counted("read") == [PAGES, PAGES]
+
+
+def test_both_at_once(tmp_path: Path):
+    """For a minute both serve the same few prompts, and forget what they hold now and then.
+
+    Every answer is the one that the prompt has without any cache, and both read what the other has
+    stored.
+    """
+    command = prepare(tmp_path)
+    # The metrics of one server are at the first port, those of the other at the two after it.
+    file = tmp_path / "hicache.json"
+    configuration = json.loads(file.read_text())
+    apart = tmp_path / "two"
+    apart.mkdir()
+    (apart / "cache").symlink_to(tmp_path / "cache")
+    (apart / "hicache.json").write_text(
+        json.dumps(configuration | {"metrics_port": configuration["metrics_port"] + 3})
+    )
+    with (
+        EngineServer(tmp_path, command, ranks=1) as one,
+        EngineServer(apart, command, ranks=2) as two,
+    ):
+        for server in (one, two):
+            server.wait_until_up()
+        until = time.monotonic() + TOGETHER_SECONDS
+        answers = {server: dict[int, list]() for server in (one, two)}
+
+        def serve(server: EngineServer) -> None:
+            chance = random.Random(server.ranks)
+            while time.monotonic() < until:
+                number = chance.choice(PROMPTS)
+                answers[server].setdefault(number, []).append(server.ask(prompt(number)))
+                server.flush()
+
+        together("CC-2", [lambda: serve(one), lambda: serve(two)])
+        alone = {number: one.ask([*prompt(number)], cache_salt="none") for number in PROMPTS}
+        for number, reference in alone.items():
+            given = [answer for server in (one, two) for answer in answers[server].get(number, [])]
+            assert given
+            assert all(answer.tokens == reference.tokens for answer in given)
+        assert all(min(server.counted("read")) for server in (one, two))
+        # Each page is written once, or by both where they were at it at the same time.
+        restored = [
+            answer.from_storage
+            for given in answers.values()
+            for each in given.values()
+            for answer in each
+        ]
+        assert sum(map(bool, restored)) > len(restored) / 2

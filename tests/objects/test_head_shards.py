@@ -1,0 +1,298 @@
+"""Rules ID-7, ID-8, EX-12, GET-10 and SET-9: pages in shards of KV heads, for every TP size."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from hicache_storage.pools import MHAHostPool, MLAHostPool
+from hicache_storage.spec import Capabilities, InvalidPoolError, PageGeometry, PoolTransfer
+from hicache_storage.testing import BytePool, MemoryStorage
+
+SIZES = (1, 2, 4, 8)
+PAGES, PAGE_SIZE, LAYERS, HEADS, DIM = 4, 2, 3, 8, 6
+KEYS = ["a", "b", "c"]
+AXES = {
+    "layer_first": (2, 1, 0, 3),
+    "page_first": (2, 0, 1, 3),
+    "page_first_direct": (3, 0, 2, 1, 4),
+    "page_head": (1, 0, 2, 3, 4),
+}
+
+
+class Rank:
+    """A rank of a model of `HEADS` KV heads, with its host pool."""
+
+    def __init__(self, kit, objects, size, rank, *, layout="page_head", v_dim=None, **changes):
+        heads = max(1, HEADS // size)
+        self.first = rank * HEADS // size
+        self.identity = kit.identity(
+            **{"store_tp_size": 8, "layout": layout, **changes}, tp_size=size, tp_rank=rank
+        )
+        self.pool = MHAHostPool(
+            size=PAGES * PAGE_SIZE,
+            page_size=PAGE_SIZE,
+            layer_num=LAYERS,
+            head_num=heads,
+            head_dim=DIM,
+            v_head_dim=v_dim,
+            dtype=torch.int16,
+            layout=layout,
+            pin_memory=False,
+        )
+        self.storage = MemoryStorage(self.identity, objects)
+        self.storage.register_mem_host_pool_v2(self.pool, "kv")
+        kit.opened.append(self.storage)
+
+    def by_head(self, buffer):
+        """A view of one half of the pool: its first axis is the heads, its last two layers and
+        elements."""
+        return buffer.permute(AXES[self.pool.layout])
+
+    def fill(self, model):
+        heads = slice(self.first, self.first + self.pool.head_num)
+        for half, buffer in enumerate((self.pool.k_buffer, self.pool.v_buffer)):
+            view = self.by_head(buffer)
+            view.copy_(model[half, heads, ..., : buffer.shape[-1]].reshape(view.shape))
+
+    def content(self):
+        halves = (self.pool.k_buffer, self.pool.v_buffer)
+        shape = (self.pool.head_num, PAGES, PAGE_SIZE, LAYERS, -1)
+        return [self.by_head(buffer).reshape(shape) for buffer in halves]
+
+    def transfer(self, keys=KEYS):
+        return [PoolTransfer("kv", torch.arange(len(keys) * PAGE_SIZE), keys=keys)]
+
+    def set(self, keys=KEYS):
+        return self.storage.batch_set_v2(self.transfer(keys))["kv"]
+
+    def get(self, keys=KEYS):
+        return self.storage.batch_get_v2(self.transfer(keys))["kv"]
+
+    def hit(self, keys=KEYS):
+        return self.storage.batch_exists_v2(keys).kv_hit_pages
+
+    def names(self, key):
+        [pool] = self.storage.pools.values()
+        return [part.namespace.object_name(key) for part in pool.parts]
+
+
+@pytest.fixture
+def ranks(kit):
+    objects = {}
+
+    def make(size, **changes):
+        return [Rank(kit, objects, size, rank, **changes) for rank in range(size)]
+
+    make.objects = objects
+    return make
+
+
+def model():
+    return torch.randint(-999, 999, (2, HEADS, PAGES, PAGE_SIZE, LAYERS, DIM), dtype=torch.int16)
+
+
+@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
+@pytest.mark.parametrize(("writers", "readers"), list(product(SIZES, SIZES)))
+def test_every_tp_size_reads_what_any_other_has_written(ranks, layout, writers, readers):
+    expected = model()
+    for rank in ranks(writers, layout=layout):
+        rank.fill(expected)
+        assert rank.set() == [True] * 3
+    for rank in ranks(readers, layout=layout):
+        rank.fill(torch.zeros_like(expected))
+        assert rank.hit() == 3
+        assert rank.get() == [True] * 3
+        heads = slice(rank.first, rank.first + rank.pool.head_num)
+        for half, found in enumerate(rank.content()):
+            assert torch.equal(found[:, :3], expected[half, heads, :3])
+            assert not found[:, 3].any()
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_head"])
+def test_halves_of_different_widths(ranks, layout):
+    expected = model()
+    for rank in ranks(2, layout=layout, v_dim=3):
+        rank.fill(expected)
+        assert rank.set() == [True] * 3
+    [reader] = ranks(1, layout=layout, v_dim=3)
+    assert reader.get() == [True] * 3
+    keys, values = reader.content()
+    assert torch.equal(keys[:, :3], expected[0, :, :3])
+    assert torch.equal(values[:, :3], expected[1, :, :3, ..., :3])
+
+
+def test_a_page_needs_all_of_its_shards(ranks):
+    writers, [reader] = ranks(4), ranks(1)
+    for rank in writers:
+        rank.fill(model())
+    for rank in writers[:3]:
+        rank.set()
+    assert (reader.hit(), reader.get()) == (0, [False] * 3)
+    assert writers[0].get() == [True] * 3
+    writers[3].set()
+    assert (reader.hit(), reader.get()) == (3, [True] * 3)
+    del ranks.objects[reader.names("b")[5]]
+    assert reader.storage.batch_present(KEYS) == [True, False, True]
+    assert reader.get() == [True, False, True]
+    # The other ranks of that TP size are complete.
+    assert [rank.hit() for rank in writers] == [3, 3, 1, 3]
+
+
+def test_a_set_writes_only_the_shards_that_are_missing(ranks):
+    [one] = ranks(1)
+    one.set()
+    lost = one.names("b")[5]
+    kept = {name: value for name, value in ranks.objects.items() if name != lost}
+    del ranks.objects[lost]
+    before = one.storage.get_stats().pools["kv"]
+    assert one.set() == [True] * 3
+    assert {name: ranks.objects[name] for name in kept} == kept
+    after = one.storage.get_stats().pools["kv"]
+    assert after.pages_written - before.pages_written == 1
+    assert after.bytes_written - before.bytes_written == one.pool.geometry.page_bytes // 8
+    assert one.hit() == 3
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_head"])
+def test_damage_in_one_shard_is_repaired_there(ranks, layout):
+    [one] = ranks(1, layout=layout)
+    expected = model()
+    one.fill(expected)
+    one.set()
+    name = one.names("b")[2]
+    ranks.objects[name] = ranks.objects[name][:5] + b"?" + ranks.objects[name][6:]
+    others = {key: value for key, value in ranks.objects.items() if key != name}
+    assert one.get() == [True, False, True]
+    assert one.hit() == 1
+    stats = one.storage.get_stats().pools["kv"]
+    assert (stats.pages_damaged, stats.pages_read) == (1, 2)
+    assert stats.bytes_read == 2 * one.pool.geometry.page_bytes
+    one.fill(expected)
+    assert one.set() == [True] * 3
+    assert others.items() <= ranks.objects.items()
+    assert (one.hit(), one.get()) == (3, [True] * 3)
+
+
+def test_a_shard_in_the_place_of_another_is_damage(ranks):
+    [one] = ranks(1)
+    one.fill(model())
+    one.set()
+    first, second, *_ = one.names("a")
+    ranks.objects[first], ranks.objects[second] = ranks.objects[second], ranks.objects[first]
+    assert one.get() == [False, True, True]
+
+
+def test_ranks_that_hold_the_same_heads_have_one_writer(kit, ranks):
+    # Two KV heads at TP size 8, each on four ranks.
+    made = [
+        Rank(
+            kit,
+            ranks.objects,
+            8,
+            rank,
+            store_tp_size=2,
+            head_start=rank // 4,
+            head_end=rank // 4 + 1,
+        )
+        for rank in range(8)
+    ]
+    for rank in made[1:4] + made[5:]:
+        assert rank.set() == [False] * 3
+    assert not ranks.objects
+    made[0].set()
+    assert [rank.hit() for rank in made] == [3] * 4 + [0] * 4
+    assert made[3].set() == [True] * 3
+    assert len(ranks.objects) == 3
+    made[4].set()
+    assert [rank.get() for rank in made] == [[True] * 3] * 8
+
+
+def test_all_shards_go_in_one_batch(ranks):
+    [one] = ranks(1)
+    one.set()
+    one.hit()
+    one.get()
+    # The lookup of the set, its write, the lookup, the read.
+    assert one.storage.operations == ["connect", "exist", "write", "exist", "read"]
+
+
+def test_a_page_with_a_shard_missing_is_no_page_from_memory_either(ranks, monkeypatch):
+    monkeypatch.setattr(MemoryStorage, "caches_lookups", True)
+    monkeypatch.setattr(MemoryStorage, "objects_exist_cached", MemoryStorage.objects_exist)
+    [one] = ranks(1)
+    one.set()
+    ranks.objects.pop(min(ranks.objects))
+    found = one.storage.batch_present(KEYS)
+    assert found.count(False) == 1
+    assert one.storage.batch_present_cached(KEYS) == found
+    hit = one.storage.batch_exists_cached(KEYS)
+    assert hit is not None
+    assert hit.kv_hit_pages == found.index(False)
+
+
+def test_delete_and_clear_remove_all_shards(ranks):
+    [one] = ranks(1)
+    one.set()
+    assert one.storage.delete(["a", "?"]) == [True, False]
+    assert len(ranks.objects) == 16
+    one.storage.clear()
+    assert not ranks.objects
+
+
+def test_every_driver_over_objects_declares_it(kit):
+    storage, _ = kit.memory_storage(capabilities=Capabilities())
+    assert storage.capabilities.head_shards
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BytePool(), "has no KV heads"),
+        (
+            lambda: MLAHostPool(
+                size=8,
+                page_size=2,
+                layer_num=1,
+                kv_cache_dim=4,
+                dtype=torch.int16,
+                pin_memory=False,
+            ),
+            "has no KV heads",
+        ),
+        (lambda: heads_pool(4, (1, 1)), "which 8 shards cannot share"),
+        (lambda: heads_pool(8, (1,)), "contradicts itself"),
+        (lambda: heads_pool(8, (1, 7)), "contradicts itself"),
+    ],
+)
+def test_pools_that_have_no_such_shards_are_refused(kit, make, message):
+    storage = MemoryStorage(kit.identity(store_tp_size=8))
+    kit.opened.append(storage)
+    with pytest.raises(InvalidPoolError, match=message):
+        storage.register_mem_host_pool_v2(make(), "kv")
+    # They are served where the identity does not ask for shards of them.
+    storage = MemoryStorage(kit.identity(store_tp_size=8, tp_replicated_pools={"kv"}))
+    kit.opened.append(storage)
+    storage.register_mem_host_pool_v2(make(), "kv")
+
+
+def heads_pool(heads, rows):
+    pool = BytePool(components=(32, 64))
+    pool.geometry = PageGeometry("other", "uint8", 2, 16, (32, 64), heads, rows)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("pool", "changes", "message"),
+    [
+        ("kv", {"store_tp_size": 8, "head_end": 16}, "head_end tell 16"),
+        ("swa", {"store_tp_size": 1, "tp_size": 2, "head_end": 8}, "name it in tp_sharded_pools"),
+    ],
+)
+def test_pools_that_contradict_the_identity_are_refused(kit, pool, changes, message):
+    storage = MemoryStorage(kit.identity(**changes))
+    kit.opened.append(storage)
+    with pytest.raises(InvalidPoolError, match=message):
+        storage.register_mem_host_pool_v2(heads_pool(8, (1, 1)), pool)
