@@ -98,6 +98,8 @@ REDIS = {
                 '                stored = _bools(self._run("write", parts, call))\n',
                 (
                     '                self._run("write", parts, call)\n'
+                    # So that most of the kills fall between the two.
+                    "                time.sleep(0.05)\n"
                     "                envelopes = [\n"
                     '                    (b.namespace, [w.key + "#" for w in b.writes],\n'
                     "                     [w.envelope for w in b.writes]) for b in batches]\n"
@@ -121,6 +123,7 @@ REDIS = {
             ),
             ("'HSTRLEN', pages, key) == batch.bytes end", "'HEXISTS', pages, key) == 1 end"),
         ),
+        "import time\n",
     ),
     "errors-swallowed": Mistake(
         ("test_an_outage_is_told_once[network]",),
@@ -206,6 +209,7 @@ OBJECT = {
                 'payload, mode="create")\n',
                 (
                     'payload, mode="create")\n'
+                    "                    await asyncio.sleep(0.05)\n"
                     '                    await obstore.put_async(self._store, name + "#", '
                     "write.envelope)\n"
                 ),
@@ -229,6 +233,7 @@ OBJECT = {
                 ),
             ),
         ),
+        "import asyncio\n",
     ),
     "errors-swallowed": Mistake(
         ("test_an_outage_is_told_once[network]",),
