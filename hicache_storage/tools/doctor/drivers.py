@@ -165,6 +165,11 @@ def check_config(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
     yield from wrong or [ok(check, ", ".join(model.__struct_fields__) or "none")]
 
 
+_EXEMPT: Final = frozenset({"may_hang", "head_shards"})
+"""Capabilities that an instance may have beyond the declaration: for the first, true is the weaker
+promise; the second is implemented by `ObjectStorage`, not by the driver."""
+
+
 def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> list[str]:
     """Return the capabilities in which an instance exceeds the declaration of its driver."""
     found = list[str]()
@@ -176,8 +181,7 @@ def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> l
             order = list(type(mine))
             exceeds = order.index(mine) > order.index(type(mine)(limit))
         else:
-            # For `may_hang`, true is the weaker promise.
-            exceeds = isinstance(mine, bool) and mine and not limit and field.name != "may_hang"
+            exceeds = isinstance(mine, bool) and mine and not limit and field.name not in _EXEMPT
         if exceeds:
             found.append(f"{field.name}={mine}")
     return found
