@@ -216,7 +216,7 @@ def test_all_shards_go_in_one_batch(ranks):
     one.hit()
     one.get()
     # The lookup of the set, its write, the lookup, the read.
-    assert one.storage.operations == ["connect", "exists", "write", "exists", "read"]
+    assert one.storage.operations == ["connect", "exist", "write", "exist", "read"]
 
 
 def test_delete_and_clear_remove_all_shards(ranks):
