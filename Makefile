@@ -4,8 +4,9 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
+EXAMPLES := redis object
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples audit alerts dist docs interop interop-vllm matrix judged metrics benchmark quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm interop-vllm-all matrix judged metrics benchmark benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -24,7 +25,7 @@ test: $(VENV)/.installed
 merge:
 	.ci/run
 
-long: soak races servers quickstarts fuzz hostile
+long: soak races servers quickstarts fuzz hostile interop-vllm-all
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -50,11 +51,14 @@ PROFILE := smoke
 conformance: $(VENV)/.installed
 	$(VENV)/bin/hicache conformance run file --profile $(PROFILE) --report out/conformance
 
-# The package of an example, installed as users do, and judged on a server of its protocol; all levels.
+# The packages of the networked examples, installed as users do, and judged on servers of their protocols; all levels.
 examples: $(VENV)/.installed
 	rm -rf out/examples
-	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site examples/hicache-object-driver
-	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run object --profile smoke --report out/examples/object
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation --target out/examples/site $(addprefix examples/hicache-,$(EXAMPLES:=-driver))
+	$(MAKE) --no-print-directory --jobs 2 --output-sync $(EXAMPLES:%=judge-%)
+
+$(EXAMPLES:%=judge-%): judge-%:
+	PYTHONPATH=out/examples/site $(VENV)/bin/hicache conformance run $* --profile smoke --report out/examples/$*
 
 # The site, in out/site: built, its links checked, every code block of README and docs/ run. Tables of options are written anew by
 # scripts/docs/options.py, drawings by scripts/docs/diagrams.py; tests/docs says where a page is behind.
@@ -76,19 +80,27 @@ interop:
 	$(SGLANG_VENV)/bin/python -m pytest -m interop -n 2 --dist loadfile --no-loadscope-reorder tests/interop
 
 # Needs a real vLLM and a real LMCache: 4 GB, built once into $(VLLM_VENV).
+VLLM := vllm and not long
 interop-vllm:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pytest -m vllm -n 2 --dist loadfile --no-loadscope-reorder tests/interop_vllm
+	$(VLLM_VENV)/bin/python -m pytest -m "$(VLLM)" -n 2 --dist loadfile --no-loadscope-reorder tests/interop_vllm
 
-# Our drivers, SGLang's own and one of others, each judged for real; writes docs/matrix.md. Some five minutes, and nothing of it is in `make test`.
+# What CI has no time for, too: every driver, other kinds of KV, three engines on one store.
+interop-vllm-all:
+	scripts/make_sglang_env.sh $(SGLANG_VENV)
+	HICACHE_SGLANG_PYTHON=$(CURDIR)/$(SGLANG_VENV)/bin/python $(MAKE) --no-print-directory interop-vllm VLLM=vllm
+
+# Our drivers, those of SGLang, vLLM and LMCache, and one of others, each judged for real; writes docs/matrix.md. Some six minutes, and nothing of it is in `make test`.
 matrix:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix docs/matrix.md
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix docs/matrix.md
 
-# What CI has the time for: our own drivers and bridge, and one that is not conformant.
+# What CI has the time for: our own drivers and bridges, and one that is not conformant.
 judged:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	scripts/make_matrix.sh $(SGLANG_VENV) out/matrix out/matrix.md file hf3fs mooncake sglang-bridge sglang-file
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	scripts/make_matrix.sh $(SGLANG_VENV) $(VLLM_VENV) out/matrix out/matrix.md file hf3fs mooncake sglang-bridge vllm-bridge lmcache-bridge sglang-file
 
 # The suite's own long test, an hour or more: every mutant on 20 seeds, every right driver on 100. Writes docs/soak.md.
 soak: $(VENV)/.installed
@@ -135,6 +147,11 @@ benchmark:
 	$(SGLANG_VENV)/bin/python benchmarks/hf3fs_vs_sglang.py
 	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
+
+# The bridges for vLLM and LMCache beside what these engines bring for a file system.
+benchmark-tiers:
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python benchmarks/tiers.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)

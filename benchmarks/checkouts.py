@@ -39,7 +39,8 @@ class OfCheckout:
         checkout: a work tree of this project; its benchmarks are not used, only its packages.
         name: of the candidate.
         module: of the benchmarks, whose `Ours` is made.
-        page_bytes: size of a page of the host pool, which the other process makes for itself.
+        page_bytes: size of a page of the host pool, which the other process makes for itself with
+            the module's `host_pool`.
         layout: of the host pool.
         arguments: of `Ours`, behind the pool.
     """
@@ -78,6 +79,12 @@ class OfCheckout:
     def exists(self, keys: list[str]) -> Any:
         return self._ask("exists", keys)
 
+    def announce(self, keys: list[str]) -> None:
+        self._ask("announce", keys)
+
+    def is_sound(self, pages: int) -> bool:
+        return bool(self._ask("is_sound", pages).answer)
+
     def prepare(self) -> None:
         self._ask("prepare")
 
@@ -90,7 +97,7 @@ class OfCheckout:
     def close(self) -> None:
         self._ask("close")
         self._connection.close()
-        self._process.wait(30)
+        self._process.wait(START_SECONDS)
 
     def _ask(self, method: str, *arguments: object) -> Any:
         self._connection.send((method, arguments))
@@ -102,12 +109,11 @@ def serve(connection: Connection) -> None:
     sys.path.insert(0, str(HERE / "benchmarks"))
     from importlib import import_module
 
-    from sglang_peer import host_pool
-
     import hicache_storage
 
     module, page_bytes, layout, arguments, options = connection.recv()
-    candidate = import_module(module).Ours(host_pool(page_bytes, layout), *arguments, **options)
+    found = import_module(module)
+    candidate = found.Ours(found.host_pool(page_bytes, layout), *arguments, **options)
     connection.send(hicache_storage.__file__)
     method = ""
     while method != "close":

@@ -24,18 +24,16 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkouts import HERE, OfCheckout, Timed, environment
+from checkouts import HERE, OfCheckout, environment
 from file_vs_sglang import BEFORE, SIZES, microseconds, speed
 from hf3fs_candidates import (
     OURS,
@@ -47,14 +45,11 @@ from hf3fs_candidates import (
     Ours,
     Peer,
 )
-from interleaved import Results, Samples, fresh_keys, machine, table, turns, wait_for_quiet
+from interleaved import Costs, Samples, fresh_keys, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 from sglang_peer import host_pool
 
 from hicache_backends.posix.directories import mount_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WAYS = {ZERO_COPY: "zero copy", STAGED: "staged"}
 """How SGLang's driver moves the pages of a host pool of that layout."""
@@ -92,35 +87,6 @@ class Workload:
 
     def __str__(self) -> str:
         return f"{self.size}, {self.pages} pages, {self.layout}"
-
-
-@dataclass
-class Costs:
-    """Durations of calls, by workload and operation."""
-
-    seconds: Results = field(default_factory=Results)
-    cpu: Results = field(default_factory=Results)
-    """Of all threads of this process, without the servers: what a busy machine hardly changes."""
-
-    def time(
-        self,
-        workload: str,
-        who: str,
-        operation: str,
-        action: Callable[[], object],
-        *,
-        expect: object = True,
-    ) -> None:
-        before, cpu = time.process_time(), 0.0
-
-        def measured() -> object:
-            nonlocal cpu
-            answer = action()
-            cpu = answer.cpu_seconds if isinstance(answer, Timed) else time.process_time() - before
-            return answer
-
-        self.seconds.time(workload, operation, who, measured, expect=expect)
-        self.cpu.samples.setdefault((workload, operation), Samples()).add(who, cpu)
 
 
 def measure(

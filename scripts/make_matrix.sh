@@ -1,26 +1,32 @@
 #!/usr/bin/env bash
-# Runs this project's drivers and SGLang's own through the suite, and writes docs/matrix.md from what came of it. Needs the
-# environment that scripts/make_sglang_env.sh builds. About four minutes on two cores.
+# Runs this project's drivers and those of SGLang, vLLM and LMCache through the suite, and writes docs/matrix.md from what came of it.
+# Needs the environments that scripts/make_sglang_env.sh and scripts/make_vllm_env.sh build. About six minutes on two cores.
 #
-# usage: scripts/make_matrix.sh ENV RESULTS OUTPUT [DRIVER...]
+# usage: scripts/make_matrix.sh SGLANG_ENV VLLM_ENV RESULTS OUTPUT [DRIVER...]
 set -euo pipefail
 
-(( $# >= 3 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
-hicache=$1/bin/hicache results=$2 output=$3
-shift 3
+(( $# >= 4 )) || { sed -n 's/^# usage: /usage: /p' "$0" >&2; exit 2; }
+sglang=$1/bin/hicache vllm=$2/bin/hicache results=$3 output=$4
+shift 4
 # Fixed, so that the document changes when a driver or the suite does.
 common=(--seed 1 --run-id matrix)
-foreign=(--interface sglang --level core,pools,identity,faults --case-seconds 60)
+foreign=(--level core,pools,identity,faults --case-seconds 60)
 # What is wrong with these is ours to repair, and a reason to fail.
-ours=(file hf3fs mooncake sglang-bridge)
+ours=(file hf3fs mooncake sglang-bridge vllm-bridge lmcache-bridge)
+theirs=(sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache vllm-fs lmcache-fs lmcache-fs-native)
 drivers=("$@")
-(( $# )) || drivers=("${ours[@]}" sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache)
+(( $# )) || drivers=("${ours[@]}" "${theirs[@]}")
 
 judge() {
-  local driver=$1 status=0 options=("${common[@]}" --profile smoke)
-  # The one run of the whole suite in CI; `make test` has the short profile.
-  [[ $driver == file ]] && options=("${common[@]}" --profile default)
-  [[ $driver == sglang-* || $driver == peercache ]] && options+=("${foreign[@]}")
+  local driver=$1 status=0 hicache=$sglang options=("${common[@]}" --profile smoke)
+  case $driver in
+    # The one run of the whole suite in CI; `make test` has the short profile.
+    file) options=("${common[@]}" --profile default) ;;
+    sglang-* | peercache) options+=("${foreign[@]}" --interface sglang) ;;
+    # Workers import their engine, which takes long where several runs do.
+    vllm-*) options+=("${foreign[@]}" --case-seconds 150 --interface vllm-tier) hicache=$vllm ;;
+    lmcache-*) options+=("${foreign[@]}" --case-seconds 150 --interface lmcache-l2) hicache=$vllm ;;
+  esac
   "$hicache" conformance run "$driver" "${options[@]}" --report "$results/$driver" >"$results/$driver.log" 2>&1 || status=$?
   # A foreign driver that breaks rules is what the document is about; a run that could not be is not.
   if (( status > 1 )) || [[ $status != 0 && " ${ours[*]} " == *" $driver "* ]]; then
@@ -47,5 +53,5 @@ for driver in "${first[@]}" "${drivers[@]/peercache/}"; do
 done
 for ((; running > 0; running--)); do wait -n || failed=1; done
 ((failed == 0))
-"$hicache" conformance matrix "${drivers[@]/#/$results/}" --output "$output"
+"$sglang" conformance matrix "${drivers[@]/#/$results/}" --output "$output"
 echo "$output: ${#drivers[@]} drivers"

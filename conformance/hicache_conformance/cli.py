@@ -100,8 +100,8 @@ def run(
     interface: Annotated[
         str,
         typer.Option(
-            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang. -c "
-            "fills its extra_config."
+            help="Interface of a foreign driver, given as MODULE:CLASS or by a name: sglang, "
+            "vllm-tier or lmcache-l2. -c fills the options that its engine hands to it."
         ),
     ] = "",
 ) -> None:
@@ -405,11 +405,9 @@ def _check_interface(interface: str, driver: str, options: dict[str, str]) -> in
     Raises:
         ValueError: there is no such interface, or no such driver of it.
     """
-    from hicache_conformance.interfaces.sglang.setup import INTERFACES, setup_of
+    from hicache_conformance.interfaces.profile import foreign_driver
 
-    if interface and interface not in INTERFACES:
-        raise ValueError(f"unknown interface {interface!r}; interfaces are {', '.join(INTERFACES)}")
-    return setup_of(driver, options).page_bytes if interface else 0
+    return foreign_driver(interface, driver, options).setup.page_bytes if interface else 0
 
 
 def _check_commands(commands: list[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from hicache_storage.spec import parse_bytes
 from hicache_storage.tools.doctor import DoctorTarget, Finding, Status, examine
@@ -18,12 +20,37 @@ if TYPE_CHECKING:
 
 STYLES: Final = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
 PASSED, FAILED, USAGE_ERROR = 0, 1, 2
+ENGINES: Final = ("vllm", "lmcache")
+OWN_OPTIONS: Final = frozenset({"--json", "--deadline", "--pinned"})
+"""Options of this command that no engine has."""
+
+
+class DoctorCommand(TyperCommand):
+    """Leaves what stands behind an engine's name to that engine: both have an option `--config`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        behind = next((place for place, word in enumerate(args, 1) if word in ENGINES), None)
+        return super().parse_args(
+            ctx, args if behind is None else [*args[:behind], "--", *args[behind:]]
+        )
 
 
 def doctor(
     driver: Annotated[
         str | None,
-        typer.Argument(metavar="DRIVER", help="Examine this driver too, and open its storage."),
+        typer.Argument(
+            metavar="DRIVER",
+            help="Examine this driver too, and open its storage; or an engine, vllm or lmcache.",
+        ),
+    ] = None,
+    command_line: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND_LINE",
+            help="What starts the engine, such as `serve MODEL --kv-transfer-config JSON`; or the "
+            "JSON alone, or a file of it.",
+        ),
     ] = None,
     config: Annotated[
         list[str] | None,
@@ -43,15 +70,15 @@ def doctor(
     """Check this environment and, with DRIVER, its package, options and a round trip.
 
     With -c the store that those options name is opened; without, a throwaway one. Pages stored on
-    the way are removed. Exits with 0 if nothing failed, 1 if something did, 2 for bad arguments.
+    the way are removed. With the name of an engine, in front of the command that starts it, its
+    version, keys, memory and the options of its bridge are checked, and then the driver that these
+    name; options of doctor stand before the engine's name. Exits with 0 if nothing failed, 1 if
+    something did, 2 for bad arguments.
     """
     try:
-        options = parse_pairs(config or [])
-        if options and driver is None:
-            raise ValueError("-c needs a DRIVER to be given to")
-        target = DoctorTarget(
-            driver=driver,
-            options=options,
+        target = _target(driver, command_line or [], config or [])
+        target = replace(
+            target,
             deadline_seconds=deadline,
             pinned_bytes=None if pinned is None else parse_bytes(pinned),
         )
@@ -66,11 +93,42 @@ def doctor(
         print(
             msgspec.json.format(
                 msgspec.json.encode(
-                    {"schema": 1, "driver": driver, "ok": passed, "findings": findings}
+                    {
+                        "schema": 1,
+                        "driver": target.driver,
+                        "engine": target.engine or None,
+                        "ok": passed,
+                        "findings": findings,
+                    }
                 )
             ).decode()
         )
     raise typer.Exit(PASSED if passed else FAILED)
+
+
+def _target(name: str | None, command_line: list[str], pairs: list[str]) -> DoctorTarget:
+    """Return the target of the arguments.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    if name not in ENGINES:
+        if command_line:
+            raise ValueError(
+                f"{command_line[0]!r}: a command line goes with {' or '.join(ENGINES)}"
+            )
+        if pairs and name is None:
+            raise ValueError("-c needs a DRIVER to be given to")
+        return DoctorTarget(driver=name, options=dict(parse_pairs(pairs)))
+    if pairs:
+        raise ValueError(f"-c is an option of drivers; {name} has its options in its command line")
+    for word in command_line:
+        if word.partition("=")[0] in OWN_OPTIONS:
+            raise ValueError(f"put {word} before {name}: what follows is {name}'s own")
+    # Here, so that `hicache --help` does not import all checks.
+    from hicache_storage.tools.doctor.plan import with_engines_driver
+
+    return with_engines_driver(DoctorTarget(engine=name, command_line=command_line))
 
 
 def _printed(findings: Iterator[Finding]) -> Iterator[Finding]:

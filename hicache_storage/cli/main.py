@@ -36,7 +36,7 @@ def app() -> typer.Typer:
     import typer
 
     from hicache_storage.cli.bench import bench
-    from hicache_storage.cli.doctor import doctor
+    from hicache_storage.cli.doctor import DoctorCommand, doctor
     from hicache_storage.cli.drivers import drivers
     from hicache_storage.cli.metrics import metrics
     from hicache_storage.cli.new import new
@@ -49,8 +49,9 @@ def app() -> typer.Typer:
         add_completion=False,
     )
     commands.callback()(root)
-    for command in (drivers, new, doctor, bench):
+    for command in (drivers, new, bench):
         commands.command()(command)
+    commands.command(cls=DoctorCommand)(doctor)
     commands.add_typer(metrics, name="metrics")
     # Sorted, so that the help does not depend on the order of the installed packages.
     for point in sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name):

@@ -60,7 +60,7 @@ def new(
         console.print(f"  {path}", markup=False)
     here = target if target.is_absolute() else f"./{target}"
     console.print(
-        f"\npip install {here}\nhicache doctor {name}\nhicache conformance run {name}\n",
+        f"\npip install -e {here}\nhicache doctor {name}\nhicache conformance run {name}\n",
         markup=False,
     )
     console.print(

@@ -98,6 +98,11 @@ class DeadlineLayer(MissAnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         info, longest = self._within(extra_info), self.inner.capabilities.lookup_seconds
+        if self.inner.capabilities.may_hang and self._limit(info) > 0:
+            found = self.inner.batch_present_cached(keys, pool=pool, extra_info=info)
+            if found is not None:
+                note_answer_from_memory()
+                return found
         return self._bounded(
             lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
             lambda: self._misses.presence(keys, pool),

@@ -18,6 +18,7 @@ from hicache_storage.objects.namespace import (
     stored_checksum,
 )
 from hicache_storage.observability.request_ids import call_request_id
+from hicache_storage.spec import StorageTimeoutError
 from hicache_storage.spec.arguments import MAX_SECONDS
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hicache_storage.spec import CancellationToken
 
 
+MIN_TIMEOUT_SECONDS: Final = 0.001
+"""Of an operation that begins when the deadline of its call is about to pass."""
 _ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
 """The shield of a call without a cancellation token."""
 
@@ -57,6 +60,29 @@ class Call:
     def remaining(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def timeout(self, most: float) -> float:
+        """Return the seconds that one operation of the store may take: `most`, or what is left.
+
+        For `socket.settimeout()` and the like: a call that has no timeout of its own keeps its
+        thread when its server is gone (rule FT-4).
+
+        Raises:
+            StorageTimeoutError: the deadline has passed, or the call is cancelled. Sockets would
+                take 0 for not waiting at all.
+        """
+        left = self.remaining()
+        if self.expired():
+            raise StorageTimeoutError("the call is over")
+        return most if left is None else max(MIN_TIMEOUT_SECONDS, min(most, left))
+
+    def lru_order(self, keys: Sequence[str]) -> list[str]:
+        """Return pages of this call in the order in which a store that evicts counts their use.
+
+        The tail of the chain first and its head last, `prefix_keys` included: scored in this order,
+        tails are evicted before heads (rule EV-3).
+        """
+        return [*reversed(keys), *reversed(self.prefix_keys)]
 
     def shield(self) -> AbstractContextManager[bool]:
         """Make a cancellation wait for a block that writes to a destination.
@@ -90,6 +116,7 @@ class ObjectRead:
     __slots__ = (
         "_buffers",
         "_call",
+        "_found_bytes",
         "_verdict",
         "_verifies_checksum",
         "damaged",
@@ -120,6 +147,7 @@ class ObjectRead:
         self._verifies_checksum = verifies_checksum
         self._call = call
         self._verdict: bool | None = None
+        self._found_bytes: int | None = None
 
     @classmethod
     def aside(cls, namespace: Namespace, key: str, *, verifies_checksum: bool = True) -> Self:
@@ -156,6 +184,7 @@ class ObjectRead:
             return False
         if len(payload) != self.namespace.object_bytes:
             self.damaged = True
+            self._found_bytes = len(payload)
             return False
         # A get that missed its deadline has returned, and its pages may belong to another request.
         with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
@@ -195,9 +224,18 @@ class ObjectRead:
             return ""
         # A driver that finds an object of another length has not filled the envelope.
         if self._verdict is None:
-            return "whose object has another length or is torn"
+            return self._wrong_length()
         wrong = mismatch(self.envelope, self.namespace.envelope_prefix, key_digest(self.key))
         return wrong or "whose checksum does not fit its bytes"
+
+    def _wrong_length(self) -> str:
+        if self._found_bytes is None:
+            return "whose object has another length or is torn"
+        # What follows the colon differs from pool to pool.
+        lengths = f"{self._found_bytes} bytes, not {self.namespace.object_bytes}"
+        if self._found_bytes == self.namespace.page_bytes:
+            return f"whose object has no envelope: {lengths}"
+        return f"whose object has another length: {lengths}"
 
     @property
     def verifies_checksum(self) -> bool:
@@ -207,6 +245,7 @@ class ObjectRead:
     def retract(self) -> None:
         """Forget the verdict, before the parts are filled again from a newer copy of the object."""
         self._verdict = None
+        self._found_bytes = None
         self.damaged = False
 
 

@@ -179,7 +179,7 @@ def mismatch(envelope: bytes | bytearray | memoryview, prefix: bytes, key_digest
     if found[1:3] != expected[1:3]:
         return f"whose envelope has version {found[1]}"
     if found[3] != expected[3]:
-        return f"whose envelope belongs to a page of {found[3]} bytes, not {expected[3]}"
+        return f"whose envelope belongs to a page of another length: {found[3]} bytes, not {expected[3]}"
     if found[4] != expected[4]:
         return "whose envelope belongs to another identity, pool or geometry"
     if envelope[_PREFIX_END:_KEY_END] != key_digest:

@@ -376,27 +376,17 @@ class ObjectStorage(HiCacheStorage):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult | None:
-        # After a fault, `batch_exists_v2` finds out if the store serves again.
-        if not self.caches_lookups or "exists" in self._faulty:
+        if not self._may_answer_from_memory:
             return None
         asked = _asked_pools(keys, pool_transfers)
         call = _call(extra_info)
         with self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
-            batches = [LookupBatch(part.namespace, keys) for pool in pools for part in pool.parts]
-            try:
-                found = (
-                    self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
-                )
-            except Exception as error:  # noqa: BLE001 - `batch_exists_v2` meets it again, counts it and logs it
-                logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
-                return None
+            found = self._lookup_cached(pools, keys, call)
             if found is None:
                 return None
-            self._hide_damage(batches, found)
-            whole = [_all(part) for part in _of_pools(pools, found)]
-            return self._hit(keys, pool_transfers, pools, whole, started)
+            return self._hit(keys, pool_transfers, pools, found, started)
 
     def batch_present(
         self,
@@ -415,6 +405,28 @@ class ObjectStorage(HiCacheStorage):
             [found] = self._lookup_pages([(registered, keys)], call)
             self._count_lookup({name: found}, started)
             return found
+
+    def batch_present_cached(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool] | None:
+        if not self._may_answer_from_memory:
+            return None
+        check_keys(keys)
+        name, call = PoolName(pool), _call(extra_info)
+        with self._lifecycle, RequestScope(call.request_id):
+            started = time.perf_counter()
+            registered = self._pools.get(name)
+            if registered is None or not keys:
+                return [False] * len(keys)
+            found = self._lookup_cached([registered], keys, call)
+            if found is None:
+                return None
+            self._count_lookup({name: found[0]}, started)
+            return found[0]
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -595,6 +607,26 @@ class ObjectStorage(HiCacheStorage):
         )
         self._hide_damage(batches, found)
         return found
+
+    @property
+    def _may_answer_from_memory(self) -> bool:
+        """Whether lookups may: after a fault, one that asks the store finds out if it serves."""
+        return self.caches_lookups and "exists" not in self._faulty
+
+    def _lookup_cached(
+        self, pools: Sequence[RegisteredPool], keys: Sequence[str], call: Call
+    ) -> list[list[bool]] | None:
+        """Answer for each pool, for each page, without I/O; None where that is not possible."""
+        batches = [LookupBatch(part.namespace, keys) for pool in pools for part in pool.parts]
+        try:
+            found = self.objects_exist_cached(batches, call) if self._lifecycle.connected else None
+        except Exception as error:  # noqa: BLE001 - `_lookup` meets it again, counts it and logs it
+            logger.debug("%s: cannot answer from memory: %s", self._driver_name, error)
+            return None
+        if found is None:
+            return None
+        self._hide_damage(batches, found)
+        return [_all(parts) for parts in _of_pools(pools, found)]
 
     def _hide_damage(self, batches: Sequence[LookupBatch], found: Sequence[list[bool]]) -> None:
         """Take pages that are known to be damaged out of an answer."""

@@ -77,3 +77,22 @@ def configure_json_logs(
         logger.propagate = False
         logger.setLevel(level)
     return handler
+
+
+def log_like(engine: logging.Logger) -> None:
+    """Print this project's records as an engine prints its own, where nobody has configured logs.
+
+    vLLM and LMCache give handlers to loggers of their own and none to the root, so that records of
+    others are printed from WARNING on only, without a time. No effect beside a handler of the root,
+    or of this project's loggers.
+
+    Args:
+        engine: a logger that has the engine's handlers.
+    """
+    if logging.getLogger().handlers:
+        return
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        if not logger.handlers:
+            logger.handlers[:] = engine.handlers
+            logger.setLevel(engine.getEffectiveLevel())

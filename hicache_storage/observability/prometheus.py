@@ -5,26 +5,40 @@ Needs `hicache-storage[metrics]`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import threading
+from typing import TYPE_CHECKING, Final, Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    REGISTRY,
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.observability.metric import Metric, MetricKind
+from hicache_storage.spec import StorageStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from prometheus_client.core import Metric as Family
 
-    from hicache_storage.spec import HiCacheStorage, StorageStats
     from hicache_storage.spec.stats import Latency
 
 POOL_COUNTERS = tuple(metric for metric in v.STORAGE if metric.source and "pool" in metric.labels)
 STORAGE_SCALARS = tuple(
     metric for metric in v.STORAGE if metric.source and "pool" not in metric.labels
 )
+
+
+class HasStorageStats(Protocol):
+    """A storage, or several whose counters are summed."""
+
+    def get_stats(self) -> StorageStats:
+        """Return a snapshot."""
+        ...
 
 
 class StorageCollector(Collector):
@@ -37,7 +51,7 @@ class StorageCollector(Collector):
         labels: constant labels, such as `{"tp_rank": "0"}`.
     """
 
-    def __init__(self, storage: HiCacheStorage, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, storage: HasStorageStats, labels: Mapping[str, str] | None = None) -> None:
         self._storage = storage
         self._labels = dict(labels or {})
 
@@ -48,37 +62,91 @@ class StorageCollector(Collector):
     def collect(self) -> Iterable[Family]:
         """Yield the families of `metric_defs.STORAGE`."""
         # One snapshot for all families: the series of a scrape belong to one moment.
-        stats = self._storage.get_stats()
-        yield from self._pool_counters(stats)
-        yield from self._scalars(stats)
-        yield self._latencies(stats)
+        return storage_families([self._storage.get_stats()], self._labels)
 
-    def _pool_counters(self, stats: StorageStats) -> Iterable[Family]:
-        for metric in POOL_COUNTERS:
-            family = scalars(metric, self._labels)
+
+class ProcessCollector(Collector):
+    """Collector in `prometheus_client`'s default registry, for engines whose `/metrics` serves it.
+
+    Sources of one driver are summed: a process may have several, and their labels are the same.
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources = list[HasStorageStats]()
+
+    def add(self, source: HasStorageStats) -> None:
+        """Publish the counters of a source."""
+        with self._lock:
+            if not self._sources:
+                REGISTRY.register(self)
+            self._sources.append(source)
+
+    def remove(self, source: HasStorageStats) -> None:
+        """Stop publishing the counters of a source. Idempotent."""
+        with self._lock:
+            if source in self._sources:
+                self._sources.remove(source)
+                if not self._sources:
+                    REGISTRY.unregister(self)
+
+    def describe(self) -> list[Family]:
+        """Return no families in advance."""
+        return []
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families of `metric_defs.STORAGE`."""
+        with self._lock:
+            sources = list(self._sources)
+        drivers = dict[str, list[StorageStats]]()
+        for source in sources:
+            stats = source.get_stats()
+            drivers.setdefault(stats.driver, []).append(stats)
+        return storage_families(
+            [StorageStats.total(name, parts) for name, parts in drivers.items()], {}
+        )
+
+
+PROCESS: Final = ProcessCollector()
+
+
+def storage_families(
+    storages: Sequence[StorageStats], constant: Mapping[str, str]
+) -> Iterable[Family]:
+    """Yield the families of `metric_defs.STORAGE`, each with the samples of all storages.
+
+    `constant` are labels of all samples, after their own.
+    """
+    for metric in POOL_COUNTERS:
+        family = scalars(metric, constant)
+        for stats in storages:
             for pool, pool_stats in stats.pools.items():
                 family.add_metric(
-                    [stats.driver, pool, *self._labels.values()], getattr(pool_stats, metric.source)
+                    [stats.driver, pool, *constant.values()], getattr(pool_stats, metric.source)
                 )
-            yield family
-
-    def _scalars(self, stats: StorageStats) -> Iterable[Family]:
-        values = [(metric, float(getattr(stats, metric.source))) for metric in STORAGE_SCALARS]
-        # Half-open counts as open: it lets a single call through and refuses the others.
-        values.append((v.BREAKER_OPEN, float(stats.breaker_state != "closed")))
-        values.append((v.CHECKSUMS_OFF, float(not stats.verifies_checksums)))
-        for metric, value in values:
-            family = scalars(metric, self._labels)
-            family.add_metric([stats.driver, *self._labels.values()], value)
-            yield family
-
-    def _latencies(self, stats: StorageStats) -> Family:
-        family = histogram(v.CALL_SECONDS, self._labels)
+        yield family
+    for metric in (*STORAGE_SCALARS, v.BREAKER_OPEN, v.CHECKSUMS_OFF):
+        family = scalars(metric, constant)
+        for stats in storages:
+            family.add_metric([stats.driver, *constant.values()], _scalar_of(stats, metric))
+        yield family
+    latencies = histogram(v.CALL_SECONDS, constant)
+    for stats in storages:
         for pool, pool_stats in stats.pools.items():
             for operation, latency in pool_stats.latency.items():
-                labels = [stats.driver, pool, operation, *self._labels.values()]
-                add_latency(family, v.CALL_SECONDS, labels, latency)
-        return family
+                labels = [stats.driver, pool, operation, *constant.values()]
+                add_latency(latencies, v.CALL_SECONDS, labels, latency)
+    yield latencies
+
+
+def _scalar_of(stats: StorageStats, metric: Metric) -> float:
+    if metric is v.BREAKER_OPEN:
+        # Half-open counts as open: it lets a single call through and refuses the others.
+        return float(stats.breaker_state != "closed")
+    if metric is v.CHECKSUMS_OFF:
+        return float(not stats.verifies_checksums)
+    return float(getattr(stats, metric.source))
 
 
 class HasStats(Protocol):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from hicache_storage.spec.transfers import PoolName
 
 LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
@@ -49,6 +51,12 @@ class Latency:
         # A duration that equals a bound belongs to its bucket: Prometheus' bounds are inclusive.
         self.buckets[bisect_left(LATENCY_BOUNDS_SECONDS, seconds)] += 1
 
+    def add(self, other: Latency) -> None:
+        """Count the calls of another histogram too."""
+        self.calls += other.calls
+        self.seconds += other.seconds
+        self.buckets = [a + b for a, b in zip(self.buckets, other.buckets, strict=True)]
+
 
 @dataclass(slots=True)
 class PoolStats:
@@ -76,6 +84,15 @@ class PoolStats:
     )
     """By operation: `exists`, `get`, `set`; a call over several pools counts in each."""
 
+    def add(self, other: PoolStats) -> None:
+        """Count what another pool has counted too."""
+        for counter in fields(self):
+            if counter.name != "latency":
+                value = getattr(self, counter.name) + getattr(other, counter.name)
+                setattr(self, counter.name, value)
+        for operation, latency in other.latency.items():
+            self.latency.setdefault(operation, Latency()).add(latency)
+
 
 @dataclass(slots=True)
 class StorageStats:
@@ -96,3 +113,24 @@ class StorageStats:
 
     A call that another server has answered is no fault.
     """
+
+    @classmethod
+    def total(cls, driver: str, parts: Iterable[StorageStats]) -> StorageStats:
+        """Sum the counters of several storages of one driver, which `driver` names if there are none.
+
+        The state of the circuit breaker is the first that is not `closed`; checksums count as
+        verified where all storages verify them.
+        """
+        total = cls(driver)
+        for part in parts:
+            total.driver = part.driver
+            for name, pool in part.pools.items():
+                total.pools.setdefault(name, PoolStats()).add(pool)
+            total.faults += part.faults
+            total.deadlines_missed += part.deadlines_missed
+            total.breaker_refusals += part.breaker_refusals
+            total.failovers += part.failovers
+            if total.breaker_state == "closed":
+                total.breaker_state = part.breaker_state
+            total.verifies_checksums = total.verifies_checksums and part.verifies_checksums
+        return total

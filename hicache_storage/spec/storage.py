@@ -122,6 +122,22 @@ class HiCacheStorage(ABC):
             for key in keys
         ]
 
+    def batch_present_cached(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool] | None:
+        """Answer `batch_present` without anything that may hang; None where that is not possible.
+
+        The deadline layer asks this first, in the caller's own thread. It need not be implemented.
+
+        Raises:
+            InvalidTransferError: a key or the name of the pool is illegal.
+        """
+        return None
+
     @abstractmethod
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None

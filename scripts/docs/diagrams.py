@@ -43,7 +43,7 @@ def tiers() -> Drawing:
     d.arrow((450, 70), (530, 70), label="this SDK", both=True)
     d.text(10, 182, "Inside the arrow on the right, from the engine to the store:", "h")
     for x, width, title, line in (
-        (10, 150, "engine", "SGLang, or your own"),
+        (10, 150, "engine", "SGLang, vLLM, LMCache"),
         (180, 150, "bridge", "calls of that engine"),
         (350, 170, "layers", "deadline, breaker, stats"),
         (540, 150, "ObjectStorage", "contract, envelopes"),
@@ -52,6 +52,38 @@ def tiers() -> Drawing:
         d.box(x, 205, width, 60, title, line, kind="k" if title == "driver" else "b")
     for left, right in ((160, 180), (330, 350), (520, 540), (690, 710)):
         d.arrow((left, 235), (right, 235))
+    return d
+
+
+def engines() -> Drawing:
+    """One driver under the bridges of three engines."""
+    d = Drawing(860, 372, "Three engines, each with its bridge, one driver, and its stores")
+    for x, engine, bridge, unit, keys in (
+        (10, "SGLang", "SGLangBridge", "pages of a rank", "a prefix of keys"),
+        (300, "vLLM", "HiCacheTier", "chunks of all ranks", "keys of groups, in any order"),
+        (590, "LMCache", "HiCacheL2Adapter", "objects of a worker", "keys, each for itself"),
+    ):
+        d.box(x, 12, 260, 44, engine)
+        d.text(x + 248, 34, "unpatched", "s r")
+        d.arrow((x + 130, 56), (x + 130, 86))
+        d.box(x, 86, 260, 80, bridge, unit, keys)
+        d.arrow((x + 130, 166), (x + 130, 200))
+    d.box(
+        10,
+        200,
+        840,
+        62,
+        "one contract, and any driver",
+        "identity, envelopes and checksums, deadlines, circuit breaker, counters: "
+        "a hit is right, or it is not a hit; a fault is a miss",
+    )
+    for x, name, line in (
+        (10, "file", "any directory, NFS, a 3FS mount"),
+        (300, "hf3fs", "3FS, with a metadata server"),
+        (590, "mooncake", "memory of many nodes"),
+    ):
+        d.arrow((x + 130, 262), (x + 130, 296))
+        d.box(x, 296, 260, 64, name, line, kind="k")
     return d
 
 
@@ -219,10 +251,10 @@ def architecture() -> Drawing:
         860, 474, "Packages from the engine to the stores, and the conformance suite beside them"
     )
     d.text(10, 26, "engine", "s")
-    d.box(110, 8, 160, 58, "SGLang", "unpatched")
+    d.box(110, 8, 160, 58, "unpatched", "SGLang, vLLM, LMCache")
     d.box(300, 8, 330, 58, "hicache_storage.hybrid", "radix cache, controller, stack builders")
     d.text(10, 110, "SDK", "s")
-    d.box(110, 96, 160, 58, "engines", "bridge for SGLang")
+    d.box(110, 96, 160, 58, "engines", "a bridge for each")
     d.box(300, 96, 330, 58, "layers", "tracing, circuit breaker, deadline", kind="k")
     d.box(
         110,
@@ -277,6 +309,7 @@ def architecture() -> Drawing:
 
 DRAWINGS: Final[dict[str, Callable[[], Drawing]]] = {
     "tiers": tiers,
+    "engines": engines,
     "hits": hits,
     "identity": identity,
     "slot-life": slot_life,

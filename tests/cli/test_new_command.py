@@ -80,7 +80,7 @@ def test_prints_what_it_made_and_what_to_do_next(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "elsewhere" / "hicache_demo_driver" / "driver.py").is_file()
     assert "elsewhere/pyproject.toml" in done.stdout
-    assert "pip install ./elsewhere" in done.stdout
+    assert "pip install -e ./elsewhere" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"elsewhere"}
 
 

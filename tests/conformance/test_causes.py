@@ -12,14 +12,20 @@ from types import SimpleNamespace
 import pytest
 
 from hicache_conformance.harness.log_records import MAX_CAUSES, cause_log
-from hicache_conformance.model.cause import Cause, damage, stacks_in_driver
+from hicache_conformance.model.cause import (
+    Cause,
+    cause_of,
+    damage,
+    places_in_driver,
+    stacks_in_driver,
+)
 from hicache_conformance.model.outcomes import CaseOutcome, Header, Outcome, OutcomeStream
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.verdict import judge
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.runner.case_reports import describe_violation
-from hicache_storage.spec import StorageRefusedError
+from hicache_storage.spec import StorageRefusedError, StorageUnavailableError
 from hicache_storage.testing import MemoryStorage
 
 
@@ -66,6 +72,30 @@ def test_the_driver_s_frames_come_first_the_innermost_at_the_top(kit):
     assert all("hicache_storage" in line for line in frames[2:])
     assert cause.traceback.endswith("KeyError: 'gone'")
     assert (cause.expected, cause.injected) == (False, False)
+
+
+class FailsToClear(MemoryStorage):
+    """A driver whose clears fail in a helper of its own."""
+
+    def clear_namespaces(self, namespaces, call):
+        self.unlink()
+
+    def unlink(self):
+        raise ValueError("value is not an integer")
+
+
+def test_an_error_that_the_sdk_raised_from_the_driver_s_has_the_driver_s_place_and_words(kit):
+    storage = FailsToClear(kit.identity())
+    storage.register_mem_host_pool_v2(kit.pool(), "kv")
+    with pytest.raises(StorageUnavailableError) as raised:
+        storage.clear()
+    # The suite's own frames are not taken for the driver's; this test's would be.
+    error = raised.value.with_traceback(raised.value.__traceback__.tb_next)
+    cause = cause_of(error)
+    assert cause.error.startswith("StorageUnavailableError: ")
+    assert "value is not an integer" in cause.error
+    assert cause.place.endswith(" in unlink")
+    assert " in unlink" in cause.traceback.splitlines()[0]
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), StorageRefusedError("full")])
@@ -209,6 +239,47 @@ def test_a_violation_carries_the_stack_of_a_thread_that_hangs_in_the_driver(kit)
     assert stacks_in_driver() == ""
 
 
+def test_threads_that_hang_at_one_place_are_shown_once_and_their_place_is_named(kit):
+    release, entered = threading.Event(), threading.Semaphore(0)
+
+    def deep(left):
+        if left:
+            deep(left - 1)
+        else:
+            entered.release()
+            release.wait(30)
+
+    class Hangs(MemoryStorage):
+        def objects_exist(self, batches, call):
+            deep(30)
+            return super().objects_exist(batches, call)
+
+    storage, pool = Hangs(kit.identity()), kit.pool()
+    storage.register_mem_host_pool_v2(pool, "kv")
+    threads = [threading.Thread(target=storage.batch_exists_v2, args=(["a"],)) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in threads:
+            assert entered.acquire(timeout=30)
+        stacks, places = stacks_in_driver(), places_in_driver()
+    finally:
+        release.set()
+        for thread in threads:
+            thread.join(30)
+    assert stacks.count("threads, such as") == 1
+    assert stacks.startswith("2 threads, such as")
+    # Both ends: what it waits for, and where the driver was entered.
+    assert "release.wait(30)" in stacks
+    assert "in objects_exist" in stacks
+    assert "  ... " in stacks
+    assert len(places) == 2
+    assert all(
+        place.startswith("test_causes.py:") and place.endswith(" in deep") for place in places
+    )
+    assert places_in_driver() == []
+
+
 def failed(case, *rules, causes=()):
     return CaseOutcome(
         case=case,
@@ -244,6 +315,18 @@ def test_rules_that_one_mistake_breaks_are_one_finding():
     assert [(found.rules, found.cause.place) for found in shared] == [
         (["GET-1", "SET-1"], "driver.py:7 in _put")
     ]
+
+
+def test_pages_damaged_in_one_way_are_one_finding_whatever_their_length():
+    lengths = ("256 bytes, not 320", "40 bytes, not 104")
+    one, two = (damage(f"whose object has no envelope: {each}") for each in lengths)
+    other = damage("whose checksum does not fit its bytes")
+    shared = judged(
+        failed("test_a", "GET-1", causes=(one,)),
+        failed("test_b", "SET-1", causes=(two,)),
+        failed("test_c", "SET-2", causes=(other,)),
+    ).shared_causes()
+    assert [(found.rules, found.cause) for found in shared] == [(["GET-1", "SET-1"], one)]
 
 
 def test_a_cause_of_few_of_a_rule_s_cases_does_not_explain_it():

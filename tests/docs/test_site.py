@@ -36,7 +36,14 @@ def test_tables_fit_their_pages(tmp_path: Path) -> None:
         check=True,
     )
     with browser() as page:
-        for name in ("troubleshooting", "observability", "metadata-server", "hf3fs"):
+        for name in (
+            "troubleshooting",
+            "observability",
+            "metadata-server",
+            "hf3fs",
+            "engines",
+            "migration",
+        ):
             page.open(f"file://{tmp_path}/{name}/index.html", width=WIDTH)
             assert page.all("table")
             assert page.run(TOO_WIDE) == [], name

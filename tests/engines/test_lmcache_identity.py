@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hicache_storage.engines.lmcache.arena_pool import ArenaPool
@@ -27,14 +25,14 @@ def fingerprint(place=PLACE, version="0.5", **options):
 @pytest.mark.parametrize(
     "other",
     [
-        replace(PLACE, model="other"),
-        replace(PLACE, kv_rank=0x02000200),
-        replace(PLACE, group=1),
-        replace(PLACE, cache_salt="s"),
+        PLACE._replace(model="other"),
+        PLACE._replace(kv_rank=0x02000200),
+        PLACE._replace(group=1),
+        PLACE._replace(cache_salt="s"),
         # LMCache's own keys do not tell these.
-        replace(PLACE, layout=ObjectLayout.of([(2, 4, 64, 16)], ["float16"])),
-        replace(PLACE, layout=ObjectLayout.of([(2, 4, 16, 64)], ["bfloat16"])),
-        replace(PLACE, layout=ObjectLayout.of([(4, 64, 16)] * 2, ["bfloat16"] * 2)),
+        PLACE._replace(layout=ObjectLayout.of([(2, 4, 64, 16)], ["float16"])),
+        PLACE._replace(layout=ObjectLayout.of([(2, 4, 16, 64)], ["bfloat16"])),
+        PLACE._replace(layout=ObjectLayout.of([(4, 64, 16)] * 2, ["bfloat16"] * 2)),
     ],
 )
 def test_places_that_differ_share_nothing(other):

@@ -8,7 +8,6 @@ kernels lies in `stand_in/`.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -19,7 +18,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import urllib.error
 import urllib.request
@@ -137,11 +135,12 @@ def quick_start_command(
     ]
 
 
-def other_models(served: str) -> list[str]:
+def other_models(served: str, python: Path) -> list[str]:
     """SGLang's models but the one served, which it would import on every start, for five
     seconds."""
-    [package] = importlib.util.find_spec("sglang.srt.models").submodule_search_locations
-    return [module.name for module in pkgutil.iter_modules([package]) if module.name != served]
+    packages = python.parents[1].glob("lib/python*/site-packages/sglang/srt/models")
+    modules = pkgutil.iter_modules(map(str, packages))
+    return [module.name for module in modules if module.name != served]
 
 
 class EngineServer(ServerProcess):
@@ -152,6 +151,7 @@ class EngineServer(ServerProcess):
         command: the one that starts it.
         ranks: of tensor parallelism.
         replicas: of plain DP.
+        python: of an environment that has SGLang; the one that runs if not given.
         options: what to add to the command, which may be other values of what it has anyway.
     """
 
@@ -159,8 +159,16 @@ class EngineServer(ServerProcess):
     ready = "/health_generate"
 
     def __init__(
-        self, place: Path, command: list[str], *, ranks: int, replicas: int = 1, options: str = ""
+        self,
+        place: Path,
+        command: list[str],
+        *,
+        ranks: int,
+        replicas: int = 1,
+        options: str = "",
+        python: Path = Path(sys.executable),
     ) -> None:
+        self.python = python
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
         self.argv = [
@@ -176,30 +184,29 @@ class EngineServer(ServerProcess):
         self.model = json.loads(
             Path(command[command.index("--model-path") + 1], "config.json").read_text()
         )["model_type"]
-        # Sockets lie in it, whose paths are short by law.
-        self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
-
-    def __enter__(self) -> Self:
-        [program, *arguments] = self.argv
-        path = os.pathsep.join([str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        environment |= {
-            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model)),
-            "TMPDIR": self.temporary.name,
-        }
         # The processor of each rank; SGLang would give each a NUMA node.
         processors = itertools.islice(itertools.cycle(sorted(os.sched_getaffinity(0))), self.ranks)
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, processors))
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, processors)),
+            "SGLANG_DISABLED_MODEL_ARCHS": ",".join(other_models(self.model, python)),
+            "HF_HUB_OFFLINE": "1",
+        }
+
+    def __enter__(self) -> Self:
+        # Sockets lie in it, whose paths are short by law.
+        self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
+        self.environment["TMPDIR"] = self.temporary.name
+        [program, *arguments] = self.argv
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(Path(sysconfig.get_path("scripts"), program)), *arguments],
+                [str(self.python), str(self.python.with_name(program)), *arguments],
                 cwd=self.place,
-                env=environment,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -249,6 +256,10 @@ class EngineServer(ServerProcess):
         first = json.loads((self.place / "hicache.json").read_text())["metrics_port"]
         return [_pages_counted(first + rank, what, pool) for rank in range(self.ranks)]
 
+    def metrics(self) -> str:
+        """What rank 0's bridge answers Prometheus."""
+        return _metrics(json.loads((self.place / "hicache.json").read_text())["metrics_port"])
+
     def flush(self) -> None:
         """Forget what is on the device and in host memory, as soon as nothing runs; what is stored
         stays."""
@@ -285,9 +296,13 @@ def _free_ports(count: int) -> int:
             return port
 
 
-def _pages_counted(port: int, what: str, pool: str) -> int:
+def _metrics(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
-        lines = answer.read().decode().splitlines()
+        return answer.read().decode()
+
+
+def _pages_counted(port: int, what: str, pool: str) -> int:
+    lines = _metrics(port).splitlines()
     counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]
     return sum(
         int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line

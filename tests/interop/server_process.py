@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# An idle machine needs ten seconds to start one, one with ten other things to do a minute.
-WAIT_SECONDS = 240.0
+# An idle machine needs ten seconds to start one, one with ten other things to do some minutes.
+WAIT_SECONDS = 600.0
 
 
 class ServerProcess:

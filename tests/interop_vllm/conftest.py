@@ -21,11 +21,14 @@ or leave them out with -m "not vllm"."""
 def pytest_pycollect_makemodule(module_path, parent):
     if importlib.util.find_spec("vllm") is None:
         return NeedsEngine.from_parent(parent, path=module_path, marker="vllm", missing=MISSING)
-    # Tests of servers import neither: their processes do, and a minute of it is saved here.
-    if "server" not in module_path.name:
+    # Others have them imported by processes of their own, and a minute of it is saved here.
+    if module_path.name in ("test_tier.py", "test_lmcache_adapter.py"):
         with warnings.catch_warnings():
             # Importing vLLM on a machine without a GPU warns of much that is not ours.
             warnings.simplefilter("ignore")
             importlib.import_module("hicache_storage.engines.vllm.tier")
             importlib.import_module("hicache_storage.engines.lmcache.adapter")
+            importlib.import_module("lmcache.v1.distributed.config")
+            importlib.import_module("lmcache.v1.multiprocess.config")
+            importlib.import_module("hicache_conformance.interfaces.vllm_tier.engine")
     return None

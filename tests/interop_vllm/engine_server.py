@@ -53,24 +53,21 @@ def prompt(number: int) -> list[int]:
     ]
 
 
-def hicache(place: Path, **options: object) -> dict[str, object]:
-    """Return an entry of `secondary_tiers` for this project's tier with the file driver."""
-    return {
-        "type": "HiCacheTier",
-        "module_path": "hicache_storage.engines.vllm",
-        "driver": "file",
-        "driver_config": {"path": str(place)},
-        "on_reset": "keep",
-        **options,
-    }
-
-
 def vllm_fs(place: Path) -> dict[str, object]:
     """Return an entry of `secondary_tiers` for vLLM's own file tier."""
     return {"type": "fs", "root_dir": str(place)}
 
 
-class EngineServer(ServerProcess):
+class MeteredServer(ServerProcess):
+    """A server whose own `/metrics` have the counters of its storages."""
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter's series."""
+        lines = self.call("GET", "/metrics").splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+class EngineServer(MeteredServer):
     """The server over a model, until the block ends; then all its processes are killed.
 
     Args:
@@ -182,11 +179,6 @@ class EngineServer(ServerProcess):
     def forget(self) -> None:
         """Reset the prefix cache and the CPU tier; what is stored stays."""
         self.call("POST", "/reset_prefix_cache?reset_external=true")
-
-    def counted(self, name: str) -> float:
-        """The sum of a counter's series in the server's own `/metrics`."""
-        lines = self.call("GET", "/metrics").splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def wait_until_stored(self, pages: int) -> None:
         """Until that many pages were written by this process."""

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.internal_api import L1MemoryDesc
+from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2AdapterListener
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
     PluginL2AdapterConfig,
     _create_plugin_adapter,
 )
 from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+from prometheus_client import REGISTRY, generate_latest
 
 from hicache_storage.engines.lmcache import HiCacheL2Adapter
 from hicache_storage.spec import ConfigError
@@ -168,6 +169,44 @@ def test_another_dtype_of_the_same_width_reads_nothing(server):
     turned = torch.Size(reversed(SHAPE))
     assert server.found(keys(1), shape=turned) == [False]
     assert server.load(keys(1), [server.item(1, shape=turned)]) == [False]
+
+
+class Heard(L2AdapterListener):
+    """The events of an adapter, by their kind."""
+
+    def __init__(self) -> None:
+        self.stored, self.accessed, self.deleted = [], [], []
+
+    def on_l2_keys_stored(self, keys, sizes):
+        self.stored += keys
+
+    def on_l2_keys_accessed(self, keys):
+        self.accessed += keys
+
+    def on_l2_keys_deleted(self, keys):
+        self.deleted += keys
+
+
+def test_objects_are_accessed_when_they_are_delivered(server):
+    heard = Heard()
+    server.adapter.register_listener(heard)
+    assert server.store(keys(1), [server.item(0)])
+    assert server.found(keys(2)) == [True, False]
+    assert (heard.stored, heard.accessed) == (keys(1), [])
+    assert server.load(keys(2), [server.item(1), server.item(2)]) == [True, False]
+    assert (heard.accessed, heard.deleted) == (keys(1), [])
+
+
+def test_the_counters_are_in_the_registry_that_lmcache_serves(server, tmp_path):
+    other = Server(tmp_path)
+    assert server.store(keys(2), [server.item(0), server.item(1)])
+    assert other.load(keys(2), [other.item(0), other.item(1)]) == [True, True]
+    text = generate_latest(REGISTRY).decode()
+    for metric in ("written", "read"):
+        assert f'hicache_storage_{metric}_pages_total{{driver="file",pool="kv"}} 2.0' in text
+    other.adapter.close()
+    text = generate_latest(REGISTRY).decode()
+    assert 'hicache_storage_read_pages_total{driver="file",pool="kv"} 0.0' in text
 
 
 def test_an_object_that_lmcache_has_transformed_is_not_stored(server):

@@ -3,110 +3,54 @@ started again, and the prompt comes from storage."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import pytest
 
-from hicache_conformance.harness.ports import accepts, free_ports
-from tests.interop.server_process import WAIT_SECONDS
+from tests.interop_vllm.cache_server import CacheServer
 from tests.interop_vllm.engine_server import REUSED, Answer, EngineServer, prompt, write
+from tests.interop_vllm.stores import opened
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.interop_vllm.stores import Store
+
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-
-class CacheServer:
-    """`lmcache server`, until the block ends; then it is killed."""
-
-    def __init__(self, place: Path, store: Path) -> None:
-        self.port, self.http_port = free_ports(2)
-        self.log = place / f"lmcache-{len(list(place.glob('lmcache-*')))}.log"
-        adapter = {
-            "type": "plugin",
-            "module_path": "hicache_storage.engines.lmcache",
-            "class_name": "HiCacheL2Adapter",
-            "adapter_params": {"driver": "file", "driver_config": {"path": str(store)}},
-        }
-        self.argv = [
-            *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--http-port", str(self.http_port)),
-            *("--chunk-size", "64", "--l1-size-gb", "0.25", "--eviction-policy", "LRU"),
-            *("--max-workers", "2", "--supported-transfer-mode", "engine_driven"),
-            *("--l2-adapter", json.dumps(adapter)),
-        ]
-
-    def __enter__(self) -> Self:
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.argv,
-                env={**os.environ, "PYTHONHASHSEED": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        deadline = time.monotonic() + WAIT_SECONDS
-        while not accepts(self.http_port):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(self.log.read_text(errors="replace")[-6000:])
-            time.sleep(0.2)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def transfer(self) -> dict[str, object]:
-        """vLLM's configuration of a connector to this server."""
-        return {
-            "kv_connector": "LMCacheMPConnector",
-            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": self.port,
-            },
-        }
-
-    def status(self) -> str:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.http_port}/status", timeout=30
-        ) as page:
-            return page.read().decode()
+STORED_BYTES = REUSED * 4096
+"""Of a prompt."""
 
 
-def ask(place: Path, model: Path, store: Path, *, pages: int) -> Answer:
-    """Start both servers, ask once, wait until that many pages are stored, and kill both."""
-    with CacheServer(place, store) as cache:
-        arguments = ("--kv-transfer-config", json.dumps(cache.transfer()))
-        engine = EngineServer(place, model, None, arguments=arguments)
+def ask(place: Path, model: Path, store: Store) -> Answer:
+    """Start both servers, ask once, wait until the prompt is stored, and kill both."""
+    with CacheServer(place, store.driver, store.options) as cache:
+        engine = EngineServer(place, model, None, arguments=cache.connector())
         engine.environment["PYTHONHASHSEED"] = "0"
         with engine as server:
             server.wait_until_up()
             answer = server.ask(prompt(5))
+            # Pages that were there already are not written again.
+            moved = "hicache_storage_written_bytes_total", "hicache_storage_read_bytes_total"
             server.wait_for(
-                lambda: sum(file.stat().st_size for file in store.rglob("*.bundle")) >= pages,
-                "the pages are not stored",
+                lambda: sum(map(cache.counted, moved)) >= STORED_BYTES, "the pages are not stored"
             )
             return answer
 
 
-def test_servers_that_are_started_again_have_the_prompt_from_storage(tmp_path):
+@pytest.mark.parametrize(
+    "driver",
+    [
+        "file",
+        pytest.param("hf3fs", marks=pytest.mark.long),
+        pytest.param("mooncake", marks=pytest.mark.long),
+    ],
+)
+def test_servers_that_are_started_again_have_the_prompt_from_storage(tmp_path, driver):
     model = write(tmp_path / "model")
     with EngineServer(tmp_path, model, None) as alone:
         right = alone.wait_until_up().ask(prompt(5))
-    stored = REUSED * 4096
-    assert ask(tmp_path, model, tmp_path / "store", pages=stored) == right
-    again = ask(tmp_path, model, tmp_path / "store", pages=stored)
+    with opened(driver, tmp_path) as store:
+        assert ask(tmp_path, model, store) == right
+        again = ask(tmp_path, model, store)
     assert again == Answer(right.tokens, REUSED)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import time
-import types
 
 import numpy as np
 import pytest
@@ -15,70 +13,32 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.spec import ConfigError
 
 pytestmark = pytest.mark.vllm
 
-CHUNKS, ROW, USED = 16, 8192, 6000
-"""Rows of the CPU tier, bytes of each, and bytes without the pad."""
-
-
-def offloading_config(groups: int = 1) -> OffloadingConfig:
-    return OffloadingConfig(
-        groups=tuple(
-            OffloadingGroupConfig(
-                tokens_per_block=16, layer_names=(f"layer{group}",), group_id=group
-            )
-            for group in range(groups)
-        ),
-        worker_kv_bytes_per_block=USED,
-        enable_kv_cache_events=True,
-        extra_config={},
-        engine_id="engine",
-        model=OffloadingModelConfig(name="model", dtype="bfloat16"),
-        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=OffloadingParallelConfig(
-            rank=0,
-            world_size=1,
-            tp_size=1,
-            pp_size=1,
-            pcp_size=1,
-            dcp_size=1,
-            data_parallel_index=0,
-            data_parallel_size=1,
-            data_parallel_rank_local=None,
-            is_parallelism_agnostic=True,
-        ),
-        kv_cache_layout="LBHNC",
-    )
+CHUNKS, USED = 16, 6000
+"""Rows of the CPU tier, and bytes of each without the pad."""
 
 
 class Engine:
     """vLLM's side of a tier: the memory of the CPU tier, and numbers of jobs."""
 
     def __init__(self, path, groups: int = 1, **options: object) -> None:
-        self.memory = mmap.mmap(-1, CHUNKS * ROW)
-        self.rows = np.frombuffer(self.memory, np.int8).reshape(CHUNKS, ROW)
-        spec = types.SimpleNamespace(
-            config=offloading_config(groups),
-            replicated_layout=False,
+        self.rows = Rows(CHUNKS, USED)
+        layers = [(f"layer{group}",) for group in range(groups)]
+        spec = TierSpec(
+            config=offloading_config(worker_bytes=USED, layers=layers, kv_events=True),
             kv_events_config=OffloadingKVEventsConfig(
                 enable_kv_cache_events=True, self_describing_kv_events=False
             ),
         )
         options = {"driver": "file", "driver_config": {"path": str(path)}, **options}
-        self.view = memoryview(self.rows)
-        self.tier = HiCacheTier(spec, self.view, "HiCacheTier", **options)
+        self.tier = HiCacheTier(spec, self.rows.view, "HiCacheTier", **options)
         self._jobs = 0
 
     def request(self, name: str = "request") -> ReqContext:
@@ -86,11 +46,12 @@ class Engine:
 
     def fill(self, chunk: int, seed: int) -> bytes:
         """Give a chunk the bytes of a seed; return them without the pad."""
-        self.rows[chunk] = np.random.default_rng(seed).integers(-128, 127, ROW, dtype=np.int8)
-        return self.rows[chunk, :USED].tobytes()
+        content = np.random.default_rng(seed).bytes(USED)
+        self.rows.put(chunk, content)
+        return content
 
     def bytes_of(self, chunk: int) -> bytes:
-        return self.rows[chunk, :USED].tobytes()
+        return self.rows.content(chunk, USED)
 
     def submit(self, keys, chunks, *, load: bool, request: ReqContext | None = None) -> int:
         self._jobs += 1
@@ -134,10 +95,13 @@ class Engine:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """End the tier, and let go of the memory as vLLM does."""
+        """End the tier, and let go of the memory as vLLM does.
+
+        Raises:
+            BufferError: the tier has kept a view of it.
+        """
         self.tier.shutdown()
-        self.view.release()
-        del self.rows
+        self.rows.release()
 
 
 def keys(count: int, group: int = 0, start: int = 0):
@@ -273,8 +237,7 @@ def test_the_memory_is_let_go_at_shutdown(tmp_path):
     engine.load(keys(2), [2, 3])
     engine.close()
     engine.tier.shutdown()
-    # A `BufferError`, if anything still had a view of it.
-    engine.memory.close()
+    assert engine.rows.memory.closed
 
 
 def test_metrics_are_what_has_changed_since_the_last_report(engine):

@@ -280,13 +280,14 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
     assert len(storage.operations) == asked + 1, "the next call tries"
 
 
-@pytest.mark.parametrize("call", ["exists", "get"])
+@pytest.mark.parametrize("call", ["exists", "present", "get"])
 def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, call):
     storage, pool = kit.memory_storage(
         capabilities=Capabilities(may_hang=True, hung_reads=HungReads.BOUNCE_BUFFER)
     )
     storage.open()
     storage.batch_exists_cached = lambda *args: PoolTransferResult({})
+    storage.batch_present_cached = lambda keys, **_: [True]
     storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
     clock = Clock()
     layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), CircuitBreaker(2, 10.0, clock))
@@ -298,6 +299,8 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
     def answer_from_memory():
         if call == "exists":
             layer.batch_exists_v2(["a"])
+        elif call == "present":
+            layer.batch_present(["a"])
         else:
             layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
 

@@ -274,6 +274,33 @@ def test_without_need_there_is_no_thread(hanging):
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("call", ["exists", "present"])
+def test_a_lookup_from_memory_needs_no_thread(hanging, call):
+    layer, storage, _, release = hanging("exists", may_hang=True)
+    answers = [[True, True]]
+    storage.caches_lookups = True
+    storage.objects_exist_cached = lambda batches, call: answers
+    storage._remember_damage(storage.pools["kv"].namespace, ["b"])
+
+    def found():
+        if call == "present":
+            return layer.batch_present(["a", "b"])
+        hit = layer.batch_exists_v2(["a", "b"]).kv_hit_pages
+        return [place < hit for place in range(2)]
+
+    assert found() == [True, False], "a damaged page is hidden"
+    assert not layer._thread_pool.has_threads
+    assert storage.get_stats().pools["kv"].pages_hit == 1
+    # Where memory does not tell, and after a fault, the store is asked.
+    release.set()
+    answers = None
+    assert found() == [False, False]
+    answers = [[True, True]]
+    storage._faulty = {"exists"}
+    assert found() == [False, False]
+    assert layer._thread_pool.has_threads
+
+
 def test_a_lookup_that_ends_by_itself_needs_no_thread(hanging):
     """Unless its deadline comes first."""
     layer, storage, pool, _ = hanging("nothing", lookup_seconds=0.02)

@@ -14,14 +14,15 @@ class TestDamage:
         ("what", "defect"),
         [
             ("bit", "whose checksum does not fit its bytes"),
-            ("short", "whose object has another length or is torn"),
-            ("long", "whose object has another length or is torn"),
-            ("empty", "whose object has another length or is torn"),
+            ("short", "whose object has another length: 127 bytes, not 128"),
+            ("long", "whose object has another length: 129 bytes, not 128"),
+            ("empty", "whose object has another length: 0 bytes, not 128"),
+            ("page alone", "whose object has no envelope: 64 bytes, not 128"),
             ("other key", "whose envelope belongs to another key"),
             ("other pool", "whose envelope belongs to another identity, pool or geometry"),
             ("no envelope", "whose envelope is missing or overwritten"),
             ("other version", "whose envelope has version 2"),
-            ("other length", "whose envelope belongs to a page of"),
+            ("other length", "whose envelope belongs to a page of another length: 1 bytes, not 64"),
         ],
     )
     def test_a_damaged_page_is_a_miss_until_it_is_set_again(self, kit, what, defect, caplog):
@@ -38,6 +39,7 @@ class TestDamage:
             "other key": storage.objects[other],
             "other pool": storage.objects[storage.pools["mamba"].namespace.object_name("a")],
             "empty": b"",
+            "page alone": payload[:-64],
             "no envelope": payload[:-64] + bytes(64),
             "other version": payload[:-60] + b"\2" + payload[-59:],
             "other length": payload[:-56] + b"\1" + payload[-55:],

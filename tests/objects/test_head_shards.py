@@ -219,6 +219,20 @@ def test_all_shards_go_in_one_batch(ranks):
     assert one.storage.operations == ["connect", "exist", "write", "exist", "read"]
 
 
+def test_a_page_with_a_shard_missing_is_no_page_from_memory_either(ranks, monkeypatch):
+    monkeypatch.setattr(MemoryStorage, "caches_lookups", True)
+    monkeypatch.setattr(MemoryStorage, "objects_exist_cached", MemoryStorage.objects_exist)
+    [one] = ranks(1)
+    one.set()
+    ranks.objects.pop(min(ranks.objects))
+    found = one.storage.batch_present(KEYS)
+    assert found.count(False) == 1
+    assert one.storage.batch_present_cached(KEYS) == found
+    hit = one.storage.batch_exists_cached(KEYS)
+    assert hit is not None
+    assert hit.kv_hit_pages == found.index(False)
+
+
 def test_delete_and_clear_remove_all_shards(ranks):
     [one] = ranks(1)
     one.set()

@@ -9,6 +9,8 @@ import os
 import re
 import sys
 import threading
+from contextlib import contextmanager
+from io import StringIO
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 
 from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
-from hicache_storage.observability.logs import JsonFormatter, configure_json_logs
+from hicache_storage.observability.logs import JsonFormatter, configure_json_logs, log_like
 from hicache_storage.observability.request_ids import (
     HEADER,
     RequestScope,
@@ -142,19 +144,67 @@ def test_whatever_is_logged_is_one_line(message, name):
     assert (json.loads(text)["event"], json.loads(text)["driver"]) == (message, name)
 
 
-def test_json_logs_are_for_this_project_alone(capsys):
-    loggers = [logging.getLogger(name) for name in ("hicache_storage", "hicache_backends")]
+@contextmanager
+def unconfigured():
+    """Loggers as in a process whose engine has configured its own alone.
+
+    No fixture: pytest gives the root handlers of its own for each phase of a test.
+    """
+    names = ("", "hicache_storage", "hicache_backends")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers[:] = []
     try:
-        configure_json_logs("WARNING", sys.stderr)
-        logging.getLogger("hicache_backends.x").warning("heard")
-        logging.getLogger("hicache_backends.x").info("not heard")
+        yield
     finally:
         for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
             logger.handlers[:], logger.propagate = handlers, propagate
             logger.setLevel(level)
+
+
+def test_json_logs_are_for_this_project_alone(capsys):
+    with unconfigured():
+        configure_json_logs("WARNING", sys.stderr)
+        logging.getLogger("hicache_backends.x").warning("heard")
+        logging.getLogger("hicache_backends.x").info("not heard")
     [line] = capsys.readouterr().err.splitlines()
     assert json.loads(line)["event"] == "heard"
+
+
+@pytest.fixture
+def engine():
+    """A logger with a handler, as an engine makes it."""
+    logger = logging.getLogger("tests.engine")
+    handler = logging.StreamHandler(StringIO())
+    handler.setFormatter(logging.Formatter("engine: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield logger
+    logger.removeHandler(handler)
+
+
+def test_logs_are_printed_as_the_engines_own(engine):
+    with unconfigured():
+        log_like(engine)
+        log_like(engine)
+        logging.getLogger("hicache_backends.x").info("heard")
+        logging.getLogger("hicache_backends.x").debug("not heard")
+    assert engine.handlers[0].stream.getvalue() == "engine: heard\n"
+
+
+def test_logs_that_somebody_has_configured_stay_as_they_are(engine, capsys):
+    with unconfigured():
+        configure_json_logs("INFO", sys.stderr)
+        log_like(engine)
+        logging.getLogger("hicache_storage.x").info("heard")
+    with unconfigured():
+        logging.getLogger().addHandler(logging.NullHandler())
+        log_like(engine)
+        logging.getLogger("hicache_storage.x").warning("heard by the root")
+    [line] = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["event"] == "heard"
+    assert engine.handlers[0].stream.getvalue() == ""
 
 
 def test_the_server_answers_with_the_id_and_never_with_more():

@@ -44,6 +44,10 @@ LOCAL_BYTES_PER_THREAD = 16 << 20
 
 NETWORK_BYTES_PER_THREAD = 4 << 20
 
+DIRECT_BYTES_PER_THREAD = 1 << 20
+"""Past the page cache a local disk is kept busy by requests of several threads: with one at a time,
+of 512 KiB, it waits for each."""
+
 FLUSH_SECONDS = 5.0
 """Seconds between writes of the times of use, which decide what other processes evict."""
 
@@ -282,7 +286,7 @@ class Store:
             self.thread_pool,
             self.buffers,
             threads=threads,
-            bytes_per_thread=LOCAL_BYTES_PER_THREAD if self.is_local else NETWORK_BYTES_PER_THREAD,
+            bytes_per_thread=_bytes_per_thread(self.is_local, direct),
             direct=direct,
             trusts_cache=self.is_local and config.hung_reads == "auto",
             verifies=config.verify_checksums,
@@ -334,6 +338,12 @@ class Store:
             raise StorageUnavailableError(
                 f"cannot list the store in {self.path!r}: {error}"
             ) from error
+
+
+def _bytes_per_thread(local: bool, direct: bool) -> int:
+    if not local:
+        return NETWORK_BYTES_PER_THREAD
+    return DIRECT_BYTES_PER_THREAD if direct else LOCAL_BYTES_PER_THREAD
 
 
 def _default_threads(local: bool) -> int:

@@ -210,10 +210,10 @@ class EvictionCases:
             if any(left[usable:]):
                 raise Violation(
                     "EV-3",
-                    f"a chain of {CHAIN} pages, written in {manner}, was pressed by {pressure} "
-                    f"others in a store of {pages}: "
-                    f"left of it is {drawn(left)}, so that only {usable} of the {sum(left)} pages "
-                    f"left can be used",
+                    f"a chain of {CHAIN} pages, written in {manner}, and {pressure} other pages "
+                    f"after it, in a store of {pages}: a page of the chain was evicted before the "
+                    f"pages behind it; left is {drawn(left)}, head first, so that only {usable} of "
+                    f"the {sum(left)} pages left can be used",
                 )
             # Closed here, because the case opens a store for each pressure, and each would keep its
             # threads and files until the end.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.interfaces.profile import InterfaceProfile
+    from hicache_conformance.interfaces.interface import InterfaceProfile
     from hicache_storage.spec import PoolTransfer, PoolTransferResult
 
 SIDE, OTHER = "mamba", "indexer"

@@ -21,6 +21,7 @@ from hicache_conformance.fixtures.fault_calls import (
     wait_until_serving,
 )
 from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.injectors.disk import DiskInjector
@@ -52,6 +53,9 @@ SILENT: Final = frozenset({FaultKind.PARTIAL, FaultKind.REORDERED, FaultKind.STA
 faults."""
 
 
+RETRYING_SECONDS: Final = 2.0
+"""Deadline of calls that a client may try a few times. One that ends sooner is counted by the
+deadline layer, whatever the driver does with the errors of its store."""
 BESIDE: Final = 8
 _WRITES: Final = ("write", "request")
 _FAILING_ONCE: Final = {
@@ -92,7 +96,7 @@ class FaultCases:
             raise Violation(
                 "FT-1",
                 f"calls were answered with misses because of {plan}, and get_stats() counts no "
-                f"fault",
+                f"fault{_swallowed(sut)}",
             )
         # A fault that destroys pages is one episode for each damaged page, and each may have its
         # line (GET-7).
@@ -109,9 +113,11 @@ class FaultCases:
         plan = FaultPlan(injector.name, UNAVAILABLE[injector.name])
         sut, keys = serving_storage(context, injector)
         before = count_faults(sut)
-        set_deadline(sut, deadline_on(injector))
         injector.inject(plan)
         with records_above_debug() as records:
+            set_deadline(sut, RETRYING_SECONDS)
+            _check_counted(injector, sut, keys, plan)
+            set_deadline(sut, deadline_on(injector))
             _, missed, calls = _use(context, injector, sut, keys, plan, rounds=2 * ROUNDS)
         injector.heal()
         set_deadline(sut, None)
@@ -119,12 +125,13 @@ class FaultCases:
             raise Violation(
                 "FT-1",
                 f"calls were answered with misses because of {plan}, and get_stats() counts no "
-                f"fault",
+                f"fault{_swallowed(sut)}",
             )
         if missed and not records:
             raise Violation(
                 "FT-1",
-                f"{calls} calls were answered with misses because of {plan}, and nothing was logged",
+                f"{calls} calls were answered with misses because of {plan}, and nothing was "
+                f"logged{_swallowed(sut)}",
             )
         _check_lines(records, LINES, plan)
 
@@ -333,6 +340,31 @@ def _use(
     return stored, missed, rounds * 5
 
 
+def _check_counted(
+    injector: FaultInjector, sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan
+) -> None:
+    """Make sure that a lookup and a read of stored pages that miss under a fault count one each.
+
+    Raises:
+        Violation: FT-1; GET-1 for wrong bytes.
+    """
+    before = count_faults(sut)
+    hit = call_bounded(injector, plan, "batch_exists_v2", partial(sut.exists, keys)).kv_hit_pages
+    looked_up = count_faults(sut)
+    found = call_bounded(injector, plan, "batch_get_v2", partial(sut.get, keys))
+    check_hits(sut, keys, found, plan)
+    for what, missed, counted in (
+        ("an exists", hit < len(keys), looked_up - before),
+        ("a get", None in found, count_faults(sut) - looked_up),
+    ):
+        if missed and not counted:
+            raise Violation(
+                "FT-1",
+                f"{what} of stored pages was answered with misses because of {plan}, and "
+                f"get_stats() counts no fault{_swallowed(sut)}",
+            )
+
+
 def _silent(plan: FaultPlan) -> bool:
     corrupt = plan.injector == "network" and any(
         fault.kind is FaultKind.BIT_FLIP for fault in plan.faults
@@ -395,3 +427,13 @@ def _no_more_descriptors() -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _swallowed(sut: StorageUnderTest) -> str:
+    """Advice to a driver of the SDK whose faults show nowhere."""
+    return (
+        ": the driver catches the errors of its store; raise them, and the SDK answers the misses, "
+        "counts and logs them"
+        if has_steps(sut.storage)
+        else ""
+    )

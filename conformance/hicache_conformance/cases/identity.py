@@ -109,6 +109,13 @@ class IdentityCases:
     """ID-1, ID-2 and ID-4."""
 
     @covers("ID-1", levels=IDENTITY)
+    def test_another_tp_size(self, context: CaseContext) -> None:
+        """An engine of one rank that is started again with two, and nothing else is different."""
+        one = context.identity()
+        two = replace(one, tp_size=2)
+        _keep_apart(context.storage(one), context.storage(two), context.keys(4), "ID-1")
+
+    @covers("ID-1", levels=IDENTITY)
     @pytest.mark.parametrize("field", DECIDING)
     def test_one_field_differs(self, context: CaseContext, field: str) -> None:
         """Identities that differ in one field alone."""
@@ -256,7 +263,9 @@ def _keep_apart(one: StorageUnderTest, two: StorageUnderTest, keys: list[str], r
         with preconditions.deferred():
             writer.store(half)
             writer.expect(half)
-        reader.expect_missing(half, rule=rule, why="was set under another identity")
+        reader.expect_missing(
+            half, rule=rule, why="was set under another identity", writer=writer.identity
+        )
     preconditions.check()
     one.store(keys)
     two.store(keys)

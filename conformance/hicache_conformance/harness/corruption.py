@@ -184,6 +184,47 @@ def _flip(descriptor: int, at: int, bit: int) -> None:
     os.pwrite(descriptor, bytes([byte ^ 1 << bit]), at)
 
 
+def corrupt_page(directory: Path, page: bytes, other: bytes, damage: ObjectCorruption) -> bool:
+    """Damage the files of a store that hold a page.
+
+    Args:
+        directory: of the store.
+        page: its bytes.
+        other: bytes of a page of another key, or another identity.
+        damage: what happens to it.
+
+    Returns:
+        Whether one of them holds it as it is, and another one `other` where that is asked for.
+    """
+    found = dict[Path, tuple[int, int]]()
+    for path in _files(directory):
+        with path.open("rb") as file:
+            place, place_of_other = find_all(file.fileno(), [page, other])
+        found[path] = place, place_of_other
+    # Whole files change place: what else a store writes beside the page comes with it.
+    strangers = [path for path, (place, at) in found.items() if place < 0 <= at]
+    swapped = damage in (ObjectCorruption.OTHER_KEY, ObjectCorruption.OTHER_IDENTITY)
+    held = [path for path, (place, _) in found.items() if place >= 0]
+    if not held or (swapped and not strangers):
+        return False
+    for path in held:
+        content, place = bytearray(path.read_bytes()), found[path][0]
+        match damage:
+            case ObjectCorruption.SHORT:
+                del content[place + len(page) // 2 :]
+            case ObjectCorruption.LONG:
+                content[place:place] = b"more"
+            case ObjectCorruption.FLIPPED_BIT:
+                content[place + len(page) // 2] ^= 1
+            case ObjectCorruption.OTHER_KEY | ObjectCorruption.OTHER_IDENTITY:
+                content[:] = strangers[0].read_bytes()
+        # In place: a damaged file is still the same file.
+        with path.open("r+b") as file:
+            file.write(content)
+            file.truncate()
+    return True
+
+
 def _files(directory: Path) -> Iterator[Path]:
     for home, _, names in os.walk(directory):
         for name in sorted(names):

@@ -18,7 +18,7 @@ MAX_LINES: Final = 20
 """Log lines that are kept of one case, the last ones."""
 _LOGGERS: Final = (
     "hicache_storage.objects.storage",
-    "hicache_conformance.interfaces.sglang.storage",
+    "hicache_conformance.interfaces",
 )
 """Loggers of the modules that answer exceptions as misses; they report each at debug level."""
 

@@ -200,6 +200,15 @@ def spent(length: int) -> bytes:
     return (SPENT_MARK * (length // len(SPENT_MARK) + 1))[:length]
 
 
+def differing_fields(found: StorageIdentity, expected: StorageIdentity) -> str:
+    """Name the fields in which two identities differ, each with both values."""
+    return ", ".join(
+        f"{field.name} {getattr(found, field.name)!r} (expected {getattr(expected, field.name)!r})"
+        for field in fields(found)
+        if getattr(found, field.name) != getattr(expected, field.name)
+    )
+
+
 def short(key: str) -> str:
     """A key as messages show it."""
     return repr(key if len(key) <= 60 else f"{key[:40]}...{key[-12:]}")
@@ -212,17 +221,9 @@ def _difference(found: Page, expected: Page) -> str:
     if found.pool != expected.pool:
         words.append(f"holds bytes of pool {found.pool!r}")
     if found.identity != expected.identity:
-        differing = [
-            f.name
-            for f in fields(found.identity)
-            if getattr(found.identity, f.name) != getattr(expected.identity, f.name)
-        ]
-        told = ", ".join(
-            f"{name} {getattr(found.identity, name)!r} (expected "
-            f"{getattr(expected.identity, name)!r})"
-            for name in differing
+        words.append(
+            f"holds bytes written under {differing_fields(found.identity, expected.identity)}"
         )
-        words.append(f"holds bytes written under {told}")
     if not words and found.generation != expected.generation:
         words.append(
             f"holds the bytes of set number {found.generation} of this key, not of number "

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from hicache_conformance.harness.call_log import CallLog
-from hicache_conformance.harness.page_patterns import Page, canary, short, spent
+from hicache_conformance.harness.page_patterns import (
+    Page,
+    canary,
+    differing_fields,
+    short,
+    spent,
+)
 from hicache_conformance.harness.pools import slots_of
 from hicache_conformance.model.violation import Violation
 from hicache_storage.spec import (
@@ -318,9 +324,22 @@ class StorageUnderTest:
                 raise Violation("GET-1", f"page {index} key {short(key)} of pool {pool!r} {wrong}")
 
     def expect_missing(
-        self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str, why: str
+        self,
+        keys: Sequence[str],
+        pool: str = PoolName.KV,
+        *,
+        rule: str,
+        why: str,
+        writer: StorageIdentity | None = None,
     ) -> None:
         """Make sure that pages are neither delivered nor said to exist.
+
+        Args:
+            keys: of the pages.
+            pool: of the pages.
+            rule: that is broken otherwise.
+            why: the pages must be missing.
+            writer: identity under which they were set, where it is another.
 
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
@@ -335,7 +354,12 @@ class StorageUnderTest:
                 whose = self._patterns.explain(content, page_of_key) or "holds its own bytes"
                 raise Violation(rule, f"{page}, and a get delivers it: {whose}")
             if claimed[index] or self.has(key, pool):
-                raise Violation(rule, f"{page}, and exists says that it is there")
+                under = (
+                    f", though it was written under {differing_fields(writer, self.identity)}"
+                    if writer is not None and writer != self.identity
+                    else ""
+                )
+                raise Violation(rule, f"{page}, and exists says that it is there{under}")
 
     def expect_own(self, keys: Sequence[str], pool: str = PoolName.KV, *, rule: str) -> None:
         """Read pages that this identity and others have stored under the same keys.

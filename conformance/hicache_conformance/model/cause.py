@@ -10,14 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
 _OWN: Final = frozenset({"hicache_storage", "hicache_conformance"})
-_CALLERS: Final = frozenset(
-    {"hicache_storage.objects.storage", "hicache_conformance.interfaces.sglang.storage"}
+_CALLERS: Final = (
+    "hicache_storage.objects.storage",
+    "hicache_storage.objects.async_storage",
+    "hicache_conformance.interfaces.",
 )
-"""Modules that call drivers."""
+"""Prefixes of the names of modules that call drivers."""
+_OF_THE_STORE: Final = (
+    "StorageUnavailableError",
+    "StorageRefusedError",
+    "TimeoutError",
+    "ConnectionError",
+)
+"""Ends of the names of errors by which the client of a store says that it does not serve."""
 _MAX_TEXT: Final = 300
+_MAX_CHAIN: Final = 4
 _MAX_TRACEBACK: Final = 4_000
 _MAX_STACKS: Final = 3
 _MAX_FRAMES: Final = 12
@@ -42,7 +53,11 @@ class Cause:
     @property
     def defect(self) -> str:
         """Equal for causes that one mistake in the driver explains."""
-        return f"{self.error.partition(':')[0]} at {self.place}" if self.place else self.error
+        # What follows the colon is of one call: an exception's message, the lengths of a damaged page.
+        kind = self.error.partition(":")[0]
+        if self.place:
+            return f"{kind} at {self.place}"
+        return self.error if self.traceback else kind
 
     def __str__(self) -> str:
         return f"{self.error} ({self.place})" if self.place else self.error
@@ -50,26 +65,52 @@ class Cause:
 
 def cause_of(error: BaseException) -> Cause:
     """Describe an exception; nothing of its frames is kept alive."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    raised = list(traceback.walk_tb(error.__traceback__))
+    chain = list(_chain(error))
+    # The SDK raises some errors from the driver's: the driver's frames are in those.
+    frames = next(
+        (found for found in map(_frames, chain) if any(_is_foreign(frame) for frame, _ in found)),
+        raised,
+    )
     package = next((_package(frame) for frame, _ in frames if _is_foreign(frame)), "")
     mine = [(frame, line) for frame, line in frames if package and _package(frame) == package]
     others = [(frame, line) for frame, line in frames if (frame, line) not in mine]
-    inner = traceback.extract_stack(mine[-1][0], 1)[0] if mine else None
     text = " ".join(str(error).split())
     lines = [
         *_lines([*reversed(mine), *reversed(others)]),
         "".join(traceback.format_exception_only(error)).rstrip(),
     ]
-    chained = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if chained is not None:
-        lines.append(f"  from {type(chained).__name__}: {str(chained)[:_MAX_TEXT]}")
+    lines += [f"  from {_name(link)}" for link in chain[1:]]
     return Cause(
-        error=f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__,
-        place=f"{Path(inner.filename).name}:{mine[-1][1]} in {inner.name}" if inner else "",
+        # What the message has of the cause anyway is not repeated.
+        error=", from ".join(
+            [_name(error), *(_name(link) for link in chain[1:] if str(link) not in text)]
+        ),
+        place=_place(*mine[-1]) if mine else "",
         traceback="\n".join(lines)[:_MAX_TRACEBACK],
         expected=isinstance(error, OSError) or _is_of_the_store(error),
-        injected=bool(frames) and _package(frames[-1][0]) == "hicache_conformance",
+        injected=bool(raised) and _is_injected(raised[-1][0]),
     )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, the one that it was raised from, and so on."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
+    return list(traceback.walk_tb(error.__traceback__))
+
+
+def _name(error: BaseException) -> str:
+    """Type and message, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_MAX_TEXT]}" if text else type(error).__name__
 
 
 def damage(defect: str) -> Cause:
@@ -89,22 +130,59 @@ def stack_of(ident: int) -> str:
 def stacks_in_driver() -> str:
     """Stacks of the other threads that are inside a call of the driver, innermost frame first.
 
-    Empty if there is none.
+    Threads at the same place are shown together. Empty if there is none.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    stacks = list[str]()
+    found = dict[str, list[str]]()
+    for ident, frames in _threads_in_driver():
+        found.setdefault(_stack(frames), []).append(repr(names.get(ident, ident)))
+    stacks = [
+        f"thread {threads[0]}:\n{stack}"
+        if len(threads) == 1
+        else f"{len(threads)} threads, such as {threads[0]}:\n{stack}"
+        for stack, threads in found.items()
+    ]
+    return "\n".join(stacks[:_MAX_STACKS])
+
+
+def _stack(frames: list[FrameType]) -> str:
+    """Frames as text; of a long stack both ends, because the driver's are the outermost ones."""
+    shown = [(frame, frame.f_lineno) for frame in frames]
+    if len(shown) <= _MAX_FRAMES:
+        return "\n".join(_lines(shown))
+    half = _MAX_FRAMES // 2
+    left_out = f"  ... {len(shown) - 2 * half} more"
+    return "\n".join([*_lines(shown[:half]), left_out, *_lines(shown[-half:])])
+
+
+def places_in_driver() -> list[str]:
+    """File, line and function of the driver, of each other thread that is inside a call of it."""
+    places = list[str]()
+    for _, frames in _threads_in_driver():
+        # The outermost one is the driver's; further in there may be libraries that it calls.
+        entered = next(frame for frame in reversed(frames) if _is_foreign(frame))
+        inner = next(frame for frame in frames if _package(frame) == _package(entered))
+        places.append(_place(inner, inner.f_lineno))
+    return places
+
+
+def _threads_in_driver() -> Iterator[tuple[int, list[FrameType]]]:
+    """The other threads inside a call of the driver, with their frames down to its caller's."""
     for ident, top in _current_frames().items():
         if ident == threading.get_ident():
             continue
         frames = [frame for frame, _ in traceback.walk_stack(top)]
         called = next(
-            (index for index, frame in enumerate(frames) if _module(frame) in _CALLERS), 0
+            (index for index, frame in enumerate(frames) if _module(frame).startswith(_CALLERS)),
+            0,
         )
         # Threads that wait for work have no frame of the driver above the caller's.
         if any(map(_is_foreign, frames[:called])):
-            shown = [(frame, frame.f_lineno) for frame in frames[: min(called + 1, _MAX_FRAMES)]]
-            stacks.append("\n".join([f"thread {names.get(ident, ident)!r}:", *_lines(shown)]))
-    return "\n".join(stacks[:_MAX_STACKS])
+            yield ident, frames[: called + 1]
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}"
 
 
 def _current_frames() -> dict[int, FrameType]:
@@ -113,8 +191,14 @@ def _current_frames() -> dict[int, FrameType]:
 
 def _is_of_the_store(error: BaseException) -> bool:
     # By name: `StorageUnavailableError` and its kin, and the errors of clients of a store.
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"StorageUnavailableError", "StorageRefusedError", "TimeoutError"})
+    return any(kind.__name__.endswith(_OF_THE_STORE) for kind in type(error).__mro__)
+
+
+def _is_injected(frame: FrameType) -> bool:
+    # Adapters raise what an engine would raise about the driver's answer.
+    return _package(frame) == "hicache_conformance" and not _module(frame).startswith(
+        "hicache_conformance.interfaces."
+    )
 
 
 def _module(frame: FrameType) -> str:

@@ -23,6 +23,10 @@ STOPPED_AT: Final = " stopped at a violation of "
 """Between a case and the rule whose violation kept it from judging its own."""
 
 
+DID_NOT_RUN: Final = " did not run"
+"""Behind the names of cases that left no outcome."""
+
+
 class Verdict(StrEnum):
     """Verdict on a driver, over the levels that were selected."""
 
@@ -220,7 +224,7 @@ def _verdicts(
     left = {case.name for case in planned} - {case.function for case in ran}
     if left:
         not_run = f"not judged: {stream.stopped}" if stream.stopped else ""
-        yield Outcome.UNTESTED, not_run or f"{', '.join(sorted(left))} did not run"
+        yield Outcome.UNTESTED, not_run or f"{', '.join(sorted(left))}{DID_NOT_RUN}"
     if not ran and not left:
         missing = [
             need for need in (rule.needs, LEVEL_NEEDS.get(level)) if need in stream.undeclared

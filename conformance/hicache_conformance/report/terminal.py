@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hicache_conformance.model.outcomes import Outcome, OutcomeStream
-from hicache_conformance.model.verdict import STOPPED_AT, Verdict, judge
+from hicache_conformance.model.verdict import DID_NOT_RUN, STOPPED_AT, Verdict, judge
 from hicache_conformance.report.results import reproduction, shrinking
 
 if TYPE_CHECKING:
@@ -36,6 +36,11 @@ SPEED_SECONDS: Final = 120.0
 """Time over which the progress bar averages its speed."""
 TRACEBACK_LINES: Final = 6
 """Lines of a traceback in the terminal: the three innermost frames of the driver."""
+LEFT_OUT: Final = f"cases of theirs{DID_NOT_RUN}"
+WITHOUT_A_REPORT: Final = (
+    "tracebacks, bytes and the driver's log: add --report DIR, then `hicache conformance repro DIR "
+    "RULE`"
+)
 STYLES: Final = {
     Outcome.PASS: "green",
     Outcome.FAIL: "bold red",
@@ -138,12 +143,21 @@ def show(
                 # not here, so that it can be copied.
                 again = _again(stream, result, results)
                 console.print(Text(f"  again: {again}", "dim"), soft_wrap=True)
+    if results is None and any(result.outcome is Outcome.FAIL for result in counted):
+        console.print(Text(f"  {WITHOUT_A_REPORT}", "dim"), soft_wrap=True)
     table = Table("rules", "outcome", "reason", box=None, header_style="bold", pad_edge=False)
+    left_out = 0
     for outcome in (Outcome.UNTESTED, Outcome.NOT_DECLARED):
         for reason, ids in _by_reason(result for result in counted if result.outcome is outcome):
-            table.add_row(", ".join(ids), Text(outcome, STYLES[outcome]), Text(reason))
+            if reason == LEFT_OUT:
+                left_out = len(ids)
+            else:
+                table.add_row(", ".join(ids), Text(outcome, STYLES[outcome]), Text(reason))
     if table.row_count:
         console.print(table)
+    if left_out:
+        # A run of one case leaves nearly all rules out: a table of them would hide its finding.
+        console.print(f"{left_out} rules untested, cases of which did not run", highlight=False)
     counts = ", ".join(
         f"{judgement.count(outcome)} {outcome}" for outcome in Outcome if judgement.count(outcome)
     )
@@ -163,6 +177,9 @@ def _by_reason(results: Iterable[RuleResult]) -> list[tuple[str, list[str]]]:
     for result in results:
         case, stopped, rule = result.reason.partition(STOPPED_AT)
         reason = f"their cases{STOPPED_AT}{rule}" if case and stopped else result.reason
+        # Of a run of few cases these are nearly all rules; the report names the cases of each.
+        if reason.endswith(DID_NOT_RUN):
+            reason = LEFT_OUT
         groups.setdefault(reason, []).append(result.rule.id)
     return list(groups.items())
 

@@ -29,14 +29,17 @@ from hicache_conformance.model.outcomes import (
 from hicache_conformance.model.settings import port_names, unique_name
 from hicache_conformance.model.violation import Inconclusive, NotPromised
 from hicache_conformance.report.header import blank_header
-from hicache_storage.plugins import create_storage, registry
+from hicache_storage.plugins import create_storage, driver_class, registry
 from hicache_storage.spec import (
+    DriverContractError,
     DriverError,
     HiCacheError,
     PoolName,
     PoolTransfer,
     StorageIdentity,
 )
+from hicache_storage.tools.doctor.drivers import check_class
+from hicache_storage.tools.doctor.finding import Status
 from hicache_storage.tools.options import TMP, redacted
 
 if TYPE_CHECKING:
@@ -74,6 +77,8 @@ def check_driver(
         pytest.UsageError: that is not possible; the reason has been written down.
     """
     try:
+        if not run.interface:
+            _check_class(run.driver)
         with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
             options = NO_LAYERS if run.interface else None
             commands = commands_of(owner.driver, owner.config, owner.services)
@@ -106,11 +111,33 @@ def check_driver(
                     )
     except Inconclusive as missing:
         _give_up(writer, f"driver {run.driver!r} cannot be judged: {missing}")
+    except DriverContractError as error:
+        _give_up(writer, f"driver {run.driver!r} does not fit the contract: {error}")
     except HiCacheError as error:
         what = "cannot be loaded" if isinstance(error, DriverError) else "cannot be opened"
         _give_up(writer, f"driver {run.driver!r} {what}: {error}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's driver may raise anything
         _give_up(writer, f"driver {run.driver!r} cannot be opened: {type(error).__name__}: {error}")
+
+
+def _check_class(driver: str) -> None:
+    """Make sure of what `hicache doctor` finds out without opening anything.
+
+    Otherwise one method that takes other arguments would be a finding of each rule.
+
+    Raises:
+        DriverError: the class cannot be loaded, or does not fit the contract.
+    """
+    spec = registry().get(driver)
+    # Raises where there is no class to look at.
+    driver_class(spec)
+    found = [
+        f"{finding.detail}: {finding.fix}"
+        for finding in check_class(spec, named=True)
+        if finding.status is Status.FAIL
+    ]
+    if found:
+        raise DriverContractError("; ".join(found))
 
 
 class _Watchdog:
@@ -222,7 +249,7 @@ def _header(run: RunFile, capabilities: Capabilities) -> Header:
         cases=run.cases,
     )
     if run.interface:
-        describe_interface(header, run.interface, run.config)
+        describe_interface(header, run.config)
     return header
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from hicache_conformance.fixtures.open_context import CAUSE_LOG, INJECTOR, require_driver
-from hicache_conformance.interfaces.sglang.storage import process_is_full
+from hicache_conformance.interfaces.foreign_storage import process_is_full
 from hicache_conformance.model.case import cases_of
 from hicache_conformance.model.outcomes import OutcomeStream, StreamWriter
 from hicache_conformance.model.pytest_keys import (

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from hicache_conformance.harness.driver_files import driver_files, modules_of
-from hicache_conformance.interfaces.profile import foreign_distributions
-from hicache_conformance.interfaces.sglang.setup import setup_of
+from hicache_conformance.interfaces.profile import foreign_distributions, foreign_driver
 from hicache_conformance.model.outcomes import DriverFiles, Outcome
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
@@ -257,9 +256,9 @@ def _installed(record: Record) -> tuple[str, DriverFiles]:
     """Return the distribution and the files of a driver, as they are installed here."""
     name = record.driver.name
     if record.how.interface:
-        setup = setup_of(name, record.how.options)
-        files = driver_files([setup.target or "sglang"])
-        return (foreign_distributions(setup), files) if files.count else ("", files)
+        foreign = foreign_driver(record.how.interface, name, record.how.options)
+        files = driver_files([foreign.setup.target or foreign.interface.engine])
+        return (foreign_distributions(foreign), files) if files.count else ("", files)
     try:
         registry().get(name)
     except DriverNotFoundError:

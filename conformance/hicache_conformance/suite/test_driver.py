@@ -2,7 +2,7 @@
 
 from hicache_conformance import DriverConformance
 from hicache_conformance.model.settings import RunFile
-from hicache_conformance.suite.sglang_conformance import ForeignConformance
+from hicache_conformance.suite.foreign_conformance import ForeignConformance
 
 _run = RunFile.of_environment()
 

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     """Pages of one namespace, in the order of their chain: their keys, and payloads if any."""
 
 SCRIPT: Final = Path(__file__).with_name("store.lua").read_text("utf-8")
+SCRIPT_KEYS: Final = 4096
 SCRIPT_BYTES: Final = 32 << 20
-"""Pages that one script moves at most: Redis serves nobody else while it runs."""
+"""Pages that one script looks up, and moves, at most: Redis serves nobody else while it runs."""
 LOADING_SECONDS: Final = 0.05
 ATTEMPTS: Final = 3
 
@@ -117,7 +118,7 @@ class RedisStorage(ObjectStorage):
                 "capacity": self._capacity,
                 "epoch": self._epochs.get(namespace.name, 0),
                 "keys": keys[piece],
-                "prefix_keys": () if piece.start else call.prefix_keys,
+                "uses": call.lru_order(keys[piece]),
             }
             pipeline.eval(SCRIPT, 0, msgspec.msgpack.encode(batch), *payloads[piece])
         answers: list[list[Any]] = [[None] * len(keys) for _, keys, _ in parts]
@@ -130,7 +131,7 @@ class RedisStorage(ObjectStorage):
 
 
 def _pieces(part: Part) -> Iterator[slice]:
-    length = max(1, SCRIPT_BYTES // part[0].object_bytes)
+    length = max(1, min(SCRIPT_KEYS, SCRIPT_BYTES // part[0].object_bytes))
     return (slice(start, start + length) for start in reversed(range(0, len(part[1]), length)))
 
 

@@ -36,10 +36,10 @@ local operations = {
   end,
 }
 
--- The head of a chain is used last, so that its tail is evicted first.
-local function use(chain)
-  local turn = redis.call('INCRBY', prefix .. ':uses', #chain)
-  for i, key in ipairs(chain) do redis.call('ZADD', pages .. ':uses', 'XX', turn - i, key) end
+-- The head of a chain comes last, so that its tail is evicted first.
+local function use(keys)
+  local turn = redis.call('INCRBY', prefix .. ':uses', #keys) - #keys
+  for i, key in ipairs(keys) do redis.call('ZADD', pages .. ':uses', 'XX', turn + i, key) end
 end
 
 local function evict()
@@ -60,7 +60,6 @@ end
 
 local answers, evicted = {}, 0
 for i, key in ipairs(batch.keys) do answers[i] = operations[batch.operation](key, ARGV[1 + i]) end
-use(batch.keys)
-use(batch.prefix_keys)
+use(batch.uses)
 while is_full() do evicted = evicted + evict() end
 return { answers, epoch, evicted }

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -27,6 +27,8 @@ from hicache_storage.engines.lmcache.identity import (
     adapter_config,
     place_identity,
 )
+from hicache_storage.observability.logs import log_like
+from hicache_storage.observability.prometheus import PROCESS
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
     ConfigError,
@@ -34,6 +36,7 @@ from hicache_storage.spec import (
     InvalidPoolError,
     PoolName,
     PoolTransfer,
+    StorageStats,
 )
 
 if TYPE_CHECKING:
@@ -48,6 +51,9 @@ logger = init_logger(__name__)
 
 HEALTH_SECONDS: Final = 5.0
 """How old the health of `report_status` may be: asking a store may take as long as a call."""
+
+MAX_LAYOUTS: Final = 256
+"""Limit of the layouts that are remembered: an engine has one for each group of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         # LMCache evicts nothing here: the driver has a capacity of its own.
         super().__init__(max_capacity_bytes=0)
         self._config = adapter_config(config)
+        log_like(logger)
         if l1_memory_desc is None:
             raise ConfigError(
                 "hicache bridge: LMCache has no contiguous L1 arena; use its default L1 memory"
@@ -117,6 +124,8 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._loads = AsyncCalls[list[bool]]("hicache-load", threads, self._load_event.notify)
         self._lookups_done = dict[int, list[bool]]()
         self._loads_done = dict[int, list[bool]]()
+        # LMCache's `/metrics` serves the default registry.
+        PROCESS.add(self)
 
     @property
     def refused_calls(self) -> int:
@@ -182,6 +191,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """End the threads, close the storages and the descriptors. Idempotent."""
+        PROCESS.remove(self)
         with ExitStack() as steps:
             # The last one is called first.
             for event in (self._store_event, self._lookup_event, self._load_event):
@@ -192,6 +202,14 @@ class HiCacheL2Adapter(L2AdapterInterface):
             for calls in (self._stores, self._lookups, self._loads):
                 steps.callback(calls.close)
 
+    def get_stats(self) -> StorageStats:
+        """Return the counters of all storages, summed."""
+        with self._lock:
+            storages = list(self._storages.values())
+        return StorageStats.total(
+            self._config.driver, (storage.get_stats() for storage in storages)
+        )
+
     def report_status(self) -> dict[str, object]:
         """Report health and counters; asks the stores every few seconds at most."""
         with self._lock:
@@ -200,7 +218,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         if time.monotonic() - checked > HEALTH_SECONDS:
             healthy = all(storage.health().ok for storage in storages)
             self._health = time.monotonic(), healthy
-        pools = [pool for each in storages for pool in each.get_stats().pools.values()]
+        pools = self.get_stats().pools.values()
         return {
             "is_healthy": healthy,
             "type": type(self).__name__,
@@ -238,17 +256,18 @@ class HiCacheL2Adapter(L2AdapterInterface):
         ]
 
         def ask(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
-            answers = storage.batch_present([_text(keys[index]) for index in indices])
-            self._notify_keys_accessed(
-                [keys[index] for index, answer in zip(indices, answers, strict=True) if answer]
-            )
-            return answers
+            return storage.batch_present([_text(keys[index]) for index in indices])
 
         return self._by_place("batch_present", places, ask)
 
     def _load(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> list[bool]:
         """Load objects. Blocks."""
-        return self._move("batch_get_v2", keys, objects)
+        answers = self._move("batch_get_v2", keys, objects)
+        # Here and not at a lookup, as LMCache's own adapters do.
+        self._notify_keys_accessed(
+            [key for key, answer in zip(keys, answers, strict=True) if answer]
+        )
+        return answers
 
     def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> _Stored:
         """Store objects. Blocks."""
@@ -264,7 +283,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
     def _move(
         self, call: str, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> list[bool]:
-        layouts = [ObjectLayout.of(item.get_shapes(), item.get_dtypes()) for item in objects]
+        layouts = [_layout(item) for item in objects]
 
         def move(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
             transfer = PoolTransfer(
@@ -333,7 +352,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             InvalidPoolError: it does not lie in the arena, or is shorter than its tensors.
         """
         offset = item.data_ptr - self._arena.ptr
-        size = _bytes_of(ObjectLayout.of(item.get_shapes(), item.get_dtypes()))
+        size = _bytes_of(_layout(item))
         if item.get_size() != size:
             raise InvalidPoolError(
                 f"an object of {item.get_size()} bytes whose tensors have {size}: objects that "
@@ -352,6 +371,16 @@ def _text(key: ObjectKey) -> str:
     return key.chunk_hash.hex()
 
 
+def _layout(item: MemoryObj) -> ObjectLayout:
+    return _known_layout(tuple(item.get_shapes()), tuple(item.get_dtypes()))
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def _known_layout(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> ObjectLayout:
+    return ObjectLayout.of(shapes, dtypes)
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
 def _bytes_of(layout: ObjectLayout) -> int:
     return sum(
         torch.Size(shape).numel() * getattr(torch, dtype).itemsize

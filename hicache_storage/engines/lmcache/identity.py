@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
@@ -14,6 +13,8 @@ from hicache_storage.spec import StorageIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+VERSIONS: Final = ("0.5.6",)
+"""Versions of LMCache whose interface the bridge serves."""
 WHERE = "adapter_params"
 OBJECT_FORMAT = 1
 """Version of `page_format`; another number keeps pages apart."""
@@ -37,8 +38,7 @@ def adapter_config(options: Mapping[str, object]) -> AdapterConfig:
     return parse_options(AdapterConfig, options, where=WHERE)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectLayout:
+class ObjectLayout(NamedTuple):
     """Shapes and dtypes of the tensors of an object, in their order."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -54,8 +54,7 @@ class ObjectLayout:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """What objects that share a namespace have in common, beside the configuration."""
 
     model: str

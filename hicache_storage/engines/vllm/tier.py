@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.engines.vllm.chunk_pool import ChunkPool
 from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_config, tier_identity
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
+from hicache_storage.observability.logs import log_like
 from hicache_storage.spec import (
     ConfigError,
     HiCacheStorageExtraInfo,
@@ -79,21 +81,24 @@ class _Chain:
     """Chunks of one request that vLLM has named so far, by their places in its sequence."""
 
     def __init__(self) -> None:
-        self._ends = dict[str, int]()
-        """Hash of a chunk, and the number of tokens up to its end."""
+        self._ends: dict[OffloadKey, int] = {}
+        """Number of tokens up to the end of a chunk."""
 
     def note(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
         """Note the places of some keys."""
+        # vLLM asks for each key of each waiting request in every step.
         for key in keys:
-            if (end := request.get_offload_key_position(key)) is not None:
-                self._ends[_text(key)] = end
+            if key not in self._ends and (end := request.get_offload_key_position(key)) is not None:
+                self._ends[key] = end
 
     def before(self, keys: Sequence[OffloadKey]) -> list[str]:
         """Return the hashes that precede the first of some keys, in the order of the sequence."""
-        first = min((self._ends.get(_text(key), 0) for key in keys), default=0)
-        return sorted(
-            (text for text, end in self._ends.items() if end < first), key=self._ends.__getitem__
+        first = min((self._ends.get(key, 0) for key in keys), default=0)
+        earlier = sorted(
+            (key for key, end in self._ends.items() if end < first), key=self._ends.__getitem__
         )
+        # The groups have chunks of one hash.
+        return list(dict.fromkeys(map(_text, earlier)))
 
 
 class _Lookups(AsyncLookupManager):
@@ -142,6 +147,7 @@ class HiCacheTier(SecondaryTierManager):
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
         self._config = tier_config(options)
+        log_like(logging.getLogger("vllm"))
         self.locality = Locality(self._config.locality) if self._config.locality else None
         engine, replicated = offloading_spec.config, offloading_spec.replicated_layout
         self._row_bytes = row_bytes(engine, replicated=replicated)
@@ -318,10 +324,15 @@ class HiCacheTier(SecondaryTierManager):
     # ----------------------------------------------------------------------------------------------
 
     def _chain(self, request: ReqContext) -> _Chain:
-        return self._chains.setdefault(request.req_id, _Chain())
+        found = self._chains.get(request.req_id)
+        if found is None:
+            found = self._chains[request.req_id] = _Chain()
+        return found
 
     def _by_pool(self, keys: Sequence[OffloadKey]) -> dict[PoolName, list[int]]:
         """Return the places of the keys of each pool."""
+        if len(self._names) == 1:
+            return {self._names[0]: list(range(len(keys)))}
         places = dict[PoolName, list[int]]()
         for place, key in enumerate(keys):
             places.setdefault(self._names[get_offload_group_idx(key)], []).append(place)

@@ -27,11 +27,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorTarget:
-    """Target of a diagnosis: a driver with its options, or the environment alone."""
+    """Target of a diagnosis: a driver with its options, alone or as an engine has it, or the
+    environment alone."""
 
     driver: str | None = None
     """None checks the environment, and all drivers without opening them."""
-    options: dict[str, str] = field(default_factory=dict[str, str])
+    engine: str = ""
+    """Engine whose command line is checked too: `vllm` or `lmcache`."""
+    command_line: list[str] = field(default_factory=list[str])
+    """Words that start the engine."""
+    options: dict[str, object] = field(default_factory=dict[str, object])
     """Options of the driver.
 
     Without any, a throwaway store is opened, if the driver's spec describes one.

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from hicache_storage.tools.doctor import drivers, endpoints, machine, plugins, round_trip
+from hicache_storage.tools.doctor import (
+    drivers,
+    endpoints,
+    lmcache,
+    machine,
+    plugins,
+    round_trip,
+    vllm,
+)
+from hicache_storage.tools.doctor.engine_command import object_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -21,6 +31,8 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "clock": machine.check_clock,
     "plugins": plugins.check_plugins,
     "conformance suite": plugins.check_conformance,
+    "vllm": vllm.check_vllm,
+    "lmcache": lmcache.check_lmcache,
     "registered": plugins.check_registered,
     "drivers": drivers.check_drivers,
     "options": round_trip.check_options,
@@ -29,9 +41,26 @@ CHECKS: Final[dict[str, Callable[[DoctorTarget], Iterator[Finding]]]] = {
     "round trip": round_trip.check_round_trip,
 }
 
+BRIDGE_OPTIONS: Final = {"vllm": vllm.tier_options, "lmcache": lmcache.adapter_options}
+"""Options of the bridge on an engine's command line, by engine."""
+
 OF_ONE_DRIVER: Final = frozenset({"registered", "options", "directories", "servers", "round trip"})
 
 
 def planned(target: DoctorTarget) -> list[str]:
     """Return the names of the checks for a target."""
-    return [name for name in CHECKS if target.driver is not None or name not in OF_ONE_DRIVER]
+    return [
+        name
+        for name in CHECKS
+        if (target.driver is not None or name not in OF_ONE_DRIVER)
+        and (name not in BRIDGE_OPTIONS or name == target.engine)
+    ]
+
+
+def with_engines_driver(target: DoctorTarget) -> DoctorTarget:
+    """Return the target with the driver that the engine's command line names, and its options."""
+    options = BRIDGE_OPTIONS[target.engine](target)
+    driver = options.get("driver")
+    if not isinstance(driver, str):
+        return target
+    return replace(target, driver=driver, options=object_of(options, "driver_config"))

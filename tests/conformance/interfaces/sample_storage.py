@@ -188,6 +188,56 @@ class AnswersOneTruth(SampleStorage):
         return all(super().batch_get_v1(keys, host_indices, extra_info))
 
 
+class SetsAnswerOneTruth(SampleStorage):
+    """Says of a batch, not of each page, whether it was stored."""
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        return all(super().batch_set_v1(keys, host_indices, extra_info))
+
+
+class ClearKeepsTheReadCache(SampleStorage):
+    """Keeps what it has read, also when it is cleared."""
+
+    def __init__(self, storage_config, kwargs):
+        super().__init__(storage_config, kwargs)
+        self.cache = {}
+
+    def read(self, pool, keys, host_indices):
+        names = [self.name(pool, key) for key in keys]
+        self.cache |= {name: self.pages[name] for name in names if name in self.pages}
+        there = {name: self.cache[name] for name in names if name in self.cache}
+        host = self.pools[pool]
+        for index, name in enumerate(names):
+            if name in there:
+                host.set_from_flat_data_page(int(host_indices[index * host.page_size]), there[name])
+        return [name in there for name in names]
+
+
+class ClearsNothing(SampleStorage):
+    """Cannot be cleared, and says so."""
+
+    def clear(self):
+        """A deliberate no-op: pages age out."""
+        self.cleared = True
+
+
+class HasAnEmptyClear(SampleStorage):
+    """Cannot be cleared."""
+
+    def clear(self):
+        pass
+
+
+class NeedsWindows(SampleStorage):
+    """Relies on the engine's windows, which have one page at least."""
+
+    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None):
+        for transfer in pool_transfers or ():
+            if transfer.hit_policy != PoolHitPolicy.ALL_PAGES and not transfer.keys:
+                raise ValueError("a window without pages")
+        return super().batch_exists_v2(keys, pool_transfers, extra_info)
+
+
 class Fragile(SampleStorage):
     """Takes the process down when it is asked to clear.
 

@@ -68,8 +68,7 @@ class Networked(ObjectStorage):
         return socket.create_connection(("127.0.0.1", self.port), timeout=self.seconds(call))
 
     def seconds(self, call: Call) -> float | None:
-        left = call.remaining()
-        return 30.0 if left is None else max(0.001, left)
+        return call.timeout(30.0)
 
     def talk(self, connection: socket.socket, call: Call, request: tuple[Any, ...]) -> Any:
         connection.settimeout(self.seconds(call))

@@ -14,7 +14,8 @@ _HOME = Path(__file__).parent
 SAMPLES: dict[str, SampleDriver] = {}
 """By name."""
 _FAILING = in_module(
-    "drivers_failing", {name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen")}
+    "drivers_failing",
+    {name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen", "TakesLess")},
 )
 """Registered beside them, for the tests of the command line."""
 for _module in sorted(_HOME.glob("mutants_*.py")):

@@ -2,7 +2,8 @@
 
 import traceback
 
-from engine import config, main, shows
+from engine import config
+from shows import main, shows
 
 
 def make_store(_pool, **changes):

@@ -13,13 +13,12 @@ from engine import (
     holds,
     kv_pool,
     last_page,
-    main,
     mamba_pool,
     put,
     put_side,
-    shows,
     slots,
 )
+from shows import main, shows
 
 VARIABLE = "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"
 

@@ -15,13 +15,12 @@ from engine import (
     holds,
     kv_pool,
     last_page,
-    main,
     mamba_pool,
     put,
     put_side,
-    shows,
     slots,
 )
+from shows import main, shows
 
 JOINING_SECONDS = 0.5
 
@@ -100,13 +99,22 @@ def context_parallel_ranks_meet(make):
 
 
 @shows("EX-1", "EX-2")
-def side_pools_are_looked_up_by_other_keys(make):
-    """A side pool that has nothing does not lower the hit, and one that has all makes it 0."""
+def an_empty_side_pool_does_not_count(make):
+    """A side pool that is needed whole and has nothing does not lower the hit."""
     kv, states = kv_pool(), mamba_pool()
-    store, keys = make(kv), [f"ex-{page}" for page in range(3)]
+    store, keys = make(kv), [f"ex2-{page}" for page in range(3)]
     store.register_mem_host_pool_v2(states, PoolName.MAMBA)
     assert put(store, kv, keys)
     assert store.batch_exists_v2(keys, [all_pages(PoolName.MAMBA)]).kv_hit_pages == 3
+
+
+@shows("EX-1", "EX-3")
+def a_window_is_looked_up_by_its_placeholder(make):
+    """A side pool of which the last page is needed and that has all makes the hit 0."""
+    kv, states = kv_pool(), mamba_pool()
+    store, keys = make(kv), [f"ex3-{page}" for page in range(3)]
+    store.register_mem_host_pool_v2(states, PoolName.MAMBA)
+    assert put(store, kv, keys)
     assert put_side(store, states, PoolName.MAMBA, keys)
     assert store.batch_exists_v2(keys, [last_page(PoolName.MAMBA)]).kv_hit_pages == 0
 

@@ -5,22 +5,25 @@ Its own types, or equivalents where it is not installed.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib
+import inspect
 import os
-import sys
+import re
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache_conformance.interfaces.foreign_storage import load_class
 from hicache_storage.spec import DriverUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
-    from hicache_conformance.interfaces.sglang.setup import Setup
+    from hicache_conformance.interfaces.interface import Setup
     from hicache_storage.spec import StorageIdentity
 
 INTERFACE_MODULE: Final = "sglang.srt.mem_cache.hicache_storage"
@@ -94,25 +97,6 @@ def namespace_suffix(identity: StorageIdentity) -> str:
     return "-" + hashlib.blake2b(text, digest_size=NAMESPACE_DIGITS // 2).hexdigest()
 
 
-def load_class(target: str) -> type:
-    """Import `module:Class`; the module may lie in the current directory.
-
-    Raises:
-        DriverUnavailableError: it cannot be imported, or is no class.
-    """
-    module, _, name = target.partition(":")
-    # At the end of the path, so that a file there does not hide an installed module.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise DriverUnavailableError(f"cannot import {target}: {error}") from error
-    if not isinstance(found, type):
-        raise DriverUnavailableError(f"{target} is not a class")
-    return found
-
-
 def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
     """Make a driver as the engine makes it.
 
@@ -130,12 +114,31 @@ def construct(setup: Setup, config: Any, kv_pool: object) -> Any:
     return factory.create_backend(setup.backend, config, kv_pool)
 
 
-def overrides(setup: Setup, method: str) -> bool:
-    """Return whether a dynamically loaded class overrides a method of the base class."""
-    return any(
-        method in vars(base)
-        for base in load_class(setup.target).__mro__
-        if base.__name__ != "HiCacheStorage"
+def clears(setup: Setup) -> bool:
+    """Return whether a dynamically loaded class promises that its `clear` removes pages.
+
+    The base class' does nothing, so one that is empty, or says that it is a no-op, promises no more.
+    """
+    method = next(
+        (
+            vars(base)["clear"]
+            for base in load_class(setup.target).__mro__
+            if base.__name__ != "HiCacheStorage" and "clear" in vars(base)
+        ),
+        None,
+    )
+    documented = re.search(r"\bno-?op\b", (method and method.__doc__) or "", re.IGNORECASE)
+    return method is not None and not documented and not _is_empty(method)
+
+
+def _is_empty(method: object) -> bool:
+    """Return whether a function has no body but a docstring, `pass` or `return`."""
+    if not inspect.isfunction(method):
+        return False
+    return all(
+        step.opname in ("RESUME", "NOP", "RETURN_VALUE")
+        or (step.opname in ("LOAD_CONST", "RETURN_CONST") and step.argval is None)
+        for step in dis.get_instructions(method)
     )
 
 

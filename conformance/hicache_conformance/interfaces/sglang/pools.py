@@ -10,10 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from hicache_conformance.harness.pools import slots_of
 from hicache_conformance.interfaces.sglang.engine import has_sglang
 from hicache_conformance.model.violation import NotPromised
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from hicache_storage.spec import PageGeometry, StorageIdentity
@@ -22,6 +25,42 @@ KINDS: Final = {"kv": "mha", "swa": "mha", "draft": "mha", "mamba": "mamba", "in
 """What SGLang keeps in a pool of that name; KV that is replicated over TP is `mla`."""
 _UNTOLD_DTYPE: Final = "uint8"
 """Of a pool that a case has left at its default: then the identity tells what the elements are."""
+
+
+class EnginePages:
+    """Pages of a pool of SGLang's, by its own methods.
+
+    Raises:
+        NotPromised: SGLang has no pool with such pages, or none of that name.
+    """
+
+    def __init__(
+        self, name: str, geometry: PageGeometry, identity: StorageIdentity, layout: str
+    ) -> None:
+        self.pool: Any = engine_pool(name, geometry, identity, layout)
+
+    def indices(self, pages: Sequence[int]) -> torch.Tensor:
+        """The slots of pages."""
+        return slots_of(pages, int(self.pool.page_size))
+
+    def content(self, page: int) -> bytes:
+        """The bytes of a page."""
+        import torch
+
+        flat: torch.Tensor = self.pool.get_data_page(page * int(self.pool.page_size), flat=True)
+        return flat.contiguous().view(torch.uint8).numpy().tobytes()
+
+    def put(self, page: int, content: bytes) -> None:
+        """Replace the bytes of a page."""
+        import torch
+
+        blank: torch.Tensor = self.pool.get_dummy_flat_data_page()
+        flat = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            .view(blank.dtype)
+            .reshape(blank.shape)
+        )
+        self.pool.set_from_flat_data_page(page * int(self.pool.page_size), flat)
 
 
 class PlainPool:

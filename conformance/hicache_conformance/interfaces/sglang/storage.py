@@ -10,45 +10,40 @@ raises is a miss where the controller catches it, and raised on where it does no
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
-import os
-import sys
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.corruption import ObjectCorruption
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined, lingering
+from hicache_conformance.interfaces.mirror import Mirror
 from hicache_conformance.interfaces.sglang.engine import (
+    clears,
     construct,
     environment,
     has_sglang,
     namespace_suffix,
-    overrides,
     storage_config,
     types,
 )
-from hicache_conformance.interfaces.sglang.mirror import Mirror
-from hicache_conformance.interfaces.sglang.options import plain_options
-from hicache_conformance.interfaces.sglang.setup import KEY_BYTES, current
+from hicache_conformance.interfaces.sglang.interface import SGLangSetup
+from hicache_conformance.interfaces.sglang.pools import EnginePages
 from hicache_conformance.model.violation import NotPromised
 from hicache_storage.spec import (
     Capabilities,
-    ConfigError,
-    Health,
-    HiCacheStorage,
+    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
-    StorageClosedError,
-    StorageStats,
-    UnknownPoolError,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +52,7 @@ if TYPE_CHECKING:
     from hicache_storage.spec import (
         DriverConfig,
         HiCacheStorageExtraInfo,
+        HostPool,
         PageGeometry,
         StorageIdentity,
     )
@@ -67,32 +63,8 @@ BATCH_PAGES: Final = 128
 """SGLang's `STORAGE_BATCH_SIZE`."""
 
 
-class _Lingering:
-    """Closed drivers whose end is left to the end of the process, which comes at once."""
-
-    def __init__(self) -> None:
-        self._kept = list[tuple[object, list[object]]]()
-
-    def keep(self, driver: object, pools: list[object]) -> None:
-        """Keep a driver, and the memory that it has registered."""
-        if not self._kept:
-            atexit.register(_leave_at_once)
-        self._kept.append((driver, pools))
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
-_lingering: Final = _Lingering()
-
-
-def process_is_full() -> bool:
-    """Return whether too many closed drivers linger in this process.
-
-    The run should go on in another.
-    """
-    setup = current()
-    return setup is not None and len(_lingering) > setup.max_lingering
+FACTORS: Final = {ObjectCorruption.SHORT: (1, 2), ObjectCorruption.LONG: (2, 1)}
+"""Of the page's length, as numerator and denominator."""
 
 
 def _first_rank(salt: str, options: Mapping[str, Any]) -> int:
@@ -107,130 +79,60 @@ def _first_rank(salt: str, options: Mapping[str, Any]) -> int:
     return 1000 * (1 + int.from_bytes(hashlib.blake2b(text, digest_size=3).digest(), "big"))
 
 
-def _leave_at_once() -> None:
-    # Flushed by hand, because `os._exit` runs no handlers.
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(0)
-
-
-class EngineStorage(HiCacheStorage):
-    """One rank of the engine with the driver attached.
-
-    The driver is constructed when the initial pools are complete, because it is told of them;
-    without any, `open()` gives it a small KV pool.
-    """
+class EngineStorage(ForeignStorage):
+    """One rank of the engine with the driver attached."""
 
     def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
-        setup = current()
-        if setup is None:
-            raise ConfigError("there is a foreign driver only in a run that names one")
-        self._identity = identity
-        self._setup = setup
-        self._config = config
-        self._options = plain_options(setup, msgspec.structs.asdict(config))
+        super().__init__(identity, config)
+        setup = self._setup
+        assert isinstance(setup, SGLangSetup)
+        self._engine = setup
         self._suffix = namespace_suffix(identity)
-        capacity = self._options.get(setup.capacity_option)
-        self._capped = capacity is not None and capacity != plain_options(setup, setup.options).get(
-            setup.capacity_option
-        )
-        self._mirrors: dict[str, Mirror] = {}
-        self._driver: Any = None
-        self._closed = False
-        self._companions = list[EngineStorage]()
-        # Guards the construction of the driver. Reentrant, because a pool that is registered
-        # meanwhile attaches by itself.
-        self._attaching = threading.RLock()
+        self._pages: dict[str, EnginePages] = {}
         # One lock for each of the three threads that the engine calls its driver from: calls of one
         # kind never overlap there, calls of different kinds do.
         self._looking = threading.Lock()
         self._reading = threading.Lock()
         self._writing = threading.Lock()
-        clears = overrides(setup, "clear") if setup.target else setup.clears
-        self._capabilities = Capabilities(
-            sharing=setup.sharing,
-            durability=setup.durability,
-            clears=clears,
-            evicts=self._capped,
-            networked=setup.networked,
-            max_key_bytes=KEY_BYTES,
-        )
-
-    @property
-    def identity(self) -> StorageIdentity:
-        """Identity of the pages that this rank reads and writes."""
-        return self._identity
+        self._clears = clears(setup) if setup.target else setup.clears
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities by the driver's setup."""
-        return self._capabilities
-
-    @property
-    def driver(self) -> Any:
-        """The driver itself; None before it is constructed and after `close()`."""
-        return self._driver
+        """Capabilities by the driver's setup, and by the methods of a dynamically loaded class."""
+        return replace(super().capabilities, clears=self._clears)
 
     def geometry(self, pool: str) -> PageGeometry:
         """Return the geometry of a registered pool."""
         return self._mirrors[pool].source.geometry
 
-    def companion(self) -> EngineStorage:
-        """Another rank of equal identity and options, closed with this one.
+    def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
+        """Let a rank of equal identity store the page with half its bytes, or twice as many.
 
-        Some stores keep pages no longer than their writer.
+        `False` for every other damage.
+
+        Returns:
+            Whether that rank's set was answered with `True`. A driver that has the length in its
+            names keeps such a page elsewhere, and then there is none in this one's place.
         """
-        companion = EngineStorage(self._identity, self._config)
-        self._companions.append(companion)
-        return companion
-
-    # Attaching and detaching
-    # -------------------------------------------------------------------------------------
-
-    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
-        """Make a pool of the engine's for it.
-
-        One that comes after the others reaches the driver at once.
-        """
-        self._check_open()
-        mirror = Mirror(host_pool_name, host_pool, self._identity, self._layout(host_pool))
-        with self._attaching:
-            self._mirrors[str(host_pool_name)] = mirror
-            if self._driver is not None:
-                self._register(self._driver, str(host_pool_name))
-
-    def on_host_pools_registered(self) -> None:
-        """Construct the driver, if there is a pool for it."""
-        if self._mirrors:
-            self._attached()
-
-    def open(self) -> None:
-        """Construct the driver; idempotent."""
-        self._attached()
-
-    def close(self) -> None:
-        """Detach as the engine does: what the driver raises is logged there and goes no further."""
-        with self._attaching:
-            driver = self._driver
-            self._driver = None
-            self._closed = True
-        for companion in self._companions:
-            companion.close()
-        # Kept alive, because its destructor would take seconds here; the memory that it has
-        # registered has to live as long.
-        if driver is not None and self._setup.max_lingering:
-            _lingering.keep(driver, [mirror.pool for mirror in self._mirrors.values()])
-            return
-        if driver is None or not hasattr(driver, "close"):
-            return
-        try:
-            driver.close()
-        except Exception:
-            logger.exception("closing the driver failed")
+        if damage not in FACTORS:
+            return False
+        more, less = FACTORS[damage]
+        geometry = self.geometry(pool)
+        other = GuardedPool(
+            pages=4,
+            page_size=geometry.page_size,
+            components=[part * more // less for part in geometry.component_bytes],
+            exact=True,
+        )
+        other.write(0, b"\x5a" * other.page_bytes)
+        rank = self.companion()
+        rank.register_mem_host_pool_v2(other, pool)
+        transfer = PoolTransfer(PoolName(pool), slots_of([0], other.page_size), keys=[key])
+        return rank.batch_set_v2([transfer])[PoolName(pool)] == [True]
 
     def clear(self) -> None:
         """Clear as the engine does, when nothing else runs."""
-        if not self._capabilities.clears:
+        if not self._clears:
             super().clear()
         driver = self._attached()
         with ExitStack() as quiet:
@@ -242,14 +144,6 @@ class EngineStorage(HiCacheStorage):
                 driver.clear()
             except NotImplementedError as error:
                 raise _not_implemented("clear", error) from error
-
-    def get_stats(self) -> StorageStats:
-        """Nothing: what the interface counts has other names and is drained by asking."""
-        return StorageStats(driver=self._setup.name, verifies_checksums=False)
-
-    def health(self) -> Health:
-        """The interface has no such question; it serves while it is not closed."""
-        return Health(not self._closed)
 
     # The data path
     # -----------------------------------------------------------------------------------------------
@@ -305,7 +199,7 @@ class EngineStorage(HiCacheStorage):
                     )
             for calls in _one_of_each(shares):
                 answers |= self._move_side(driver.batch_get_v2, calls, extra_info, writes=False)
-        return _joined(transfers, answers)
+        return joined(transfers, answers)
 
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
@@ -321,87 +215,87 @@ class EngineStorage(HiCacheStorage):
                     answers[index] = self._in_batches(
                         transfer, lambda keys, pages: self._set_kv(driver, keys, pages, extra_info)
                     )
-        return _joined(transfers, answers)
+        return joined(transfers, answers)
 
     # How it is done
     # ----------------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise StorageClosedError("the storage is closed")
-
-    def _attached(self) -> Any:
-        self._check_open()
-        if self._driver is None:
-            with self._attaching:
-                if self._driver is None:
-                    self._driver = self._attach()
-        return self._driver
-
     def _attach(self) -> Any:
         if PoolName.KV not in self._mirrors:
-            pool = GuardedPool(pages=8)
-            self._mirrors[PoolName.KV] = Mirror(
-                PoolName.KV, pool, self._identity, self._layout(pool)
-            )
-        kv = self._mirrors[PoolName.KV].pool
-        for name in self._setup.directories:
+            self._add_pool(PoolName.KV, GuardedPool(pages=8))
+        kv = self._pages[PoolName.KV].pool
+        for name in self._engine.directories:
             Path(str(self._options[name])).mkdir(parents=True, exist_ok=True)
         extra = {
             name: value
             for name, value in self._options.items()
-            if name not in self._setup.config_keys and name not in self._setup.variables
+            if name not in self._engine.config_keys and name not in self._engine.variables
         }
         # The driver divides by these, and each rank shall get what was written.
-        for name in self._setup.divided:
+        for name in self._engine.divided:
             extra[name] *= self._identity.tp_size * self._identity.pp_size
         config = storage_config(self._identity, str(kv.layout), extra)
         # Of a model with latent attention, rank 0 is the one that writes.
-        if self._setup.ranks_of_its_own and not self._identity.kv_replicated:
+        if self._engine.ranks_of_its_own and not self._identity.kv_replicated:
             config.tp_rank += _first_rank(self._identity.salt, self._options)
         variables = {
             variable: str(self._options[option])
-            for option, variable in self._setup.variables.items()
+            for option, variable in self._engine.variables.items()
         }
-        if self._setup.config_variable:
-            variables[self._setup.config_variable] = str(self._config_file())
+        if self._engine.config_variable:
+            variables[self._engine.config_variable] = str(self._config_file())
         with environment(variables):
-            driver = construct(self._setup, config, kv)
+            driver = construct(self._engine, config, kv)
         driver.register_mem_pool_host(kv)
         if len(self._mirrors) > 1:
             for name in self._mirrors:
                 self._register(driver, name)
         driver.on_host_pools_registered()
-        time.sleep(self._setup.joining_seconds)
+        time.sleep(self._engine.joining_seconds)
         return driver
 
+    def _detach(self, driver: Any) -> None:
+        # Kept alive, because its destructor would take seconds here; the memory that it has
+        # registered has to live as long.
+        if self._engine.max_lingering:
+            lingering.keep(driver, [pages.pool for pages in self._pages.values()])
+        elif hasattr(driver, "close"):
+            driver.close()
+
+    def _add_pool(self, name: str, pool: HostPool) -> None:
+        pages = EnginePages(name, pool.geometry, self._identity, self._layout(pool))
+        self._pages[name] = pages
+        self._mirrors[name] = Mirror(pool, pages)
+        if self._driver is not None:
+            self._register(self._driver, name)
+
     def _register(self, driver: Any, name: str) -> None:
-        driver.register_mem_host_pool_v2(self._mirrors[name].pool, _engine_name(name))
+        driver.register_mem_host_pool_v2(self._pages[name].pool, _engine_name(name))
 
     def _config_file(self) -> Path | None:
         """The configuration file of a driver that reads one, beside its store."""
-        if not self._setup.config_variable:
+        if not self._engine.config_variable:
             return None
         content = {
-            name: self._options[name] for name in self._setup.config_keys if name in self._options
+            name: self._options[name] for name in self._engine.config_keys if name in self._options
         }
         encoded = msgspec.json.encode(content)
-        path = Path(str(self._options[self._setup.config_keys[0]])).with_name(
+        path = Path(str(self._options[self._engine.config_keys[0]])).with_name(
             f"config-{hashlib.blake2b(encoded, digest_size=4).hexdigest()}.json"
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded)
         return path
 
-    def _layout(self, host_pool: object) -> str:
+    def _layout(self, host_pool: HostPool) -> str:
         """The layout that is asked for, where the driver serves it.
 
         Elsewhere another that is not the usual one.
         """
-        asked = getattr(getattr(host_pool, "geometry", None), "layout", self._identity.layout)
+        asked = host_pool.geometry.layout
         if asked == "page_first":
             asked = self._identity.layout
-        served = self._setup.layouts
+        served = self._engine.layouts
         return (
             asked
             if asked in served
@@ -412,24 +306,6 @@ class EngineStorage(HiCacheStorage):
 
     def _key(self, key: str) -> str:
         return key + self._suffix
-
-    def _shares(self, transfers: Sequence[PoolTransfer]) -> list[tuple[int, PoolTransfer]]:
-        """The transfers that move something, with the indices that they borrow filled in."""
-        by_pool = {transfer.name: transfer for transfer in transfers}
-        shares = list[tuple[int, PoolTransfer]]()
-        for index, transfer in enumerate(transfers):
-            if transfer.name not in self._mirrors:
-                raise UnknownPoolError(f"pool {transfer.name!r} was never registered")
-            lender = by_pool[transfer.indices_from_pool] if transfer.indices_from_pool else transfer
-            keys = transfer.keys if transfer.keys is not None else lender.keys
-            if keys:
-                indices = (
-                    transfer.host_indices
-                    if transfer.host_indices is not None
-                    else lender.host_indices
-                )
-                shares.append((index, PoolTransfer(transfer.name, indices, keys=list(keys))))
-        return shares
 
     def _in_batches(
         self, transfer: PoolTransfer, move: Callable[[list[str], list[int]], list[bool]]
@@ -466,16 +342,18 @@ class EngineStorage(HiCacheStorage):
     def _get_kv(
         self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None
     ) -> list[bool]:
-        mirror = self._mirrors[PoolName.KV]
+        mirror, memory = self._mirrors[PoolName.KV], self._pages[PoolName.KV]
         with mirror.destinations(pages):
-            if self._setup.zero_copy:
-                indices = mirror.indices(pages)
+            if self._engine.zero_copy:
+                indices = memory.indices(pages)
                 answer = self._caught(
                     "batch_get_v1",
-                    lambda: _listed(driver.batch_get_v1(keys, indices, _extra(extra))),
+                    lambda: _listed(
+                        "batch_get_v1", driver.batch_get_v1(keys, indices, _extra(extra))
+                    ),
                 )
             else:
-                answer = self._caught("batch_get", lambda: _get_copies(driver, mirror, keys, pages))
+                answer = self._caught("batch_get", lambda: _get_copies(driver, memory, keys, pages))
         return [False] * len(keys) if answer is None else answer
 
     def _set_kv(
@@ -484,16 +362,19 @@ class EngineStorage(HiCacheStorage):
         if not self._identity.is_writer(PoolName.KV):
             # The engine does not ask a rank that is not the writer.
             return [self._prefix(driver, [key], extra) == 1 for key in keys]
-        mirror = self._mirrors[PoolName.KV]
+        mirror, memory = self._mirrors[PoolName.KV], self._pages[PoolName.KV]
         with mirror.sources(pages):
-            if self._setup.zero_copy:
-                indices = mirror.indices(pages)
+            if self._engine.zero_copy:
+                indices = memory.indices(pages)
                 done = self._caught(
-                    "batch_set_v1", lambda: all(driver.batch_set_v1(keys, indices, _extra(extra)))
+                    "batch_set_v1",
+                    lambda: all(
+                        _listed("batch_set_v1", driver.batch_set_v1(keys, indices, _extra(extra)))
+                    ),
                 )
             else:
-                size = int(mirror.pool.page_size)
-                copies = [mirror.pool.get_data_page(page * size) for page in pages]
+                size = int(memory.pool.page_size)
+                copies = [memory.pool.get_data_page(page * size) for page in pages]
                 done = self._caught("batch_set", lambda: bool(driver.batch_set(keys, copies)))
         # The engine takes a batch for stored, or not, as a whole.
         return [bool(done)] * len(keys)
@@ -509,12 +390,13 @@ class EngineStorage(HiCacheStorage):
         asked = list[Any]()
         with ExitStack() as lent:
             for transfer in shares.values():
-                mirror, (keys, pages) = self._mirrors[transfer.name], self._placed(transfer)
+                mirror, memory = self._mirrors[transfer.name], self._pages[transfer.name]
+                keys, pages = self._placed(transfer)
                 lent.enter_context(mirror.sources(pages) if writes else mirror.destinations(pages))
                 asked.append(
                     types().PoolTransfer(
                         name=_engine_name(transfer.name),
-                        host_indices=mirror.indices(pages),
+                        host_indices=memory.indices(pages),
                         keys=keys,
                     )
                 )
@@ -529,7 +411,9 @@ class EngineStorage(HiCacheStorage):
             answer: Any = told.get(transfer.name)
             # Anything but a list counts for nothing there, and so does a pool that is left out.
             usable = isinstance(answer, (list, tuple)) and answer != [] and answer != ()
-            answers[index] = _listed(answer) if usable else [False] * len(transfer.keys or ())
+            answers[index] = (
+                _listed("a call", answer) if usable else [False] * len(transfer.keys or ())
+            )
         return answers
 
     def _caught(self, call: str, ask: Callable[[], Any]) -> Any:
@@ -554,20 +438,27 @@ def _not_implemented(call: str, error: NotImplementedError) -> NotPromised:
     return NotPromised(f"{call} of the driver raises NotImplementedError{said}")
 
 
-def _get_copies(driver: Any, mirror: Mirror, keys: list[str], pages: list[int]) -> list[bool]:
-    blanks = [mirror.pool.get_dummy_flat_data_page() for _ in keys]
+def _get_copies(driver: Any, memory: EnginePages, keys: list[str], pages: list[int]) -> list[bool]:
+    blanks = [memory.pool.get_dummy_flat_data_page() for _ in keys]
     found = driver.batch_get(keys, blanks)
     if found is None:
         return [False] * len(keys)
     answers = list[bool]()
     for page, content in zip(pages, found, strict=True):
         if content is not None:
-            mirror.pool.set_from_flat_data_page(page * int(mirror.pool.page_size), content)
+            memory.pool.set_from_flat_data_page(page * int(memory.pool.page_size), content)
         answers.append(content is not None)
     return answers
 
 
-def _listed(answer: Any) -> list[bool]:
+def _listed(call: str, answer: Any) -> list[bool]:
+    """The answers for each page.
+
+    Raises:
+        TypeError: there is one answer for all pages, or none, which the engine cannot read.
+    """
+    if not hasattr(answer, "__iter__"):
+        raise TypeError(f"{call} answered {answer!r:.80}, not a list with one answer for each page")
     return [bool(ok) for ok in answer]
 
 
@@ -591,15 +482,6 @@ def _one_of_each(shares: list[tuple[int, PoolTransfer]]) -> list[dict[int, PoolT
     return calls
 
 
-def _joined(
-    transfers: Sequence[PoolTransfer], answers: Mapping[int, list[bool]]
-) -> dict[PoolName, list[bool]]:
-    open_capped = dict[PoolName, list[bool]]()
-    for index, transfer in enumerate(transfers):
-        open_capped.setdefault(transfer.name, []).extend(answers.get(index, []))
-    return open_capped
-
-
 def _engine_name(name: str) -> Any:
     """SGLang's own constant for a pool, which drivers compare with."""
     if not has_sglang():
@@ -609,9 +491,13 @@ def _engine_name(name: str) -> Any:
 
 def _question(transfer: PoolTransfer) -> Any:
     module = types()
+    keys = list(transfer.keys) if transfer.keys is not None else None
+    if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+        # The engine asks for windows of one page at least, never of none.
+        keys = keys or ["__placeholder__"]
     return module.PoolTransfer(
         name=_engine_name(transfer.name),
-        keys=list(transfer.keys) if transfer.keys is not None else None,
+        keys=keys,
         hit_policy=module.PoolHitPolicy(str(transfer.hit_policy)),
     )
 

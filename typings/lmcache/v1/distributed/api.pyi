@@ -1,12 +1,20 @@
+from dataclasses import dataclass
+
 import torch
 
+@dataclass(frozen=True)
 class ObjectKey:
     chunk_hash: bytes
     model_name: str
     kv_rank: int
-    object_group_id: int
-    cache_salt: str
+    object_group_id: int = 0
+    cache_salt: str = ""
+    @staticmethod
+    def ComputeKVRank(
+        world_size: int, global_rank: int, local_world_size: int, local_rank: int
+    ) -> int: ...
 
+@dataclass(frozen=True)
 class MemoryLayoutDesc:
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]

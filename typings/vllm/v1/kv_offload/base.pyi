@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, NewType
 
@@ -6,6 +6,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 OffloadKey = NewType("OffloadKey", bytes)
 
+def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey: ...
 def get_offload_block_hash(key: OffloadKey) -> bytes: ...
 def get_offload_group_idx(key: OffloadKey) -> int: ...
 
@@ -25,10 +26,15 @@ class LookupResult(Enum):
 
 class ReqContext:
     req_id: str
+    def __init__(self, req_id: str) -> None: ...
+    def set_offload_key_position(self, key: OffloadKey, end_token: int) -> None: ...
     def get_offload_key_position(self, key: OffloadKey) -> int | None: ...
 
 class RequestOffloadingContext: ...
-class ScheduleEndContext(NamedTuple): ...
+
+class ScheduleEndContext(NamedTuple):
+    new_req_ids: Collection[str]
+    preempted_req_ids: Collection[str]
 
 class OffloadingEvent:
     def __init__(
@@ -55,6 +61,9 @@ class OffloadingHistogramMetadata(OffloadingMetricMetadata):
 
 class OffloadingKVEventsConfig:
     enable_kv_cache_events: bool
+    def __init__(
+        self, *, enable_kv_cache_events: bool, self_describing_kv_events: bool
+    ) -> None: ...
 
 class OffloadingSpec:
     config: OffloadingConfig

@@ -26,8 +26,19 @@ class TransferJob:
     chunk_ids: np.ndarray[Any, Any]
     is_promotion: bool
     req_context: ReqContext
+    def __init__(
+        self,
+        job_id: int,
+        keys: Collection[OffloadKey],
+        chunk_ids: np.ndarray[Any, Any],
+        is_promotion: bool,
+        req_context: ReqContext,
+    ) -> None: ...
 
 class JobResult:
+    job_id: int
+    success: bool
+    successful_keys: Collection[OffloadKey] | None
     def __init__(
         self,
         job_id: int,

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from hicache_conformance.interfaces.sglang.setup import current
+from hicache_conformance.interfaces.interface import Setup
+from hicache_conformance.interfaces.profile import current
 from hicache_conformance.model.settings import RunFile
 from hicache_storage.spec import DriverConfig
 from hicache_storage.spec.config import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from hicache_conformance.interfaces.sglang.setup import Setup
 
 
 def plain_options(setup: Setup, options: Mapping[str, object]) -> dict[str, Any]:
@@ -49,9 +48,10 @@ def _model() -> type[DriverConfig]:
 
     What else stands on a command line is a mistake.
     """
-    run, setup = RunFile.of_environment(), current()
-    names = {*(setup.options if setup else ()), *(run.config if run else ())}
-    if setup is not None and setup.capacity_option:
+    run, foreign = RunFile.of_environment(), current()
+    setup = foreign.setup if foreign else Setup()
+    names = {*setup.options, *(run.config if run else ())}
+    if setup.capacity_option:
         names.add(setup.capacity_option)
     fields = [(name, Any, None) for name in sorted(names)]
     model = msgspec.defstruct(

@@ -1,25 +1,34 @@
-"""A pool of the engine's that stands in for a pool of a case, page for page."""
+"""Memory of an engine that stands in for a pool of a case, page for page."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from hicache_conformance.harness.page_patterns import spent
-from hicache_conformance.interfaces.sglang.pools import engine_pool
-from hicache_conformance.model.violation import NotPromised
-from hicache_storage.spec import HostPool
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     import torch
 
-    from hicache_storage.spec import StorageIdentity
+    from hicache_storage.spec import HostPool
 
 IDLE_MARK: Final = b"\xc5IDLE..\xc5"
+
+
+class EngineMemory(Protocol):
+    """The engine's side: memory that drivers read from and write to, a page at a time."""
+
+    def content(self, page: int) -> bytes:
+        """The bytes of a page."""
+        ...
+
+    def put(self, page: int, content: bytes) -> None:
+        """Replace the bytes of a page."""
+        ...
 
 
 class Mirror:
@@ -29,13 +38,11 @@ class Mirror:
     what stands there now, so that it sees a touched neighbour as it would in a pool of its own.
     """
 
-    def __init__(self, name: str, source: object, identity: StorageIdentity, layout: str) -> None:
-        if not isinstance(source, HostPool):
-            raise NotPromised(f"{type(source).__name__} is not a pool of SGLang's")
+    def __init__(self, source: HostPool, memory: EngineMemory) -> None:
         self.source = source
+        self._memory = memory
         self._slots = source.geometry.page_size
         self._pages = source.geometry.size // self._slots
-        self.pool: Any = engine_pool(name, source.geometry, identity, layout)
         self._idle = (IDLE_MARK * (source.geometry.page_bytes // len(IDLE_MARK) + 1))[
             : source.geometry.page_bytes
         ]
@@ -46,20 +53,11 @@ class Mirror:
         # since calls of several threads have to overlap.
         self._lock = threading.Lock()
         for page in range(self._pages):
-            self._put(page, self._idle)
+            memory.put(page, self._idle)
 
     def pages(self, host_indices: torch.Tensor) -> list[int]:
         """The pages that a transfer of the case's names."""
         return [int(slot) // self._slots for slot in host_indices[:: self._slots]]
-
-    def indices(self, pages: Sequence[int]) -> torch.Tensor:
-        """The same pages as slots of the engine's pool."""
-        import torch
-
-        size = int(self.pool.page_size)
-        return torch.tensor(
-            [page * size + slot for page in pages for slot in range(size)], dtype=torch.int64
-        )
 
     @contextmanager
     def sources(self, pages: Sequence[int]) -> Generator[None]:
@@ -84,7 +82,7 @@ class Mirror:
             # destination holds is nobody's business (GET-2).
             with self._lock:
                 for page in pages:
-                    self._write_source(page, self.content(page))
+                    self._write_source(page, self._memory.content(page))
                 self._show_touched()
             self._give_back(pages, self._idle)
 
@@ -92,41 +90,23 @@ class Mirror:
         with self._lock:
             self._borrowed.update(pages)
             for page in pages:
-                self._put(page, self._read_source(page))
-
-    def content(self, page: int) -> bytes:
-        """The bytes of a page of the engine's pool."""
-        import torch
-
-        flat: torch.Tensor = self.pool.get_data_page(page * int(self.pool.page_size), flat=True)
-        return flat.contiguous().view(torch.uint8).numpy().tobytes()
+                self._memory.put(page, self._read_source(page))
 
     def _show_touched(self) -> None:
         for page in range(self._pages):
             if self._borrowed[page]:
                 continue
-            found = self.content(page)
+            found = self._memory.content(page)
             if found not in (self._idle, spent(len(self._idle))):
                 self._write_source(page, found)
-                self._put(page, self._idle)
+                self._memory.put(page, self._idle)
 
     def _give_back(self, pages: Sequence[int], content: bytes) -> None:
         with self._lock:
             self._borrowed.subtract(pages)
             for page in pages:
                 if not self._borrowed[page]:
-                    self._put(page, content)
-
-    def _put(self, page: int, content: bytes) -> None:
-        import torch
-
-        blank: torch.Tensor = self.pool.get_dummy_flat_data_page()
-        flat = (
-            torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            .view(blank.dtype)
-            .reshape(blank.shape)
-        )
-        self.pool.set_from_flat_data_page(page * int(self.pool.page_size), flat)
+                    self._memory.put(page, content)
 
     def _read_source(self, page: int) -> bytes:
         return b"".join(

@@ -1,0 +1,277 @@
+"""`ForeignStorage`: what the adapters of all interfaces have in common."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+import sys
+import threading
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import msgspec
+
+from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.interfaces.options import plain_options
+from hicache_conformance.interfaces.profile import current
+from hicache_conformance.model.violation import NotPromised
+from hicache_storage.spec import (
+    Capabilities,
+    ConfigError,
+    DriverUnavailableError,
+    Health,
+    HiCacheStorage,
+    HostPool,
+    PoolName,
+    PoolTransfer,
+    StorageClosedError,
+    StorageStats,
+    UnknownPoolError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from hicache_conformance.harness.corruption import ObjectCorruption
+    from hicache_conformance.interfaces.mirror import Mirror
+    from hicache_storage.spec import DriverConfig, PageGeometry, StorageIdentity
+
+logger = logging.getLogger(__name__)
+
+
+def load_class(target: str) -> type:
+    """Import `module:Class`; the module may lie in the current directory.
+
+    Raises:
+        DriverUnavailableError: it cannot be imported, or is no class.
+    """
+    module, _, name = target.partition(":")
+    # At the end of the path, so that a file there does not hide an installed module.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise DriverUnavailableError(f"cannot import {target}: {error}") from error
+    if not isinstance(found, type):
+        raise DriverUnavailableError(f"{target} is not a class")
+    return found
+
+
+class _Lingering:
+    """Closed drivers whose end is left to the end of the process, which comes at once."""
+
+    def __init__(self) -> None:
+        self._kept = list[tuple[object, list[object]]]()
+
+    def keep(self, driver: object, memory: list[object]) -> None:
+        """Keep a driver, and the memory that it has registered."""
+        if not self._kept:
+            atexit.register(_leave_at_once)
+        self._kept.append((driver, memory))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+lingering: Final = _Lingering()
+
+
+def process_is_full() -> bool:
+    """Return whether too many closed drivers linger in this process.
+
+    The run should go on in another.
+    """
+    foreign = current()
+    return foreign is not None and len(lingering) > foreign.setup.max_lingering
+
+
+def _leave_at_once() -> None:
+    # Flushed by hand, because `os._exit` runs no handlers.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+class ForeignStorage(HiCacheStorage):
+    """One engine with a foreign driver attached.
+
+    The driver is constructed when the initial pools are complete, because it is told of them;
+    without any, `open()` gives it a small KV pool.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: DriverConfig) -> None:
+        foreign = current()
+        if foreign is None:
+            raise ConfigError("there is a foreign driver only in a run that names one")
+        self._identity = identity
+        self._interface = foreign.interface
+        self._setup = setup = foreign.setup
+        self._config = config
+        self._options = plain_options(setup, msgspec.structs.asdict(config))
+        capacity = self._options.get(setup.capacity_option)
+        self._capped = capacity is not None and capacity != plain_options(setup, setup.options).get(
+            setup.capacity_option
+        )
+        self._mirrors: dict[str, Mirror] = {}
+        self._driver: Any = None
+        self._closed = False
+        self._companions = list[Self]()
+        # Guards the construction of the driver. Reentrant, because a pool that is registered
+        # meanwhile attaches by itself.
+        self._attaching = threading.RLock()
+
+    # For each interface
+    # ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _add_pool(self, name: str, pool: HostPool) -> None:
+        """Note a pool; one that comes after the others reaches the driver at once."""
+
+    @abstractmethod
+    def _attach(self) -> Any:
+        """Construct the driver, as the engine does."""
+
+    @abstractmethod
+    def _detach(self, driver: Any) -> None:
+        """Let go of the driver, as the engine does."""
+
+    @abstractmethod
+    def geometry(self, pool: str) -> PageGeometry:
+        """Return the geometry of a registered pool."""
+
+    @abstractmethod
+    def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
+        """Put a damaged page in the place of a page below the driver.
+
+        `False` where that is not possible.
+        """
+
+    def can_corrupt(self) -> bool:
+        """Return whether `corrupt` may succeed."""
+        return True
+
+    # For all
+    # ----------------------------------------------------------------------------------------------
+
+    @property
+    def identity(self) -> StorageIdentity:
+        """Identity of the pages that are read and written."""
+        return self._identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities by the driver's setup."""
+        setup = self._setup
+        return Capabilities(
+            sharing=setup.sharing,
+            durability=setup.durability,
+            clears=setup.clears,
+            evicts=self._capped,
+            networked=setup.networked,
+            max_key_bytes=self._interface.key_bytes,
+        )
+
+    @property
+    def driver(self) -> Any:
+        """The driver itself; None before it is constructed and after `close()`."""
+        return self._driver
+
+    def companion(self, identity: StorageIdentity | None = None) -> Self:
+        """Another engine with the same options, closed with this one.
+
+        Some stores keep pages no longer than their writer.
+
+        Args:
+            identity: its own; equal to this one's if not given.
+        """
+        companion = type(self)(identity or self._identity, self._config)
+        self._companions.append(companion)
+        return companion
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
+        """Make memory of the engine's for it."""
+        self._check_open()
+        if not isinstance(host_pool, HostPool):
+            raise NotPromised(f"{type(host_pool).__name__} is not a pool of the engine's")
+        with self._attaching:
+            self._add_pool(str(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Construct the driver, if there is a pool for it."""
+        if self._has_pools():
+            self._attached()
+
+    def open(self) -> None:
+        """Construct the driver; idempotent."""
+        self._attached()
+
+    def close(self) -> None:
+        """Detach as the engine does: what the driver raises is logged there and goes no further."""
+        with self._attaching:
+            driver = self._driver
+            self._driver = None
+            self._closed = True
+        for companion in self._companions:
+            companion.close()
+        if driver is None:
+            return
+        try:
+            self._detach(driver)
+        except Exception:
+            logger.exception("closing the driver failed")
+
+    def get_stats(self) -> StorageStats:
+        """Nothing: what the interface counts has other names and is drained by asking."""
+        return StorageStats(driver=self._setup.name, verifies_checksums=False)
+
+    def health(self) -> Health:
+        """The interface has no such question; it serves while it is not closed."""
+        return Health(not self._closed)
+
+    def _has_pools(self) -> bool:
+        return bool(self._mirrors)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageClosedError("the storage is closed")
+
+    def _attached(self) -> Any:
+        self._check_open()
+        if self._driver is None:
+            with self._attaching:
+                if self._driver is None:
+                    if not self._has_pools():
+                        self._add_pool(PoolName.KV, GuardedPool(pages=8))
+                    self._driver = self._attach()
+        return self._driver
+
+    def _shares(self, transfers: Sequence[PoolTransfer]) -> list[tuple[int, PoolTransfer]]:
+        """The transfers that move something, with the indices that they borrow filled in."""
+        by_pool = {transfer.name: transfer for transfer in transfers}
+        shares = list[tuple[int, PoolTransfer]]()
+        for index, transfer in enumerate(transfers):
+            if transfer.name not in self._mirrors:
+                raise UnknownPoolError(f"pool {transfer.name!r} was never registered")
+            lender = by_pool[transfer.indices_from_pool] if transfer.indices_from_pool else transfer
+            keys = transfer.keys if transfer.keys is not None else lender.keys
+            if keys:
+                indices = (
+                    transfer.host_indices
+                    if transfer.host_indices is not None
+                    else lender.host_indices
+                )
+                shares.append((index, PoolTransfer(transfer.name, indices, keys=list(keys))))
+        return shares
+
+
+def joined(
+    transfers: Sequence[PoolTransfer], answers: Mapping[int, list[bool]]
+) -> dict[PoolName, list[bool]]:
+    """Return the answer for each pool, of the answers for each transfer by its index."""
+    by_pool = dict[PoolName, list[bool]]()
+    for index, transfer in enumerate(transfers):
+        by_pool.setdefault(transfer.name, []).extend(answers.get(index, []))
+    return by_pool

@@ -1,0 +1,1 @@
+"""Drivers with LMCache's interface of L2 adapters."""

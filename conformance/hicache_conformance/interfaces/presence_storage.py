@@ -1,0 +1,266 @@
+"""`PresenceStorage`: adapters of interfaces that ask for each page whether it is there.
+
+The engine itself decides which prefix can be restored, so the answers of `batch_exists_v2` are made
+here, of the presence of each page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from hicache_conformance.harness.corruption import ObjectCorruption, corrupt_page
+from hicache_conformance.harness.pools import GuardedPool, slots_of
+from hicache_conformance.interfaces.foreign_storage import ForeignStorage, joined
+from hicache_conformance.model.violation import NotPromised
+from hicache_storage.spec import PoolName, PoolTransfer
+from hicache_storage.spec.policies import PoolPresence, common_hit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from hicache_storage.spec import (
+        DriverConfig,
+        HiCacheStorageExtraInfo,
+        HostPool,
+        PageGeometry,
+        PoolTransferResult,
+        StorageIdentity,
+    )
+
+
+class Page(NamedTuple):
+    """A page of a call."""
+
+    pool: str
+    key: bytes
+    number: int
+    """Page of the pool that it is read from, or written to."""
+
+
+class PresenceStorage(ForeignStorage):
+    """An engine that finds out which pages are there, and then loads those.
+
+    Args:
+        identity: of the pages.
+        config: options of the driver.
+        hashed: fields of the identity that the engine hashes into each key.
+    """
+
+    def __init__(
+        self, identity: StorageIdentity, config: DriverConfig, hashed: Iterable[str]
+    ) -> None:
+        super().__init__(identity, config)
+        self._pools: dict[str, HostPool] = {}
+        self._seed = repr([getattr(identity, name) for name in hashed]).encode()
+
+    # For each interface
+    # ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _look_up(self, pool: str, keys: Sequence[bytes], prefix: Sequence[bytes]) -> list[bool]:
+        """Ask for each page of a pool whether it is there."""
+
+    @abstractmethod
+    def _load(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
+        """Look pages up, and load those that are there."""
+
+    @abstractmethod
+    def _store(self, pages: Sequence[Page], prefix: Sequence[bytes]) -> list[bool]:
+        """Store pages."""
+
+    # For all
+    # ----------------------------------------------------------------------------------------------
+
+    def geometry(self, pool: str) -> PageGeometry:
+        """Return the geometry of a registered pool."""
+        return self._pools[pool].geometry
+
+    def batch_present(
+        self,
+        keys: Sequence[str],
+        *,
+        pool: str = PoolName.KV,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Ask for each page; a pool that is not there is not asked for."""
+        self._attached()
+        if not keys or pool not in self._pools:
+            return [False] * len(keys)
+        return self._look_up(pool, self._digests(keys), self._prefix(extra_info))
+
+    def batch_exists_v2(
+        self,
+        keys: Sequence[str],
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Ask for each page of each pool, and decide as the contract says."""
+        found = self.batch_present(keys, extra_info=extra_info)
+        return common_hit(
+            found,
+            [
+                PoolPresence.of(
+                    transfer,
+                    self.batch_present(keys, pool=transfer.name, extra_info=extra_info),
+                )
+                for transfer in pool_transfers or ()
+            ],
+        )
+
+    def batch_get_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        """Look up and load the pages of all pools together."""
+        return self._move(transfers, extra_info, writes=False)
+
+    def batch_set_v2(
+        self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[PoolName, list[bool]]:
+        """Store the pages of all pools together."""
+        return self._move(transfers, extra_info, writes=True)
+
+    def can_corrupt(self) -> bool:
+        """Return whether an option names a directory, whose files can be damaged."""
+        return any(_paths(self._options))
+
+    def corrupt(self, pool: str, key: str, damage: ObjectCorruption) -> bool:
+        """Let an engine of equal identity store a page, and damage the file that has its bytes.
+
+        `False` where no file has the page as it is.
+        """
+        other_key, other = key, self._identity
+        if damage is ObjectCorruption.OTHER_KEY:
+            other_key = f"{key}'"
+        if damage is ObjectCorruption.OTHER_IDENTITY:
+            # Every interface tells its drivers the model.
+            other = replace(other, model=f"{other.model}-2")
+        page = self._planted(self._identity, pool, key)
+        stranger = page
+        if (other_key, other) != (key, self._identity):
+            stranger = self._planted(other, pool, other_key)
+        if not (page and stranger):
+            return False
+        damaged = False
+        for directory in _paths(self._options):
+            damaged |= directory.is_dir() and corrupt_page(directory, page, stranger, damage)
+        return damaged
+
+    # How it is done
+    # ----------------------------------------------------------------------------------------------
+
+    def _has_pools(self) -> bool:
+        return bool(self._pools)
+
+    def _add_pool(self, name: str, pool: HostPool) -> None:
+        if self._driver is not None:
+            raise NotPromised("the engine knows its pools before it constructs the driver")
+        self._pools[name] = pool
+
+    def _planted(self, identity: StorageIdentity, pool: str, key: str) -> bytes:
+        """Store a page through an engine of its own; its bytes, empty if it was not stored."""
+        engine = self.companion(identity)
+        pools = {
+            name: GuardedPool(
+                pages=1,
+                page_size=each.geometry.page_size,
+                components=each.geometry.component_bytes,
+                exact=True,
+                layout=each.geometry.layout,
+                dtype=each.geometry.dtype,
+            )
+            # All of them, because drivers are told of all.
+            for name, each in self._pools.items()
+        }
+        for name, memory in pools.items():
+            engine.register_mem_host_pool_v2(memory, name)
+        # Of nobody else, so that a file that has them has this page.
+        content = hashlib.shake_256(repr((identity, pool, key)).encode()).digest(
+            pools[pool].page_bytes
+        )
+        pools[pool].write(0, content)
+        transfer = PoolTransfer(PoolName(pool), slots_of([0], pools[pool].page_size), keys=[key])
+        stored = engine.batch_set_v2([transfer]) == {PoolName(pool): [True]}
+        return content if stored else b""
+
+    def _move(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        writes: bool,
+    ) -> dict[PoolName, list[bool]]:
+        self._attached()
+        pages = list[Page]()
+        with ExitStack() as lent:
+            for _, transfer in (shares := self._shares(transfers)):
+                assert transfer.host_indices is not None
+                mirror = self._mirrors[transfer.name]
+                numbers = mirror.pages(transfer.host_indices)
+                lent.enter_context(
+                    mirror.sources(numbers) if writes else mirror.destinations(numbers)
+                )
+                digests = self._digests(transfer.keys or ())
+                pages += [
+                    Page(transfer.name, key, number)
+                    for key, number in zip(digests, numbers, strict=True)
+                ]
+            found = iter(self._call(pages, self._prefix(extra_info), writes=writes))
+        answers = {index: [next(found) for _ in transfer.keys or ()] for index, transfer in shares}
+        return joined(transfers, answers)
+
+    def _call(self, pages: Sequence[Page], prefix: Sequence[bytes], *, writes: bool) -> list[bool]:
+        """Store or load pages; those that a call has twice one after the other.
+
+        The engine has no two places for a page.
+        """
+        call, answers = self._store if writes else self._load, [False] * len(pages)
+        rounds = list[dict[tuple[str, bytes], int]]()
+        for index, page in enumerate(pages):
+            place = (page.pool, page.key)
+            free = next((each for each in rounds if place not in each), None)
+            if free is None:
+                rounds.append({place: index})
+            else:
+                free[place] = index
+        for each in rounds:
+            found = call([pages[index] for index in each.values()], prefix)
+            for index, answer in zip(each.values(), found, strict=True):
+                answers[index] = answer
+        return answers
+
+    def _digests(self, keys: Iterable[str]) -> list[bytes]:
+        """Keys as the engine has them: digests of 32 bytes."""
+        return [hashlib.sha256(self._seed + key.encode()).digest() for key in keys]
+
+    def _prefix(self, extra_info: HiCacheStorageExtraInfo | None) -> list[bytes]:
+        return self._digests((extra_info.prefix_keys if extra_info else None) or ())
+
+
+def pool_order(pools: Iterable[str]) -> list[str]:
+    """Names of pools in the order in which every engine numbers them: KV first."""
+    return sorted(pools, key=lambda name: (name != PoolName.KV, name))
+
+
+def element_type(geometry: PageGeometry, identity: StorageIdentity) -> str:
+    """Name of the type of a page's elements; that of the identity where a case left it open."""
+    return geometry.dtype if geometry.dtype != "uint8" else identity.kv_dtype
+
+
+def _paths(value: object) -> Iterator[Path]:
+    """The paths that options name, however deep; a driver makes its directory when it is attached."""
+    match value:
+        case str() if value.startswith("/"):
+            yield Path(value)
+        case dict():
+            for each in cast("dict[object, object]", value).values():
+                yield from _paths(each)
+        case list():
+            for each in cast("list[object]", value):
+                yield from _paths(each)
+        case _:
+            pass

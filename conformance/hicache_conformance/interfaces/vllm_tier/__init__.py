@@ -1,0 +1,1 @@
+"""Drivers with vLLM's interface of secondary tiers."""

@@ -1,0 +1,317 @@
+"""vLLM's side of a secondary tier: its configuration, its memory, and its scheduler's calls."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingKVEventsConfig,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from hicache_conformance.interfaces.engine_thread import START_SECONDS, EngineThread
+from hicache_conformance.model.violation import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from vllm.v1.kv_offload.base import OffloadKey
+
+AnswerT = TypeVar("AnswerT")
+
+ROW_ALIGNMENT: Final = 4096
+"""vLLM pads the rows of its CPU tier to whole pages of memory."""
+TURN_SECONDS: Final = 0.0003
+"""Pause between two steps of the scheduler, while something is waited for."""
+MAX_LOADS: Final = 8
+"""Loads of one key by one request, each failed, after which it is taken for an endless loop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSpec:
+    """What a tier reads of vLLM's `TieringOffloadingSpec`, which needs a whole engine."""
+
+    config: OffloadingConfig
+    kv_events_config: OffloadingKVEventsConfig = field(
+        default_factory=lambda: OffloadingKVEventsConfig(
+            enable_kv_cache_events=False, self_describing_kv_events=False
+        )
+    )
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        """Blocks of a chunk."""
+        return self.config.cache.blocks_per_chunk
+
+    @property
+    def replicated_layout(self) -> bool:
+        """Whether all workers hold the same bytes, and a row has them once."""
+        return self.config.replicated_layout
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """The connector's own options."""
+        return self.config.extra_config
+
+
+def offloading_config(
+    *,
+    worker_bytes: int,
+    layers: Sequence[Sequence[str]] = (("layers.0",),),
+    model: str = "model",
+    dtype: str = "bfloat16",
+    tokens_per_block: int = 16,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    pcp_size: int = 1,
+    replicated: bool = False,
+    layout: str = "LBHNC",
+    kv_events: bool = False,
+) -> OffloadingConfig:
+    """vLLM's configuration of a scheduler whose model runner is V1.
+
+    Args:
+        worker_bytes: bytes of a block in one worker.
+        layers: names of the layers of each KV cache group.
+        model, dtype, tokens_per_block, layout: of the KV cache.
+        tp_size, pp_size, pcp_size: workers of each kind.
+        replicated: every worker holds the same, as with latent attention.
+        kv_events: vLLM publishes KV cache events.
+    """
+    return OffloadingConfig(
+        groups=tuple(
+            OffloadingGroupConfig(
+                tokens_per_block=tokens_per_block, layer_names=tuple(names), group_id=group
+            )
+            for group, names in enumerate(layers)
+        ),
+        worker_kv_bytes_per_block=worker_bytes,
+        enable_kv_cache_events=kv_events,
+        extra_config={},
+        engine_id="engine",
+        model=OffloadingModelConfig(name=model, dtype=dtype),
+        cache=OffloadingCacheConfig(tokens_per_hash=tokens_per_block, blocks_per_chunk=1),
+        parallel=OffloadingParallelConfig(
+            rank=0,
+            world_size=tp_size * pp_size * pcp_size,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            pcp_size=pcp_size,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            # As vLLM 0.32 and 0.33 answer for one group of full attention.
+            is_parallelism_agnostic=len(layers) == 1 and pcp_size == 1 and not replicated,
+        ),
+        replicated_layout=replicated,
+        kv_cache_layout=layout,
+    )
+
+
+class Rows:
+    """Rows of a CPU tier, as tiers are given them: (chunks, bytes of a row), int8."""
+
+    def __init__(self, chunks: int, page_bytes: int) -> None:
+        self.page_bytes = page_bytes
+        row = -(-page_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        # vLLM's region is mapped, too; so rows begin at whole pages of memory.
+        self.memory = mmap.mmap(-1, chunks * row)
+        self.array = np.frombuffer(self.memory, np.int8).reshape(chunks, row)
+        self.view: memoryview = self.array.data
+
+    def content(self, chunk: int, length: int) -> bytes:
+        """The first bytes of a row."""
+        return self.array[chunk, :length].tobytes()
+
+    def put(self, chunk: int, content: bytes) -> None:
+        """Replace a row; its pad is zeros."""
+        self.array[chunk] = 0
+        self.array[chunk, : len(content)] = np.frombuffer(content, np.int8)
+
+    def release(self) -> None:
+        """Let go of the memory; fails where the tier has kept some of it."""
+        self.view.release()
+        del self.array
+        self.memory.close()
+
+
+class Scheduler:
+    """Calls a tier as the thread of vLLM's scheduler does, step by step.
+
+    Args:
+        entry: of `secondary_tiers`.
+        rows: of the CPU tier.
+        config: vLLM's.
+    """
+
+    def __init__(self, entry: Mapping[str, object], rows: Rows, spec: TierSpec) -> None:
+        self._numbers = itertools.count()
+        self._results = dict[int, JobResult | None]()
+        """By job; None until it is reported."""
+        self._loads = list[TransferJob]()
+        """Submitted when the step ends, as vLLM does."""
+        self._new = list[str]()
+        self._thread = EngineThread("vllm-scheduler", self._end_step)
+        try:
+            self.tier: SecondaryTierManager = self._thread.do(
+                lambda: SecondaryTierFactory.create_secondary_tier(dict(entry), rows.view, spec),
+                patience=START_SECONDS,
+            )
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def request(self, keys: Sequence[OffloadKey], tokens: int, first: int = 0) -> ReqContext:
+        """A request whose chunks have these keys.
+
+        Args:
+            keys: in the order of the sequence.
+            tokens: of a chunk.
+            first: chunks before them.
+        """
+        request = ReqContext(f"request-{next(self._numbers)}")
+        for number, key in enumerate(keys, start=first + 1):
+            request.set_offload_key_position(key, number * tokens)
+        return request
+
+    def look_up(self, keys: Sequence[OffloadKey], request: ReqContext) -> list[bool]:
+        """Ask for keys until each has an answer."""
+        return self._thread.run(self._request(request, self._resolved(keys, request)))
+
+    def load(
+        self, keys: Sequence[OffloadKey], chunks: Sequence[int], request: ReqContext
+    ) -> list[bool]:
+        """Look keys up, and load those that are there into chunks; whether each was loaded."""
+        return self._thread.run(self._request(request, self._promoted(keys, chunks, request)))
+
+    def store(
+        self, keys: Sequence[OffloadKey], chunks: Sequence[int], request: ReqContext
+    ) -> JobResult:
+        """Store chunks."""
+        return self._thread.run(
+            self._request(request, self._transferred(keys, chunks, request, is_promotion=False))
+        )
+
+    def do(self, call: Callable[[], AnswerT]) -> AnswerT:
+        """Call a function in the scheduler's thread."""
+        return self._thread.do(call)
+
+    def close(self) -> None:
+        """Shut the tier down and end the thread.
+
+        Raises:
+            Exception: whatever the tier's shutdown raises.
+        """
+        try:
+            self._thread.do(self.tier.shutdown)
+        finally:
+            self._thread.close()
+
+    # In the scheduler's thread
+    # ----------------------------------------------------------------------------------------------
+
+    def _request(
+        self, request: ReqContext, steps: Generator[str, None, AnswerT]
+    ) -> Generator[str, None, AnswerT]:
+        self._new.append(request.req_id)
+        self.tier.on_new_request(request)
+        try:
+            return (yield from steps)
+        finally:
+            self.tier.on_request_finished(request)
+
+    def _resolved(
+        self, keys: Sequence[OffloadKey], request: ReqContext
+    ) -> Generator[str, None, list[bool]]:
+        found: dict[OffloadKey, bool] = {}
+        while True:
+            for key in keys:
+                # vLLM keeps a promoted chunk in its CPU tier, and asks no more for it.
+                if key not in found:
+                    result = self.tier.lookup(key, request)
+                    if result in (LookupResult.HIT, LookupResult.MISS):
+                        found[key] = result is LookupResult.HIT
+            if len(found) == len(set(keys)):
+                return [found[key] for key in keys]
+            yield f"lookup() has answered RETRY for {len(set(keys)) - len(found)} keys"
+
+    def _promoted(
+        self, keys: Sequence[OffloadKey], chunks: Sequence[int], request: ReqContext
+    ) -> Generator[str, None, list[bool]]:
+        places, loaded = dict(zip(keys, chunks, strict=True)), set[bytes]()
+        for _ in range(MAX_LOADS):
+            wanted = [key for key in places if key not in loaded]
+            found = yield from self._resolved(wanted, request)
+            hits = [key for key, is_hit in zip(wanted, found, strict=True) if is_hit]
+            if not hits:
+                return [key in loaded for key in keys]
+            result = yield from self._transferred(
+                hits, [places[key] for key in hits], request, is_promotion=True
+            )
+            loaded.update(hits if result.success else result.successful_keys or ())
+        raise Violation(
+            "FT-3",
+            f"a load of a key has failed {MAX_LOADS} times, and lookup() goes on answering HIT: "
+            f"vLLM loads it again for ever, and its request never begins",
+        )
+
+    def _transferred(
+        self,
+        keys: Sequence[OffloadKey],
+        chunks: Sequence[int],
+        request: ReqContext,
+        *,
+        is_promotion: bool,
+    ) -> Generator[str, None, JobResult]:
+        job = TransferJob(
+            next(self._numbers),
+            list(keys),
+            np.array(chunks, dtype=np.int32),
+            is_promotion=is_promotion,
+            req_context=request,
+        )
+        self._results[job.job_id] = None
+        if is_promotion:
+            self._loads.append(job)
+        else:
+            self.tier.submit_store(job)
+        while (result := self._results[job.job_id]) is None:
+            yield f"a {'load' if is_promotion else 'store'} of {len(keys)} chunks was not reported"
+        del self._results[job.job_id]
+        return result
+
+    def _end_step(self) -> None:
+        self._take_results()
+        loads, self._loads = self._loads, []
+        for job in loads:
+            self.tier.submit_load(job)
+        new, self._new = self._new, []
+        self.tier.on_schedule_end(ScheduleEndContext(new, []))
+        time.sleep(TURN_SECONDS)
+        self._take_results()
+
+    def _take_results(self) -> None:
+        for result in self.tier.get_finished_jobs():
+            if self._results.get(result.job_id, result) is not None:
+                raise RuntimeError(
+                    f"job {result.job_id} was reported, and is not under way; vLLM asserts that it "
+                    f"is, and its engine ends"
+                )
+            self._results[result.job_id] = result

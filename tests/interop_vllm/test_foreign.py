@@ -1,0 +1,112 @@
+"""The suite against secondary tiers of vLLM and L2 adapters of LMCache: theirs, ours, and samples
+with one planted fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import HICACHE
+
+# Each run imports its engine, which takes a minute where the processors are busy.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+DRIVERS = Path(__file__).parents[1] / "conformance" / "interfaces"
+DAMAGE = "test_damaged_pages_are_not_delivered[flipped-bit]"
+SHORT = "test_a_page_found_damaged_stops_existing[short]"
+TP = "test_another_tp_size"
+DTYPE = "test_one_field_differs[kv_dtype]"
+READ = "test_pages_read_back"
+
+KNOWN = {
+    ("vllm-tier", "vllm-fs"): {
+        DAMAGE: "GET-5",
+        TP: "ID-1",
+        "test_one_field_differs[layout]": "ID-1",
+        READ: "",
+    },
+    ("lmcache-l2", "lmcache-fs"): {DAMAGE: "GET-5", DTYPE: "ID-1", SHORT: "EX-9", TP: ""},
+    ("lmcache-l2", "lmcache-fs-native"): {DAMAGE: "GET-5", DTYPE: "ID-1", SHORT: "EX-9", TP: ""},
+    ("vllm-tier", "sample_tier:DeliversDamage"): {DAMAGE: "GET-5", TP: "", READ: ""},
+    ("vllm-tier", "sample_tier:TrustsTheFlag"): {TP: "ID-1", DAMAGE: "", READ: ""},
+    ("vllm-tier", "sample_tier:NeverReports"): {DAMAGE: "FT-3", READ: ""},
+    ("vllm-tier", "sample_tier:KeepsTheUnreadable"): {DAMAGE: "FT-3", READ: ""},
+    ("vllm-tier", "sample_tier:ReportsTwice"): {READ: "fail"},
+    ("lmcache-l2", "sample_adapter:DeliversDamage"): {DAMAGE: "GET-5", DTYPE: "", READ: ""},
+    ("lmcache-l2", "sample_adapter:ByKeyAlone"): {DTYPE: "ID-1", DAMAGE: "", READ: ""},
+    ("lmcache-l2", "sample_adapter:ForgetsTheEvent"): {READ: "FT-3"},
+}
+"""By interface and driver: cases, and the rule that each finds broken; empty where it holds, `fail` where
+the engine ends and no rule is named."""
+
+
+def judged(place, interface, driver, *arguments):
+    """The exit status of a run, its report, and what was printed."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST")
+    }
+    options = ("-c", "path={tmp}/store") if ":" in driver else ()
+    command = [HICACHE, "conformance", "run", driver, "--interface", interface, *options]
+    ran = subprocess.run(
+        [*command, "--profile", "smoke", "--seed", "11", *arguments, "--report", place],
+        cwd=DRIVERS,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=800,
+    )
+    assert ran.returncode in (0, 1), ran.stdout + ran.stderr
+    return ran.returncode, json.loads((place / "results.json").read_text()), ran.stderr
+
+
+@pytest.mark.parametrize(("interface", "driver"), KNOWN, ids=lambda text: text.replace(":", "-"))
+def test_a_known_fault_is_found_by_its_rule(tmp_path, interface, driver):
+    wanted = KNOWN[interface, driver]
+    names = [part for case in wanted for part in ("--case", case)]
+    status, report, output = judged(tmp_path, interface, driver, *names)
+    cases = {case["name"]: case for rule in report["rules"] for case in rule["cases"]}
+    found = {
+        name: case["broken_rule"] or case["outcome"].replace("pass", "")
+        for name, case in cases.items()
+        if name in wanted
+    }
+    assert found == wanted, output
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("interface", "driver"),
+    [
+        ("vllm-tier", "sample_tier:SampleTier"),
+        ("lmcache-l2", "sample_adapter:SampleAdapter"),
+        ("vllm-tier", "vllm-bridge"),
+        ("lmcache-l2", "lmcache-bridge"),
+    ],
+    ids=lambda text: text.replace(":", "-"),
+)
+def test_a_right_driver_is_not_blamed(tmp_path, interface, driver):
+    levels = ("--level", "core,identity") if ":" in driver else ("--level", "identity")
+    status, report, output = judged(tmp_path, interface, driver, *levels)
+    assert status == 0, output
+    assert report["totals"]["untested"] == 0
+    assert {rule["id"] for rule in report["rules"] if rule["outcome"] == "pass"} >= {"ID-1"}
+
+
+def test_a_tier_that_blocks_the_scheduler_is_told_apart(tmp_path):
+    status, report, output = judged(
+        tmp_path,
+        "vllm-tier",
+        "sample_tier:BlocksTheScheduler",
+        "--case",
+        READ,
+        "--case-seconds",
+        "30",
+    )
+    assert status == 1, output
+    [rule] = [rule for rule in report["rules"] if rule["id"] == "FT-3"]
+    assert rule["outcome"] == "fail"

