@@ -28,7 +28,8 @@ SAMPLES = {
         {
             "Objects": SampleDriver(case_classes=("Budget", "Staging", "Metrics")),
             "PromisesNothing": SampleDriver(
-                capabilities=NOTHING, case_classes=("Identity", "Clearing", "Sharing", "Durability")
+                capabilities=NOTHING,
+                case_classes=("Identity", "Clearing", "Sharing", "Durability", "Shard"),
             ),
             "PromisesTooLittle": SampleDriver(
                 capabilities=NOTHING, case_classes=("Identity", "Sharing")
