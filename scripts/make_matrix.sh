@@ -10,7 +10,8 @@ sglang=$1/bin/hicache vllm=$2/bin/hicache results=$3 output=$4
 shift 4
 # Fixed, so that the document changes when a driver or the suite does.
 common=(--seed 1 --run-id matrix)
-foreign=(--level core,pools,identity,faults --case-seconds 60)
+# Workers import their engine within a case, which takes long where several runs do.
+foreign=(--level core,pools,identity,faults --case-seconds 150)
 # What is wrong with these is ours to repair, and a reason to fail.
 ours=(file hf3fs mooncake sglang-bridge vllm-bridge lmcache-bridge)
 theirs=(sglang-file sglang-hf3fs sglang-mooncake sglang-nixl sglang-sim peercache vllm-fs lmcache-fs lmcache-fs-native)
@@ -23,9 +24,8 @@ judge() {
     # The one run of the whole suite in CI; `make test` has the short profile.
     file) options=("${common[@]}" --profile default) ;;
     sglang-* | peercache) options+=("${foreign[@]}" --interface sglang) ;;
-    # Workers import their engine, which takes long where several runs do.
-    vllm-*) options+=("${foreign[@]}" --case-seconds 150 --interface vllm-tier) hicache=$vllm ;;
-    lmcache-*) options+=("${foreign[@]}" --case-seconds 150 --interface lmcache-l2) hicache=$vllm ;;
+    vllm-*) options+=("${foreign[@]}" --interface vllm-tier) hicache=$vllm ;;
+    lmcache-*) options+=("${foreign[@]}" --interface lmcache-l2) hicache=$vllm ;;
   esac
   "$hicache" conformance run "$driver" "${options[@]}" --report "$results/$driver" >"$results/$driver.log" 2>&1 || status=$?
   # A foreign driver that breaks rules is what the document is about; a run that could not be is not.
