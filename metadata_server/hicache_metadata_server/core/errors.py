@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from hicache_metadata_server.protocol import IDEMPOTENCY_HEADER, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class RequestError(Exception):
@@ -79,6 +83,17 @@ def draining() -> RequestError:
 
 class StoreError(Exception):
     """The store cannot be opened, read or written."""
+
+
+class FencedError(StoreError):
+    """Another server owns scopes by now, or their log has lost writes.
+
+    Nothing was written to them. The store works.
+    """
+
+    def __init__(self, scopes: Sequence[str]) -> None:
+        super().__init__(f"another server owns {', '.join(scopes)}, or its log has lost writes")
+        self.scopes = scopes
 
 
 class SnapshotError(StoreError):

@@ -61,7 +61,9 @@ class PinTable:
         return len(self._pins)
 
     def add(self, record: PinRecord, *, remember: bool = True) -> None:
-        """Add a pin; `remember` if it is not durable yet."""
+        """Add a pin, or slots of further scopes to it; `remember` if it is not durable yet."""
+        if (known := self._pins.get(record.pin)) is not None:
+            record = PinRecord(record.pin, record.until, known.slots | record.slots)
         self._pins[record.pin] = record
         heapq.heappush(self._ends, (record.until, record.pin))
         if remember:

@@ -212,7 +212,7 @@ class Handlers:
             # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
             # be changes to commit even so.
             return Result(refusal(refused, request.content_type), changes)
-        self._keep_answer(request.idempotency_key, request.digest, response)
+        self._keep_answer(request, request.idempotency_key, response)
         return Result(response, changes)
 
     async def run_in_slices(self, request: DecodedRequest) -> Response:
@@ -296,7 +296,7 @@ class Handlers:
                 return kept
             check(request.message)
             response = self._response(await self._run_chunks(request), request.content_type)
-            self._keep_answer(request.idempotency_key, request.digest, response)
+            self._keep_answer(request, request.idempotency_key, response)
         return response
 
     async def _fsck(self, request: p.Fsck, caller: Caller) -> p.FsckReport:
@@ -338,7 +338,7 @@ class Handlers:
         if kept is not None:
             return msgspec.msgpack.decode(kept.body, type=p.ROUTES[request.endpoint.name].answer)
         answer = do(piece, self.clock())
-        self._keep_answer(idempotency_key, request.digest, self._response(answer, p.MSGPACK))
+        self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
         return answer
 
     async def _wait_for_commit(self) -> None:
@@ -359,17 +359,20 @@ class Handlers:
             else None
         )
 
-    def _keep_answer(self, idempotency_key: str, digest: bytes, response: Response) -> None:
-        if digest:
+    def _keep_answer(
+        self, request: DecodedRequest, idempotency_key: str, response: Response
+    ) -> None:
+        if request.digest:
             until = self.clock() + self.service.answers.seconds
             self.service.answers.add(
                 AnswerRecord(
                     idempotency_key,
                     until,
-                    digest,
+                    request.digest,
                     response.content_type,
                     response.status,
                     response.body,
+                    next(iter(self.names(request)), ""),
                 )
             )
 
