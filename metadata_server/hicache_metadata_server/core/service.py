@@ -206,6 +206,11 @@ class MetadataService:
         self._forget(name)
         self.answers.release(name)
 
+    @property
+    def max_hold_seconds(self) -> int:
+        """Seconds of the longest lease and quarantine that its scopes have seen."""
+        return self._longest
+
     def number_of(self, name: str) -> int:
         """Number of a scope."""
         return self._numbers[name]

@@ -19,6 +19,7 @@ import msgspec
 from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.scripts import Script
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
@@ -27,7 +28,7 @@ from hicache_metadata_server.storage.replay import replayed
 from hicache_metadata_server.storage.schema import BLOCK_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotChanges
     from hicache_metadata_server.core.restore import SlotRows
@@ -58,14 +59,15 @@ redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
 """Begin of each write: the token, and the number of the write, must be greater than all before."""
 
 
-def _script(source: str) -> Script:
+def new_script(source: str) -> Script:
+    """Script with the digest under which Redis caches it."""
     return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-_APPEND: Final = _script(
+_APPEND: Final = new_script(
     _CHECKED + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return 'OK'"
 )
-_COMPACT: Final = _script(
+_COMPACT: Final = new_script(
     _CHECKED
     + """
 local blocks, rest = 7 + ARGV[6], 7 + ARGV[6] + ARGV[7]
@@ -76,8 +78,8 @@ if ARGV[5] ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[5]) end
 return 'OK'
 """
 )
-_DROP: Final = _script(_CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'")
-_TAKE: Final = _script(
+_DROP: Final = new_script(_CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'")
+_TAKE: Final = new_script(
     """
 local head = redis.call('HMGET', KEYS[1], 'token', 'owner', 'seq', 'clock', 'closed')
 for i = 1, 5 do head[i] = head[i] or '' end
@@ -86,7 +88,7 @@ redis.call('HSET', KEYS[1], 'token', ARGV[2], 'owner', ARGV[3])
 return {1, unpack(head)}
 """
 )
-_RELEASE: Final = _script(
+_RELEASE: Final = new_script(
     """
 if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 'FENCED' end
 redis.call('HSET', KEYS[1], 'owner', '')
@@ -179,10 +181,26 @@ async def take(
         True if it is the owner now, and the head as it was before.
     """
     call = ScriptCall(_TAKE, scope_keys(name)[:1], (expected, token, owner))
-    ((done, before, was, seq, clock, closed),) = await connection.run([call])
-    return done == 1, ScopeHead(
-        before, was.decode(), int(seq or 0), float(clock or 0), float(closed or 0)
-    )
+    ((done, *head),) = await connection.run([call])
+    return done == 1, _head_of(head)
+
+
+async def read_head(connection: RedisConnection, name: str) -> ScopeHead:
+    """Read the head of a scope."""
+    key = scope_keys(name)[0]
+    return _head_of(await connection.command("HMGET", key, *ScopeHead._fields))
+
+
+def _head_of(values: Sequence[bytes | None]) -> ScopeHead:
+    token, owner, seq, clock, closed = (value or b"" for value in values)
+    return ScopeHead(token, owner.decode(), int(seq or 0), float(clock or 0), float(closed or 0))
+
+
+async def remove(connection: RedisConnection, log: ScopeLog) -> None:
+    """Remove a scope that was taken and holds nothing."""
+    log.seq += 1
+    arguments = (log.token, log.seq, log.confirmed, "0")
+    await connection.run([ScriptCall(_DROP, log.keys, arguments)])
 
 
 async def release(connection: RedisConnection, name: str, token: bytes) -> None:
@@ -259,6 +277,11 @@ def recovered(
         local.scopes, [pin for pin in local.pins if pin.until > now], alive, everything.counters
     )
     return found, _rows(blocks, -log.offset)
+
+
+def longest_of(found: Recovered) -> int:
+    """Seconds of the longest lease and quarantine of a scope."""
+    return found.counters.get(LONGEST, 0)
 
 
 def _window_of(key: bytes) -> int:

@@ -1,0 +1,379 @@
+"""One server among several: its heartbeats, the scopes that it takes, and those that it gives back.
+
+docs/design/metadata-scopes.md has the keys and the steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import structlog
+
+from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.shared.connection import ScriptCall
+from hicache_metadata_server.shared.ownership import (
+    LEASE_SECONDS,
+    Incarnation,
+    Observer,
+    ScopeEntry,
+    ServerRecord,
+    boot_time,
+    decode_scope,
+    decode_server,
+    placement,
+)
+from hicache_metadata_server.shared.scope_log import (
+    ScopeHead,
+    ScopeLog,
+    ScopeLogStore,
+    close_scope,
+    load,
+    longest_of,
+    new_script,
+    read_head,
+    recovered,
+    release,
+    remove,
+    take,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.protocol import ScopeGeometry
+    from hicache_metadata_server.shared.connection import RedisConnection
+
+BEAT_SECONDS: Final = 0.25
+"""Interval of heartbeats."""
+WAIT_SECONDS: Final = 1.0
+"""Longest time for which a request waits for a scope that is about to get an owner."""
+SERVERS: Final = b"hm:{map}:servers"
+ENTRIES: Final = b"hm:{map}:scopes"
+VERSION: Final = b"hm:{map}:version"
+TOKEN: Final = b"hm:{map}:token"
+
+# The record of this server, and in return everybody's; the map only if it has changed.
+_BEAT: Final = new_script(
+    """
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+local version, entries = redis.call('GET', KEYS[3]) or '', {}
+local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+if version ~= ARGV[3] or run_id ~= ARGV[4] then entries = redis.call('HGETALL', KEYS[2]) end
+return {run_id, redis.call('HGETALL', KEYS[1]), version, entries}
+"""
+)
+_PUBLISH: Final = new_script(
+    """
+for i = 1, #ARGV, 2 do
+  if ARGV[i + 1] == '' then redis.call('HDEL', KEYS[1], ARGV[i])
+  else redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+return redis.call('INCR', KEYS[2])
+"""
+)
+# Not less than a server's microseconds: a Redis that has lost everything draws no token again.
+_DRAW: Final = new_script(
+    """
+local token = math.max((redis.call('GET', KEYS[1]) or 0) + 1, ARGV[1])
+token = string.format('%.0f', token)
+redis.call('SET', KEYS[1], token)
+return token
+"""
+)
+_ENCODE: Final = msgspec.msgpack.Encoder().encode
+
+_log = structlog.get_logger()
+
+
+class ScopeOwner:
+    """The scopes that one server owns, and the map of all others.
+
+    For use from one event loop. `beat` is called every `BEAT_SECONDS`, and never by two tasks at
+    once.
+
+    Args:
+        connection: Redis, used by this event loop only.
+        service: the state machine of the scopes that this server owns.
+        store: writes their logs.
+        url: address of this server for clients.
+        now: the clock of service and store.
+        clock: a monotonic clock for leases.
+    """
+
+    def __init__(
+        self,
+        connection: RedisConnection,
+        service: MetadataService,
+        store: ScopeLogStore,
+        *,
+        url: str,
+        now: Callable[[], float],
+        lease_seconds: float = LEASE_SECONDS,
+        clock: Callable[[], float] = boot_time,
+    ) -> None:
+        self.url = url
+        self.servers: dict[str, ServerRecord] = {}
+        """All incarnations with a record, ended ones too."""
+        self.entries: dict[str, ScopeEntry] = {}
+        """All scopes of the store."""
+        self.incarnation = Incarnation(lease_seconds)
+        self._connection = connection
+        self._service = service
+        self._store = store
+        self._now = now
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+        self._observer = Observer(lease_seconds)
+        self._ended = set[str]()
+        """Ended incarnations of this process, for whose end it need not wait."""
+        self._leaving = set[str]()
+        """Scopes that are about to be given back."""
+        self._created: dict[str, ScopeLog] = {}
+        """Logs of scopes that the service is about to make."""
+        self._beats = 0
+        self._version = b""
+        self._run_id = b""
+        self._polling = asyncio.Lock()
+
+    def serves(self, names: Iterable[str]) -> bool:
+        """True if this server may answer requests about these scopes now."""
+        scopes, leaving = self._service.scopes, self._leaving
+        return self.incarnation.holds(self._clock()) and all(
+            name in scopes and name not in leaving for name in names
+        )
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forget scopes that another server may own by now."""
+        for name in names:
+            if name in self._service.scopes:
+                self._store.detach(self._service.number_of(name))
+                self._service.release(name)
+                _log.warning("scope_lost", scope=name)
+
+    async def beat(self) -> None:
+        """Renew the lease, read the map, and take the free scopes that are for this server.
+
+        Raises:
+            StoreError: Redis was not reached.
+        """
+        await self.poll()
+        for name in self._to_take():
+            await self._take(name)
+
+    async def poll(self) -> None:
+        """Renew the lease and read the map.
+
+        Raises:
+            StoreError: Redis was not reached. The lease goes on until its end.
+        """
+        async with self._polling:
+            if self.incarnation.has_ended(self._clock()):
+                self._begin_anew()
+            self._beats += 1
+            mine = ServerRecord(
+                self.url,
+                self._beats,
+                self._lease_seconds,
+                len(self._service.scopes),
+                self._service.draining,
+            )
+            call = ScriptCall(
+                _BEAT,
+                (SERVERS, ENTRIES, VERSION),
+                (self.incarnation.id, _ENCODE(mine), self._version, self._run_id),
+            )
+            sent = self._clock()
+            ((run_id, records, version, entries),) = await self._connection.run([call])
+            received = self._clock()
+            if not self.incarnation.renew(sent, received):
+                self._begin_anew()
+            found = _pairs(records)
+            self._observer.observe(found, run_id, sent, received)
+            self.servers = {name: decode_server(record) for name, record in found.items()}
+            if (version, run_id) != (self._version, self._run_id):
+                self._version, self._run_id = version, run_id
+                self.entries = {
+                    name: decode_scope(record) for name, record in _pairs(entries).items()
+                }
+
+    async def admit(self, names: Sequence[str]) -> ServerRecord | None:
+        """Wait until this server serves scopes, or return the server that does.
+
+        Raises:
+            RequestError: 503, the scopes have no owner yet, or several.
+            StoreError: Redis was not reached.
+        """
+        until = self._clock() + WAIT_SECONDS
+        while not self.serves(names):
+            if not all(name in self.entries for name in names):
+                # Another server may just have made it.
+                await self.poll()
+            if not all(name in self.entries for name in names):
+                # The service answers 404.
+                return None
+            owners = {self._owner_of(name) for name in names}
+            if len(owners) == 1 and (owner := owners.pop()) not in ("", self.incarnation.id):
+                return self.servers[owner]
+            if self._clock() >= until:
+                raise RequestError(
+                    503, "moving", "these scopes are about to get an owner", "", retry_seconds=1
+                )
+            await asyncio.sleep(BEAT_SECONDS / 5)
+        return None
+
+    async def create(self, geometries: Sequence[ScopeGeometry], tenant: str) -> None:
+        """Become the owner of scopes that nobody has made, before the service makes them.
+
+        `attach` follows once it has.
+
+        Raises:
+            StoreError: Redis was not reached.
+        """
+        group = geometries[0].scope
+        for geometry in geometries:
+            token = await self._draw()
+            me = self.incarnation.id
+            done, head = await take(self._connection, geometry.scope, b"", token, me)
+            entry = ScopeEntry(geometry, me if done else "", group, tenant)
+            await self._publish({geometry.scope: entry})
+            if done:
+                self._created[geometry.scope] = self._log_of(geometry.scope, token, head)
+
+    def attach(self) -> None:
+        """Begin to write the logs of created scopes that the service has made."""
+        for name, log in self._created.items():
+            if name in self._service.scopes:
+                log.number = self._service.number_of(name)
+                self._store.attach(log)
+        self._created = {}
+
+    async def give_back(
+        self, names: Sequence[str], flush: Callable[[], Awaitable[None] | None]
+    ) -> None:
+        """Give scopes back, with everything written, for another server to take at once.
+
+        Raises:
+            StoreError: some were not given back. Their leases end.
+        """
+        self._leaving |= set(names)
+        try:
+            # The others have to see that it drains before they see that the scopes are free.
+            await self.poll()
+            if (written := flush()) is not None:
+                await written
+            for name in [name for name in names if name in self._service.scopes]:
+                log = self._store.detach(self._service.number_of(name))
+                self._service.release(name)
+                if log is not None:
+                    await release(self._connection, name, log.token)
+                entry = self.entries.get(name)
+                if entry is not None:
+                    await self._publish({name: msgspec.structs.replace(entry, owner="")})
+        finally:
+            self._leaving -= set(names)
+
+    # Implementation.
+
+    def _begin_anew(self) -> None:
+        self._ended.add(self.incarnation.id)
+        self.incarnation = Incarnation(self._lease_seconds)
+        self.drop(list(self._service.scopes))
+
+    def _owner_of(self, name: str) -> str:
+        """The incarnation that owns a scope, as far as this server knows; "" for none."""
+        owner = self.entries[name].owner
+        if owner in self._ended or (owner and self._observer.is_gone(owner)):
+            return ""
+        return owner
+
+    def _to_take(self) -> list[str]:
+        """Scopes without owner that are for this server."""
+        # Only this server knows that those of its ended incarnations are free.
+        me, mine, free = self.incarnation.id, list[str](), dict[str, list[str]]()
+        for name, entry in self.entries.items():
+            if name in self._service.scopes or name in self._created:
+                continue
+            if entry.owner == me or entry.owner in self._ended:
+                mine.append(name)
+            elif not self._owner_of(name):
+                free.setdefault(entry.group, []).append(name)
+        alive = {
+            name: record
+            for name, record in self.servers.items()
+            if name not in self._ended and not self._observer.is_gone(name)
+        }
+        chosen = placement(free, alive) if free else {}
+        return mine + [
+            name for group, server in chosen.items() if server == me for name in free[group]
+        ]
+
+    async def _take(self, name: str) -> None:
+        incarnation, head = self.incarnation, await read_head(self._connection, name)
+        mine = head.owner in self._ended or head.owner == incarnation.id
+        if head.owner and not mine and not self._observer.is_gone(head.owner):
+            return
+        token = await self._draw()
+        done, head = await take(self._connection, name, head.token, token, incarnation.id)
+        if not done:
+            return
+        log = self._log_of(name, token, head)
+        if name in self._store.lost:
+            # Leases that were given since may be missing in the log.
+            await close_scope(self._connection, name, head.clock + self._service.max_hold_seconds)
+            head = head._replace(closed=head.clock + self._service.max_hold_seconds)
+            self._store.lost.discard(name)
+        loaded = await load(self._connection, name)
+        if not (loaded.rest or loaded.groups):
+            # Its first owner has died before it acknowledged anything.
+            await remove(self._connection, log)
+            await self._publish({name: None})
+            return
+        found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
+        (record,) = found.scopes
+        scope = await asyncio.to_thread(
+            self._service.restored_scope, record, found.pins, rows, self._now(), longest_of(found)
+        )
+        if head.closed > head.clock:
+            scope.closed_until = head.closed - log.offset
+        entry = self.entries.get(name)
+        group = entry.group if entry else name
+        await self._publish(
+            {name: ScopeEntry(record.geometry, incarnation.id, group, record.tenant)}
+        )
+        # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
+        if incarnation is self.incarnation:
+            self._service.adopt(found, scope)
+            self._store.attach(log, found.pins)
+            _log.info("scope_taken", scope=name, pages=len(scope.lru))
+
+    def _log_of(self, name: str, token: bytes, head: ScopeHead) -> ScopeLog:
+        offset = head.clock - self._now() if head.clock else 0.0
+        number = self._service.new_number()
+        return ScopeLog(name, number, token, head.seq, offset, head.seq)
+
+    async def _draw(self) -> bytes:
+        micros = int(self._now() * 1e6)
+        (token,) = await self._connection.run([ScriptCall(_DRAW, (TOKEN,), (micros,))])
+        drawn: bytes = token
+        return drawn
+
+    async def _publish(self, entries: dict[str, ScopeEntry | None]) -> None:
+        """Write entries of the map; None removes one."""
+        arguments = [
+            part
+            for name, entry in entries.items()
+            for part in (name, b"" if entry is None else _ENCODE(entry))
+        ]
+        await self._connection.run([ScriptCall(_PUBLISH, (ENTRIES, VERSION), tuple(arguments))])
+        for name, entry in entries.items():
+            if entry is None:
+                self.entries.pop(name, None)
+            else:
+                self.entries[name] = entry
+
+
+def _pairs(flat: Any) -> dict[str, bytes]:
+    return {name.decode(): record for name, record in zip(flat[::2], flat[1::2], strict=True)}
