@@ -82,6 +82,7 @@ class Server:
             lease_seconds=LEASE,
             clock=lambda: offset + rate * world.time,
         )
+        self.owner.flush = self._flush
 
     async def _slowly(self, calls):
         """Requests and answers take their time, in which the others go on."""
@@ -132,7 +133,7 @@ class Server:
         await asyncio.to_thread(self.write)
 
     def give_back(self):
-        self.world.do(self.owner.give_back(list(self.service.scopes), self._flush))
+        self.world.do(self.owner.give_back(list(self.service.scopes)))
 
     def change(self, scope, key):
         leased = reserve(self.service, [key], scope, self.wall())
@@ -206,7 +207,7 @@ def test_scopes_of_a_silent_server_are_taken_after_its_lease(world, two, ending)
         one.paused = False
         pass_time(world, two, 1.0)
         assert serving(two, "0:kv") == [1]
-        assert one.world.do(one.owner.admit(["0:kv"])).url == "http://server-1"
+        assert one.world.do(one.owner.admit(["0:kv"])) == "http://server-1"
         assert other.live("0:kv", ["a", "late"]) == ["a"]
 
 
@@ -300,12 +301,45 @@ def test_two_that_create_one_scope(world, two):
     assert "0:kv" not in other.service.scopes
 
 
+def test_scopes_that_are_asked_for_together_get_one_owner(world, two):
+    one, other = two
+    one.make("0:kv")
+    other.beat()
+    other.make("0:mamba")
+    one.beat()
+
+    async def asked():
+        asking = asyncio.create_task(other.owner.admit(["0:kv", "0:mamba"]))
+        while not asking.done():
+            await asyncio.sleep(0.001)
+            world.time += 0.05
+            await one.owner.beat()
+            await other.owner.beat()
+        return await asking
+
+    other.change("0:mamba", "b")
+    assert world.do(asked()) == "http://server-0"
+    assert one.owner.serves(["0:kv", "0:mamba"])
+    assert one.live("0:mamba", ["b"]) == ["b"]
+
+
+def test_a_server_that_drains_gives_its_scopes_to_another(world, two):
+    one, other = two
+    one.make("0:kv")
+    one.service.draining = True
+    pass_time(world, two, 1.0)
+    assert serving(two, "0:kv") == [1]
+    other.service.draining = True
+    pass_time(world, two, 1.0)
+    assert serving(two, "0:kv") == [1], "there is nobody else"
+
+
 def test_a_request_waits_for_no_owner_for_ever(world, two):
     one, other = two
     one.make("0:kv")
     other.beat()
-    assert world.do(other.owner.admit(["0:kv"])).url == "http://server-0"
-    assert world.do(other.owner.admit(["nobody:has"])) is None
+    assert world.do(other.owner.admit(["0:kv"])) == "http://server-0"
+    assert world.do(other.owner.admit(["nobody:has"])) == ""
     one.service.draining = True
     one.give_back()
 
@@ -368,9 +402,10 @@ def test_free_scopes_go_to_the_server_with_the_fewest():
 
     free = {"g1": ["a", "b"], "g2": ["c"], "g3": ["d"]}
     servers = {"x": record(2), "y": record(0), "z": record(0, draining=True)}
-    assert placement(free, servers) == {"g1": "y", "g2": "x", "g3": "y"}
-    assert set(placement(free, {"z": servers["z"]}).values()) == {"z"}
-    assert placement(free, {}) == {}
+    assert placement(free, servers, {}) == {"g1": "y", "g2": "x", "g3": "y"}
+    assert placement(free, servers, {"g1": "x", "g2": "z"}) == {"g1": "x", "g2": "y", "g3": "y"}
+    assert set(placement(free, {"z": servers["z"]}, {}).values()) == {"z"}
+    assert placement(free, {}, {}) == {}
 
 
 class ManyServers(RuleBasedStateMachine):

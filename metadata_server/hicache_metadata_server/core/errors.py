@@ -15,10 +15,19 @@ class RequestError(Exception):
     """A request that is refused. It has changed nothing, unless the operation says otherwise."""
 
     def __init__(
-        self, status: int, code: str, message: str, field: str = "", *, retry_seconds: int = 0
+        self,
+        status: int,
+        code: str,
+        message: str,
+        field: str = "",
+        *,
+        retry_seconds: int = 0,
+        location: str = "",
     ) -> None:
         super().__init__(f"{status} {code}: {message}")
         self.status = status
+        self.location = location
+        """URL that serves the request; empty for none."""
         self.retry_seconds = retry_seconds
         """Seconds until a retry may succeed; 0 if unknown."""
         self.problem = Problem(code=code, message=message, field=field)
@@ -74,6 +83,16 @@ def key_reused() -> RequestError:
     return RequestError(
         422, "key_reused", "this idempotency key belongs to another request", IDEMPOTENCY_HEADER
     )
+
+
+def moved(location: str) -> RequestError:
+    """A request about scopes that another server owns."""
+    return RequestError(307, "moved", "another server owns these scopes", location=location)
+
+
+def moving() -> RequestError:
+    """A request about scopes that have no owner, or several, at the moment."""
+    return RequestError(503, "moving", "these scopes are about to get an owner", retry_seconds=1)
 
 
 def draining() -> RequestError:

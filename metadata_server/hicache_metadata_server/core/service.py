@@ -85,6 +85,8 @@ class MetadataService:
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
         self.tenants = Tenants()
+        self.elsewhere: dict[str, tuple[p.ScopeGeometry, str]] = {}
+        """Scopes of other servers on the same store, with their tenants, for the quotas."""
         self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
         self.recovery_problems: list[str] = []
@@ -674,17 +676,18 @@ class MetadataService:
         Raises:
             RequestError: 413 or 403, a limit of the server or a quota of the tenant is exceeded.
         """
-        if new and len(self.scopes) + len(new) > self.max_scopes:
+        if new and len(self.scopes.keys() | self.elsewhere.keys()) + len(new) > self.max_scopes:
             raise too_large(f"this server keeps {self.max_scopes} scopes", field)
         self.tenants.check_quota(caller.tenant, self.held_by(caller.tenant), new, field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""
-        return (
-            self.scopes[name].geometry
-            for name, holder in self.tenants.of_scope.items()
-            if holder == tenant
-        )
+        for name, holder in self.tenants.of_scope.items():
+            if holder == tenant:
+                yield self.scopes[name].geometry
+        for name, (geometry, holder) in self.elsewhere.items():
+            if holder == tenant and name not in self.scopes:
+                yield geometry
 
     def _forget_answers_and_pins(self) -> None:
         self.answers.added = []

@@ -339,6 +339,8 @@ def response_headers(response: Response, request_id: str) -> list[tuple[bytes, b
         (b"content-length", b"%d" % len(response.body)),
         request_id_header,
     ]
+    if response.location:
+        headers.append((b"location", response.location.encode()))
     if response.ends_connection:
         headers.append((b"connection", b"close"))
     elif response.status == 401:

@@ -80,6 +80,8 @@ class Response:
     body: bytes
     retry_seconds: int = 0
     """For the header `Retry-After`; 0 omits it."""
+    location: str = ""
+    """For the header `Location`; empty omits it."""
 
     @property
     def ends_connection(self) -> bool:
@@ -245,6 +247,9 @@ class Handlers:
         return self.group_commit.flush()
 
     # Background work and state. The handlers of a shared store override these.
+
+    def fenced(self, scopes: Sequence[str]) -> None:
+        """Forget scopes that another server owns by now; called by the group commit."""
 
     async def tick(self, slots: int) -> bool:
         """Expire leases and quarantines of about `slots` slots; True if more are due."""
@@ -462,7 +467,11 @@ class Handlers:
 def refusal(refused: RequestError, content_type: str) -> Response:
     """Response for a refused request."""
     return Response(
-        refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds
+        refused.status,
+        content_type,
+        p.encode(refused.problem, content_type),
+        refused.retry_seconds,
+        refused.location,
     )
 
 

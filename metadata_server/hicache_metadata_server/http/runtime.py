@@ -73,7 +73,7 @@ class ServerRuntime:
         # Here and not in `__init__`: both need the running event loop.
         if self.store.durability is not p.StoreDurability.NONE:
             self.handlers.group_commit = self.metrics.group_commit = GroupCommit(
-                self.service, self.store, self.clock
+                self.service, self.store, self.clock, self.handlers.fenced
             )
         ticking = asyncio.create_task(self._tick())
         try:

@@ -15,7 +15,7 @@ import msgspec
 from hicache_metadata_server.protocol import ScopeGeometry  # noqa: TC001 - read by msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
 LEASE_SECONDS: Final = 3.0
 MARGIN: Final = 0.1
@@ -138,19 +138,42 @@ def decode_scope(record: bytes) -> ScopeEntry:
     return msgspec.msgpack.decode(record, type=ScopeEntry)
 
 
-def placement(
-    free: Mapping[str, Iterable[str]], servers: Mapping[str, ServerRecord]
-) -> dict[str, str]:
-    """Choose the server for each group of free scopes: the one with the fewest scopes.
+def ready_servers(servers: Mapping[str, ServerRecord]) -> list[str]:
+    """Servers that may take scopes: those that do not drain, or all if every one does."""
+    return [name for name in sorted(servers) if not servers[name].draining] or sorted(servers)
 
-    Servers that drain get none, unless all do. Every server comes to the same result from the same
-    records; where their records differ, the head of each scope decides.
+
+def homes(owners: Mapping[str, str], entries: Mapping[str, ScopeEntry]) -> dict[str, str]:
+    """Owner of each group: that of the first of its scopes that has one.
+
+    Args:
+        owners: by scope; empty for none.
+        entries: by scope.
     """
-    ready = [name for name in sorted(servers) if not servers[name].draining] or sorted(servers)
+    found = dict[str, str]()
+    for name in sorted(entries):
+        if owner := owners[name]:
+            found.setdefault(entries[name].group, owner)
+    return found
+
+
+def placement(
+    free: Mapping[str, Sequence[str]],
+    servers: Mapping[str, ServerRecord],
+    group_homes: Mapping[str, str],
+) -> dict[str, str]:
+    """Choose the server for the free scopes of each group.
+
+    It is the owner of the group's other scopes, or else the server with the fewest scopes. Every
+    server comes to the same result from the same records; where their records differ, the head of
+    each scope decides.
+    """
+    ready = ready_servers(servers)
     loads = Counter({name: servers[name].scopes for name in ready})
     chosen = dict[str, str]()
     for group in sorted(free) if ready else ():
-        server = min(ready, key=lambda name: (loads[name], name))
-        loads[server] += len(list(free[group]))
+        home = group_homes.get(group, "")
+        server = home if home in ready else min(ready, key=lambda name: (loads[name], name))
+        loads[server] += len(free[group])
         chosen[group] = server
     return chosen

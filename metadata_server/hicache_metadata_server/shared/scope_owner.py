@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import structlog
 
-from hicache_metadata_server.core.errors import RequestError
+from hicache_metadata_server.core.errors import moving
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
     LEASE_SECONDS,
@@ -22,7 +22,9 @@ from hicache_metadata_server.shared.ownership import (
     boot_time,
     decode_scope,
     decode_server,
+    homes,
     placement,
+    ready_servers,
 )
 from hicache_metadata_server.shared.scope_log import (
     ScopeHead,
@@ -40,7 +42,7 @@ from hicache_metadata_server.shared.scope_log import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.protocol import ScopeGeometry
@@ -119,6 +121,8 @@ class ScopeOwner:
         """All incarnations with a record, ended ones too."""
         self.entries: dict[str, ScopeEntry] = {}
         """All scopes of the store."""
+        self.flush: Callable[[], Awaitable[None] | None] = lambda: None
+        """Writes all changes of the service."""
         self.incarnation = Incarnation(lease_seconds)
         self._connection = connection
         self._service = service
@@ -154,14 +158,17 @@ class ScopeOwner:
                 _log.warning("scope_lost", scope=name)
 
     async def beat(self) -> None:
-        """Renew the lease, read the map, and take the free scopes that are for this server.
+        """Renew the lease, read the map, take scopes for this server, and give others back.
 
         Raises:
-            StoreError: Redis was not reached.
+            StoreError: Redis was not reached, or a scope cannot be read.
         """
         await self.poll()
-        for name in self._to_take():
+        taking, leaving = self._wanted()
+        for name in taking:
             await self._take(name)
+        if leaving:
+            await self.give_back(leaving)
 
     async def poll(self) -> None:
         """Renew the lease and read the map.
@@ -198,9 +205,14 @@ class ScopeOwner:
                 self.entries = {
                     name: decode_scope(record) for name, record in _pairs(entries).items()
                 }
+                self._service.elsewhere = {
+                    name: (entry.geometry, entry.tenant) for name, entry in self.entries.items()
+                }
 
-    async def admit(self, names: Sequence[str]) -> ServerRecord | None:
-        """Wait until this server serves scopes, or return the server that does.
+    async def admit(self, names: Sequence[str]) -> str:
+        """Wait until this server serves scopes, or return the address of the server that does.
+
+        Returns "" if this server serves them, or if one of them does not exist.
 
         Raises:
             RequestError: 503, the scopes have no owner yet, or several.
@@ -212,19 +224,28 @@ class ScopeOwner:
                 # Another server may just have made it.
                 await self.poll()
             if not all(name in self.entries for name in names):
-                # The service answers 404.
-                return None
+                return ""
             owners = {self._owner_of(name) for name in names}
             if len(owners) == 1 and (owner := owners.pop()) not in ("", self.incarnation.id):
-                return self.servers[owner]
+                return self.servers[owner].url
+            if len({self.entries[name].group for name in names}) > 1:
+                await self._join(names)
             if self._clock() >= until:
-                raise RequestError(
-                    503, "moving", "these scopes are about to get an owner", "", retry_seconds=1
-                )
+                raise moving()
             await asyncio.sleep(BEAT_SECONDS / 5)
-        return None
+        return ""
 
-    async def create(self, geometries: Sequence[ScopeGeometry], tenant: str) -> None:
+    def less_loaded(self) -> str:
+        """Address of a server that should make new scopes, since it has fewer; "" for this one."""
+        alive = self._alive()
+        ready, me = ready_servers(alive), self.incarnation.id
+        best = min(ready, key=lambda name: alive[name].scopes, default=me)
+        fewer = me not in ready or alive[best].scopes < len(self._service.scopes)
+        return alive[best].url if best != me and fewer else ""
+
+    async def create(
+        self, geometries: Sequence[ScopeGeometry], tenant: str, group: str = ""
+    ) -> None:
         """Become the owner of scopes that nobody has made, before the service makes them.
 
         `attach` follows once it has.
@@ -232,13 +253,15 @@ class ScopeOwner:
         Raises:
             StoreError: Redis was not reached.
         """
-        group = geometries[0].scope
+        group = group or geometries[0].scope
         for geometry in geometries:
             token = await self._draw()
             me = self.incarnation.id
             done, head = await take(self._connection, geometry.scope, b"", token, me)
-            entry = ScopeEntry(geometry, me if done else "", group, tenant)
-            await self._publish({geometry.scope: entry})
+            # Of a scope that another server has just made, the owner is in the head.
+            entry = ScopeEntry(geometry, me if done else head.owner, group, tenant)
+            if done or geometry.scope not in self.entries:
+                await self._publish({geometry.scope: entry})
             if done:
                 self._created[geometry.scope] = self._log_of(geometry.scope, token, head)
 
@@ -250,9 +273,7 @@ class ScopeOwner:
                 self._store.attach(log)
         self._created = {}
 
-    async def give_back(
-        self, names: Sequence[str], flush: Callable[[], Awaitable[None] | None]
-    ) -> None:
+    async def give_back(self, names: Sequence[str]) -> None:
         """Give scopes back, with everything written, for another server to take at once.
 
         Raises:
@@ -262,7 +283,7 @@ class ScopeOwner:
         try:
             # The others have to see that it drains before they see that the scopes are free.
             await self.poll()
-            if (written := flush()) is not None:
+            if (written := self.flush()) is not None:
                 await written
             for name in [name for name in names if name in self._service.scopes]:
                 log = self._store.detach(self._service.number_of(name))
@@ -289,26 +310,47 @@ class ScopeOwner:
             return ""
         return owner
 
-    def _to_take(self) -> list[str]:
-        """Scopes without owner that are for this server."""
-        # Only this server knows that those of its ended incarnations are free.
-        me, mine, free = self.incarnation.id, list[str](), dict[str, list[str]]()
-        for name, entry in self.entries.items():
-            if name in self._service.scopes or name in self._created:
-                continue
-            if entry.owner == me or entry.owner in self._ended:
-                mine.append(name)
-            elif not self._owner_of(name):
-                free.setdefault(entry.group, []).append(name)
-        alive = {
+    def _alive(self) -> dict[str, ServerRecord]:
+        return {
             name: record
             for name, record in self.servers.items()
             if name not in self._ended and not self._observer.is_gone(name)
         }
-        chosen = placement(free, alive) if free else {}
-        return mine + [
-            name for group, server in chosen.items() if server == me for name in free[group]
-        ]
+
+    def _wanted(self) -> tuple[list[str], list[str]]:
+        """Scopes that this server should take, and those that it should give back."""
+        me, owned, alive = self.incarnation.id, self._service.scopes, self._alive()
+        owners = {name: self._owner_of(name) for name in self.entries}
+        group_homes = homes(owners, self.entries)
+        taking, leaving, free = list[str](), list[str](), dict[str, list[str]]()
+        # Alone, a draining server keeps its scopes: all but new leases goes on.
+        drains = self._service.draining and me not in ready_servers(alive)
+        for name, entry in self.entries.items():
+            if name in owned:
+                if drains or group_homes.get(entry.group, me) != me:
+                    leaving.append(name)
+            elif name in self._created:
+                continue
+            elif entry.owner == me or entry.owner in self._ended:
+                # Only this server knows that scopes of its ended incarnations are free.
+                taking.append(name)
+            elif not owners[name]:
+                free.setdefault(entry.group, []).append(name)
+        chosen = placement(free, alive, group_homes) if free else {}
+        taking += [name for group, server in chosen.items() if server == me for name in free[group]]
+        return taking, leaving
+
+    async def _join(self, names: Sequence[str]) -> None:
+        """Make one group of the groups of these scopes: they are asked for together."""
+        groups = {self.entries[name].group for name in names}
+        group = self.entries[names[0]].group
+        await self._publish(
+            {
+                name: msgspec.structs.replace(entry, group=group)
+                for name, entry in self.entries.items()
+                if entry.group in groups
+            }
+        )
 
     async def _take(self, name: str) -> None:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
@@ -360,7 +402,7 @@ class ScopeOwner:
         drawn: bytes = token
         return drawn
 
-    async def _publish(self, entries: dict[str, ScopeEntry | None]) -> None:
+    async def _publish(self, entries: Mapping[str, ScopeEntry | None]) -> None:
         """Write entries of the map; None removes one."""
         arguments = [
             part
