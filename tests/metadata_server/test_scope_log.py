@@ -46,9 +46,7 @@ class Owner:
 
     def __init__(self, redis, name, *, ahead=0.0):
         self.redis, self.name, self.now = redis, name, NOW + ahead
-        self.store = ScopeLogStore(
-            RedisConnection(redis.url), p.StoreDurability.PROCESS, lambda: self.now
-        )
+        self.store = ScopeLogStore(RedisConnection(redis.url), lambda: self.now)
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )

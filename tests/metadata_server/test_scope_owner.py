@@ -68,9 +68,7 @@ class Server:
         self.service = MetadataService(
             DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
         )
-        self.store = ScopeLogStore(
-            RedisConnection(world.redis.url), p.StoreDurability.PROCESS, self.wall
-        )
+        self.store = ScopeLogStore(RedisConnection(world.redis.url), self.wall)
         self.connection = RedisConnection(world.redis.url)
         self._run, self.connection.run = self.connection.run, self._slowly
         self.owner = ScopeOwner(

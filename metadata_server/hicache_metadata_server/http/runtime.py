@@ -55,8 +55,8 @@ class ServerRuntime:
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
-        # Handlers of a shared store have no group commit, whose error the metrics would show.
-        if handlers is not None:
+        # Without a group commit, whose error the metrics would show.
+        if handlers is not None and store.durability is p.StoreDurability.NONE:
             self.metrics.store_problem = handlers.store_problem
         self._stopping = False
         spans = tracing.spans()

@@ -20,6 +20,7 @@ from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
 from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.pins import PinRecord
 from hicache_metadata_server.core.service import LONGEST
+from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.scripts import Script
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from hicache_metadata_server.core.codec import SlotChanges
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
-    from hicache_metadata_server.protocol import StoreDurability
     from hicache_metadata_server.shared.connection import RedisConnection
 
 MAX_LOG_BYTES: Final = 16 << 20
@@ -349,16 +349,15 @@ class ScopeLogStore:
 
     Args:
         connection: used by no other event loop.
-        durability: what Redis keeps, as `preflight` has found.
         clock: seconds; the times in changes are of this clock.
     """
 
     is_quick = False
 
-    def __init__(
-        self, connection: RedisConnection, durability: StoreDurability, clock: Callable[[], float]
-    ) -> None:
-        self.durability = durability
+    durability = StoreDurability.PROCESS
+    """Redis has what the process has written. What Redis itself survives is its setting."""
+
+    def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
         self._clock = clock
         self._runner = asyncio.Runner()
@@ -405,6 +404,9 @@ class ScopeLogStore:
         """
         self._counters |= changes.counters
         now = self._clock()
+        for record in changes.scopes:
+            if record.number not in self._logs:
+                raise StoreError(f"scope {record.geometry.scope} has no log")
         parts = [
             (self._logs[number], part)
             for number, part in self._split(changes).items()

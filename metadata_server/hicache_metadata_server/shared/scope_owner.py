@@ -12,6 +12,7 @@ import msgspec
 import structlog
 
 from hicache_metadata_server.core.errors import moving
+from hicache_metadata_server.protocol import ScopeStatus
 from hicache_metadata_server.shared.connection import ScriptCall
 from hicache_metadata_server.shared.ownership import (
     LEASE_SECONDS,
@@ -50,11 +51,14 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS: Final = 0.25
 """Interval of heartbeats."""
+STATUS_SECONDS: Final = 1.0
+"""Interval in which a server publishes the slots of its scopes by state."""
 WAIT_SECONDS: Final = 1.0
 """Longest time for which a request waits for a scope that is about to get an owner."""
 SERVERS: Final = b"hm:{map}:servers"
 ENTRIES: Final = b"hm:{map}:scopes"
 VERSION: Final = b"hm:{map}:version"
+STATUSES: Final = b"hm:{map}:statuses"
 TOKEN: Final = b"hm:{map}:token"
 
 # The record of this server, and in return everybody's; the map only if it has changed.
@@ -140,6 +144,7 @@ class ScopeOwner:
         self._beats = 0
         self._version = b""
         self._run_id = b""
+        self._next_statuses = 0.0
         self._polling = asyncio.Lock()
 
     def serves(self, names: Iterable[str]) -> bool:
@@ -164,6 +169,7 @@ class ScopeOwner:
             StoreError: Redis was not reached, or a scope cannot be read.
         """
         await self.poll()
+        await self._publish_statuses()
         taking, leaving = self._wanted()
         for name in taking:
             await self._take(name)
@@ -296,7 +302,39 @@ class ScopeOwner:
         finally:
             self._leaving -= set(names)
 
+    async def forget(self, names: Iterable[str]) -> None:
+        """Remove dropped scopes from the map, once nothing of them is left."""
+        await self._publish(dict.fromkeys(names))
+
+    async def other_statuses(self) -> list[ScopeStatus]:
+        """Scopes of the other servers, as these have published them."""
+        records = await self._connection.command("HGETALL", STATUSES)
+        published = {
+            status.scope: status
+            for record in records.values()
+            for status in msgspec.msgpack.decode(record, type=list[ScopeStatus])
+            # A server that has lost a scope publishes it no more, but a killed one does.
+            if status.scope in self.entries
+        }
+        return [
+            published.get(name) or _unpublished(entry)
+            for name, entry in self.entries.items()
+            if name not in self._service.scopes
+        ]
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._connection.close()
+
     # Implementation.
+
+    async def _publish_statuses(self) -> None:
+        now = self._clock()
+        if now < self._next_statuses:
+            return
+        self._next_statuses = now + STATUS_SECONDS
+        mine = self._service.list_scopes().scopes
+        await self._connection.command("HSET", STATUSES, self.incarnation.id, _ENCODE(mine))
 
     def _begin_anew(self) -> None:
         self._ended.add(self.incarnation.id)
@@ -415,6 +453,23 @@ class ScopeOwner:
                 self.entries.pop(name, None)
             else:
                 self.entries[name] = entry
+
+
+def _unpublished(entry: ScopeEntry) -> ScopeStatus:
+    """Status of a scope that no server has published: without owner, it gives no slot."""
+    one = entry.geometry
+    return ScopeStatus(
+        scope=one.scope,
+        slots=one.slots,
+        free=0,
+        leased=0,
+        live=0,
+        quarantined=one.slots,
+        slot_bytes=one.slot_bytes,
+        geometry=one.geometry,
+        identity=one.identity,
+        tenant=entry.tenant,
+    )
 
 
 def _pairs(flat: Any) -> dict[str, bytes]:

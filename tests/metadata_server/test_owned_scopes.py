@@ -1,0 +1,224 @@
+"""Requests to two servers on one Redis, of which each owns some scopes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import msgspec
+import pytest
+
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.protocol import StoreDurability
+from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
+from tests.metadata_server.http_calls import Caller
+from tests.metadata_server.redis_servers import redis_server
+
+PATIENCE_SECONDS = 30.0
+LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as one:
+        yield one
+
+
+@asynccontextmanager
+async def server(redis, name, **options):
+    app = owner_app(
+        owner_service(LIMITS, StoreDurability.PROCESS), redis.url, f"http://{name}", **options
+    )
+    async with app.server.running():
+        await eventually(lambda: is_ready(Caller(app)))
+        yield Caller(app)
+
+
+@asynccontextmanager
+async def two(redis):
+    with redis.client() as client:
+        client.flushall()
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(server(redis, name)) for name in ("one", "two")]
+
+
+async def is_ready(caller):
+    return (await caller.send("GET", "/readyz")).status == 200
+
+
+async def eventually(condition):
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not await condition():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
+
+
+async def initialize(caller, *names, **options):
+    scopes = [{"scope": name, "slots": 100} for name in names]
+    return await caller.post("/v2/initialize", {"scopes": scopes}, **options)
+
+
+async def live(caller, scope, keys):
+    answer = await caller.post("/v2/lookup", {"scopes": [{"scope": scope, "keys": keys}]})
+    assert answer.status == 200, answer
+    return [
+        key for key, slot in zip(keys, answer.json["scopes"][0]["slots"], strict=True) if slot >= 0
+    ]
+
+
+async def test_a_request_is_sent_to_the_owner(redis):
+    async with two(redis) as (one, other):
+        assert (await initialize(one, "0:kv")).json == {"created": [True]}
+        assert (await one.store("0:kv", ["a"])).status == 200
+        assert await live(one, "0:kv", ["a"]) == ["a"]
+        for path, body in (
+            ("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}),
+            ("/v2/reserve", {"scopes": [{"scope": "0:kv", "keys": ["b"]}]}),
+            ("/v2/initialize", {"scopes": [{"scope": "0:kv", "slots": 100}]}),
+            ("/0/exists", {"keys": ["a"]}),
+            ("/0/initialize", {"num_pages": 100}),
+        ):
+            answer = await other.post(path, body)
+            assert (answer.status, answer.headers["location"]) == (307, f"http://one{path}")
+            assert answer.json["code"] == "moved"
+
+
+async def test_an_unknown_scope_is_one_at_every_server(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        for caller in (one, other):
+            body = {"scopes": [{"scope": name, "keys": ["a"]} for name in ("0:kv", "9:kv")]}
+            answer = await caller.post("/v2/lookup", body)
+            assert (answer.status, answer.json["field"]) == (404, "scopes[1].scope")
+
+
+async def test_new_scopes_go_to_the_server_with_fewer(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        answer = await initialize(one, "1:kv")
+        assert (answer.status, answer.headers["location"]) == (307, "http://two/v2/initialize")
+        assert (await initialize(other, "1:kv")).json == {"created": [True]}
+        # Asked for with one that is there, a new one is made beside it.
+        answer = await initialize(other, "0:kv", "0:mamba")
+        assert answer.headers["location"] == "http://one/v2/initialize"
+        assert (await initialize(one, "0:kv", "0:mamba")).json == {"created": [False, True]}
+
+
+async def test_scopes_of_two_owners_in_one_request(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        await initialize(other, "1:kv")
+        await other.store("1:kv", ["b"])
+        body = {"scopes": [{"scope": name, "keys": ["b"]} for name in ("0:kv", "1:kv")]}
+        answers = []
+
+        async def served():
+            answers.append(await one.post("/v2/lookup", body))
+            assert answers[-1].status in (200, 503)
+            return answers[-1].status == 200
+
+        await eventually(served)
+        assert [part["slots"] for part in answers[-1].json["scopes"]] == [[-1], [0]]
+
+
+async def test_a_server_that_stops_hands_its_scopes_over(redis):
+    with redis.client() as client:
+        client.flushall()
+    async with AsyncExitStack() as stack:
+        async with server(redis, "one") as one:
+            other = await stack.enter_async_context(server(redis, "two"))
+            await initialize(one, "0:kv")
+            await one.store("0:kv", ["a"])
+        assert await live(other, "0:kv", ["a"]) == ["a"]
+
+
+async def test_a_server_that_drains_hands_its_scopes_over(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        await one.store("0:kv", ["a"])
+        assert (await one.post("/v2/drain", {"enabled": True})).status == 200
+
+        async def moved():
+            return (await one.post("/0/exists", {"keys": ["a"]})).status == 307
+
+        await eventually(moved)
+        assert await live(other, "0:kv", ["a"]) == ["a"]
+
+
+async def test_idempotency_keys_go_with_their_scope(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
+        headers = {"Idempotency-Key": "once"}
+        first = await one.post("/v2/reserve", body, headers=headers)
+        await one.post("/v2/drain", {"enabled": True})
+
+        async def served():
+            return (
+                await is_ready(other)
+                and (await other.post("/0/exists", {"keys": []})).status == 200
+            )
+
+        await eventually(served)
+        assert await other.post("/v2/reserve", body, headers=headers) == first
+        assert (await other.post("/v2/reserve", body)).json["scopes"][0]["states"] == ["busy"]
+
+
+async def test_every_server_lists_all_scopes(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        await initialize(other, "1:kv")
+        await one.store("0:kv", ["a"])
+
+        async def listed():
+            answers = [await caller.send("GET", "/v2/scopes") for caller in (one, other)]
+            return [
+                [(scope["scope"], scope["live"], scope["free"]) for scope in answer.json["scopes"]]
+                for answer in answers
+            ] == [[("0:kv", 1, 99), ("1:kv", 0, 100)]] * 2
+
+        await eventually(listed)
+
+
+async def test_a_dropped_scope_can_be_made_anew(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        assert (await one.post("/v2/drop", {"scopes": ["0:kv"]})).json == {"slots": [100]}
+        assert (await one.post("/v2/drop", {"scopes": ["0:kv"]})).status == 404
+        assert (await initialize(one, "0:kv")).json == {"created": [True]}
+        assert (await one.store("0:kv", ["a"])).status == 200
+        answer = await other.post("/0/exists", {"keys": ["a"]})
+        assert answer.status == 307
+
+
+async def test_quotas_count_the_scopes_of_all_servers(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        for caller in (one, other):
+            caller.service.max_scopes = 1
+        answer = await initialize(other, "1:kv")
+        assert (answer.status, answer.json["code"]) == (413, "too_large")
+
+
+async def test_a_server_without_redis_answers_503_and_comes_back(redis):
+    async with two(redis) as (one, _):
+        await initialize(one, "0:kv")
+        await one.store("0:kv", ["a"])
+        redis.suspend()
+        try:
+
+            async def refused():
+                # From memory, and refused once the lease has ended.
+                return (await one.post("/0/exists", {"keys": ["a"]})).status == 503
+
+            await eventually(refused)
+            assert not await is_ready(one)
+        finally:
+            redis.resume()
+
+        async def served():
+            answer = await one.post("/0/exists", {"keys": ["a"]})
+            return answer.status in (200, 307)
+
+        await eventually(served)
