@@ -51,6 +51,7 @@ def test_each_restores_what_the_other_has_stored(tmp_path: Path):
         assert two.counted("read") == [PAGES, PAGES]
 
 
+@pytest.mark.long
 def test_both_at_once(tmp_path: Path):
     """For a minute both serve the same few prompts, and forget what they hold now and then.
 

@@ -1,7 +1,7 @@
 """A real vLLM server with this project's tier: what it restores, and what it does when the store is
 damaged, away, or of another TP size.
 
-CI runs it over the file driver, `make interop-vllm-all` over all three.
+CI runs it over the file driver, `make test-long` over all three.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ def test_the_format_of_the_pages_is_told_beside_them(past, server):
     assert page_format["groups"][0]["tokens_per_block"] == REUSED // BLOCKS
 
 
+@pytest.mark.long
 def test_another_tp_size_shares_nothing_and_answers_the_same(past):
     with EngineServer(past.place, past.model, tier(past.store), ranks=2) as two:
         two.wait_until_up()
