@@ -185,6 +185,7 @@ def test_another_tp_size_shares_nothing_and_answers_the_same(past):
         two.wait_for(restored, "its own pages are not restored")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_tp_sizes_share_one_store_in_the_canonical_layout(driver, tmp_path):
     """Both servers are up: what one has computed and stored, the other restores."""
