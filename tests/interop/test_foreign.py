@@ -68,7 +68,7 @@ APART = ("test_one_side_pool", "test_side_pools_survive_reopening")
 the first length that it is told, so that the second case failed while both had one rank."""
 
 LONG = ("sglang-file", "sglang-hf3fs")
-"""Drivers with most of the cases; CI judges the first of them by `make judged`, too."""
+"""Drivers with most of the cases."""
 
 
 class Run:

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 # Three starts of a server, two of them of two ranks; minutes where nothing else leaves it a
 # processor.
-pytestmark = [pytest.mark.slow(seconds=200), pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow(seconds=200),
+    pytest.mark.interop,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]
 
 TOGETHER_SECONDS = 60.0
 PROMPTS = range(30, 36)
@@ -51,7 +56,6 @@ def test_each_restores_what_the_other_has_stored(tmp_path: Path):
         assert two.counted("read") == [PAGES, PAGES]
 
 
-@pytest.mark.long
 def test_both_at_once(tmp_path: Path):
     """For a minute both serve the same few prompts, and forget what they hold now and then.
 
