@@ -21,7 +21,7 @@ drivers=("$@")
 judge() {
   local driver=$1 status=0 hicache=$sglang options=("${common[@]}" --profile smoke)
   case $driver in
-    # The one run of the whole suite in CI; `make test` has the short profile.
+    # `make test` has the short profile.
     file) options=("${common[@]}" --profile default) ;;
     sglang-* | peercache) options+=("${foreign[@]}" --interface sglang) ;;
     vllm-*) options+=("${foreign[@]}" --interface vllm-tier) hicache=$vllm ;;

@@ -39,8 +39,8 @@ class BridgeConfig(DriverConfig, frozen=True):
         Meta(
             gt=0,
             description="longest time a call may take; raise it for stores that need more for a "
-            "batch of 128 pages. The default stays below the 10 seconds after which SGLang gives "
-            "up stopping a thread",
+            "batch of 128 pages; in SGLang to less than 10, after which it gives up stopping a "
+            "thread",
         ),
     ] = 8.0
     traces: Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from hicache_storage.spec.transfers import MAX_KEY_BYTES
 
@@ -88,3 +89,35 @@ class Capabilities:
     max_page_bytes: int | None = None
     """Largest page that can be stored, None for no limit."""
     max_key_bytes: int = MAX_KEY_BYTES
+
+    def exceeding(self, declared: Capabilities) -> list[str]:
+        """Return the promises that `declared` does not make, or makes weaker, as `name=value`.
+
+        What depends on where a store lies (whether calls leave the machine, may hang, or need
+        buffers) and `head_shards`, which `ObjectStorage` adds, are no promises of a driver.
+        """
+        return [
+            f"{name}={getattr(self, name)}"
+            for name in _PROMISES
+            if _strength(getattr(self, name)) > _strength(getattr(declared, name))
+        ]
+
+
+_PROMISES: Final = (
+    "sharing",
+    "durability",
+    "deletes",
+    "clears",
+    "evicts",
+    "device_memory",
+    "max_page_bytes",
+    "max_key_bytes",
+)
+
+
+def _strength(value: StrEnum | int | None) -> float:
+    if isinstance(value, StrEnum):
+        # Members are declared from the weakest promise to the strongest.
+        return list(type(value)).index(value)
+    # No limit promises more than any limit.
+    return float("inf") if value is None else value

@@ -176,7 +176,9 @@ def test_the_author_s_own_pytest_agrees(author):
 
 
 @pytest.mark.parametrize(
-    ("driver", "level", "rule", "page"), FAULTS, ids=[fault[0] for fault in FAULTS]
+    ("driver", "level", "rule", "page"),
+    [FAULTS[0], *(pytest.param(*fault, marks=pytest.mark.long) for fault in FAULTS[1:])],
+    ids=[fault[0] for fault in FAULTS],
 )
 def test_a_planted_fault_is_found(author, driver, level, rule, page):
     done = author.shell(f"hicache conformance run {driver} --level {level} {SMOKE}")

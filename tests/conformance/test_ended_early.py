@@ -68,6 +68,7 @@ def test_a_driver_that_always_hangs_is_judged_at_once(site, tmp_path, results, d
     assert "--case" not in case["reproduce"]
 
 
+@pytest.mark.long
 def test_a_driver_that_hangs_in_case_after_case_is_not_given_all_of_them(site, tmp_path, results):
     ran = site.hicache(
         "conformance",

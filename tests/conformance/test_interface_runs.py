@@ -140,6 +140,7 @@ def test_a_window_has_a_page_at_least_as_the_engine_s_have(site, tmp_path, resul
     assert outcomes(results(tmp_path))[case] == ("pass", ""), ran.output
 
 
+@pytest.mark.long
 def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are_run(
     site, tmp_path, results
 ):
@@ -207,6 +208,7 @@ def test_a_driver_that_refuses_every_page_of_a_size_is_told_so_once(site):
     assert "fail" not in words
 
 
+@pytest.mark.long
 def test_pages_are_as_long_as_the_driver_needs_them(site, tmp_path, results):
     page_bytes = ("--page-bytes", "8KiB")
     arguments = (*SGLANG, *page_bytes, "--level", "core,identity", "--report", str(tmp_path))
@@ -217,6 +219,7 @@ def test_pages_are_as_long_as_the_driver_needs_them(site, tmp_path, results):
     assert report["totals"]["fail"] == report["totals"]["untested"] == 0
 
 
+@pytest.mark.long
 def test_the_length_of_pages_goes_into_what_repeats_a_failure(site, tmp_path, results):
     case = ("--page-bytes", "8KiB", "--case", "test_holes")
     site.hicache(

@@ -112,6 +112,7 @@ def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tm
     assert "driver.files: " in ran.output
 
 
+@pytest.mark.long
 def test_a_failure_that_was_turned_into_a_pass_is_found_by_running(site, tmp_path):
     """The file agrees with itself: only another run tells."""
     environment = altered(
@@ -235,6 +236,7 @@ def test_a_driver_that_cannot_be_opened_exits_2(site, copied):
     assert "unknown option 'stor'; did you mean" in ran.output
 
 
+@pytest.mark.long
 def test_a_run_of_some_cases_and_a_page_length_is_repeated_with_those(site, tmp_path, results):
     ran = site.hicache(
         *("conformance", "run", "memory", "--level", "core", "--profile", "smoke"),

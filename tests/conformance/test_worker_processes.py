@@ -200,8 +200,10 @@ def test_a_call_that_hangs_is_ended(start, monkeypatch):
 
 def test_the_fork_server_is_replaced_when_it_dies(start):
     start()
-    workers._fork_server()._process.kill()
-    workers._fork_server()._process.wait()
+    # Once, because asked again after the kill it may be the one that replaces it.
+    process = workers._fork_server()._process
+    process.kill()
+    process.wait()
     assert start().set(KEYS, 1) == [True] * 8
 
 

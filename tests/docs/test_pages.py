@@ -21,8 +21,10 @@ QUICK_STARTS: Final = [
     ROOT / "docs" / f"quickstart-{path}.md"
     for path in ("author", "operator", "engine", "vllm", "lmcache")
 ]
+LONG: Final = ("write-a-driver",)
+"""Pages whose commands run the whole suite."""
 TOLD: Final = [
-    page
+    pytest.param(page, marks=[pytest.mark.long] if page.stem in LONG else [])
     for page in (QUICK_STARTS if WHEELS else pages())
     if any(b.language in RUN | PARSED for b in blocks(page))
 ]

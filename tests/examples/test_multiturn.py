@@ -104,6 +104,7 @@ def test_a_hit_with_wrong_bytes_is_no_hit_that_counts(example, tmp_path, damaged
         server.close()
 
 
+@pytest.mark.long
 def test_the_command_writes_what_it_found(tmp_path):
     """In the sizes that the rates are known for: pages of 64 tokens, requests and outputs of 1024,
     checkpoints every 256."""

@@ -276,7 +276,12 @@ def test_a_second_process_goes_on_where_the_first_stopped():
 
 
 @pytest.mark.parametrize(
-    ("driver", "kind"), [("hf3fs", "mamba"), ("mooncake", "mamba"), ("mooncake", "dsa")]
+    ("driver", "kind"),
+    [
+        ("hf3fs", "mamba"),
+        ("mooncake", "mamba"),
+        pytest.param("mooncake", "dsa", marks=pytest.mark.long),
+    ],
 )
 def test_servers_keep_the_pages_for_a_second_process(driver, kind):
     """With `--start-server`, hf3fs has its metadata server, and Mooncake a master and a store."""

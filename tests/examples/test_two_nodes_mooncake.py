@@ -15,7 +15,11 @@ pytestmark = pytest.mark.slow(seconds=25)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_nodes_mooncake.py"
 
 
-@pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["where it can", "loopback"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], marks=pytest.mark.long), ["--loopback"]],
+    ids=["where it can", "loopback"],
+)
 def test_what_one_node_stores_the_other_reads(options):
     done = run_program(sys.executable, EXAMPLE, "--pages", "16", *options)
     assert done.returncode == 0, done.stdout + done.stderr

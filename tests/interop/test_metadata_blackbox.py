@@ -16,7 +16,7 @@ from hicache_conformance.protocol.suite import cases_of_parts
 from hicache_conformance.runner.child_process import run
 
 # A run against a server takes minutes where the processors are busy.
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.interop, pytest.mark.long, pytest.mark.timeout(900)]
 
 SERVE = (
     f"{sys.executable} -m sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server --host "

@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.ti
 
 
 @pytest.mark.parametrize(
-    ("layout", "io_backend"), [("layer_first", "direct"), ("page_head", "kernel")]
+    ("layout", "io_backend"),
+    [pytest.param("layer_first", "direct", marks=pytest.mark.long), ("page_head", "kernel")],
 )
 def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
     command = prepare_engine(tmp_path, ranks=1, layout=layout, io_backend=io_backend)

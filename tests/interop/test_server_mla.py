@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow(seconds=100), pytest.mark.interop, pytest.mark.timeout(600)]
 
 
+@pytest.mark.long
 def test_one_rank_writes_what_every_rank_reads_and_a_server_of_one_rank_too(tmp_path: Path):
     command = prepare_engine(tmp_path, ranks=2, config=MLA)
     with EngineServer(tmp_path, command, ranks=2) as server:

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 # Three starts of a server, two of them of two ranks; minutes where nothing else leaves it a
 # processor.
-pytestmark = [pytest.mark.slow(seconds=200), pytest.mark.interop, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow(seconds=200),
+    pytest.mark.interop,
+    pytest.mark.long,
+    pytest.mark.timeout(900),
+]
 
 TOGETHER_SECONDS = 60.0
 PROMPTS = range(30, 36)

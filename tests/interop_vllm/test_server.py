@@ -1,7 +1,7 @@
 """A real vLLM server with this project's tier: what it restores, and what it does when the store is
 damaged, away, or of another TP size.
 
-CI runs it over the file driver, `make interop-vllm-all` over all three.
+CI runs it over the file driver, `make test-long` over all three.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.interop_vllm.engine_server import BLOCKS, REUSED, Answer, EngineServer, prompt, write
+from tests.interop_vllm.engine_server import (
+    BLOCKS,
+    CONFIG,
+    REUSED,
+    Answer,
+    EngineServer,
+    prompt,
+    write,
+)
 from tests.interop_vllm.stores import Store, opened, tier
 
 if TYPE_CHECKING:
@@ -161,6 +169,7 @@ def test_the_format_of_the_pages_is_told_beside_them(past, server):
     assert page_format["groups"][0]["tokens_per_block"] == REUSED // BLOCKS
 
 
+@pytest.mark.long
 def test_another_tp_size_shares_nothing_and_answers_the_same(past):
     with EngineServer(past.place, past.model, tier(past.store), ranks=2) as two:
         two.wait_until_up()
@@ -174,3 +183,25 @@ def test_another_tp_size_shares_nothing_and_answers_the_same(past):
 
         # A first store that misses its deadline, as was seen over mooncake, is made good by the next request.
         two.wait_for(restored, "its own pages are not restored")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_tp_sizes_share_one_store_in_the_canonical_layout(driver, tmp_path):
+    """Both servers are up: what one has computed and stored, the other restores."""
+    # Two for each rank of TP 2, so that the bytes of a rank lie apart in a row.
+    model = write(tmp_path / "model", config={**CONFIG, "num_key_value_heads": 4})
+    options = {"canonical_layout": True}
+    with (
+        opened(driver, tmp_path) as store,
+        EngineServer(tmp_path, model, tier(store), options=options) as one,
+        EngineServer(tmp_path, model, tier(store), options=options, ranks=2) as two,
+    ):
+        restored = list[tuple[int, ...]]()
+        for number, writer, reader in ((5, two, one), (6, one, two)):
+            computed = writer.wait_until_up().ask(prompt(number))
+            assert computed.cached == 0
+            writer.wait_until_stored(BLOCKS)
+            restored.append(computed.tokens)
+            assert reader.wait_until_up().ask(prompt(number)) == Answer(computed.tokens, REUSED)
+        assert len(set(restored)) == len(restored)

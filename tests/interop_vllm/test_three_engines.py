@@ -1,7 +1,7 @@
 """SGLang, vLLM and LMCache at once on one store: nothing of one is delivered to another, they share
 the capacity, and one dashboard has the metrics of all three.
 
-SGLang runs in an environment of its own, which `make interop-vllm-all` builds too.
+SGLang runs in an environment of its own, which `make test-long` builds too.
 """
 
 from __future__ import annotations

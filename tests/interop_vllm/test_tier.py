@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
+from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.spec import ConfigError
 
 pytestmark = pytest.mark.vllm
@@ -274,3 +276,13 @@ def test_metrics_are_what_has_changed_since_the_last_report(engine):
 def test_a_configuration_that_cannot_be_is_refused(tmp_path, options, words):
     with pytest.raises(ConfigError if "driver" not in options else Exception, match=words):
         Engine(tmp_path, **options)
+
+
+def test_the_format_of_the_canonical_layout_is_named_where_it_is_on():
+    config = offloading_config(worker_bytes=USED)
+    formats = [
+        build_of(replace(config, canonical_layout=True, kv_cache_layout=layout))["canonical_format"]
+        for layout in ("LBHNC", "LBNHC")
+    ]
+    assert len(set(formats)) == len(formats)
+    assert "canonical_format" not in build_of(config)

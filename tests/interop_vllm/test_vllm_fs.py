@@ -16,7 +16,7 @@ from tests.interop_vllm.engine_server import REUSED, Answer, EngineServer, promp
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 CHUNK_BYTES = 131_072
 

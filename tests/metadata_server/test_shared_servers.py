@@ -31,6 +31,7 @@ def conforms(url, seed, tmp_path):
     conforms_entirely(judged(start_server=command, seed=seed, tokens=True))
 
 
+@pytest.mark.long
 def test_a_server_on_a_shared_store_conforms_with_nothing_untested(tmp_path):
     with redis_server(tmp_path, appendonly="yes", appendfsync="no") as redis:
         conforms(redis.url, 1, tmp_path)

@@ -138,15 +138,8 @@ def test_the_installed_drivers_are_sound():
 
 def test_an_instance_that_promises_more():
     declared = Capabilities(sharing=Sharing.PROCESS, may_hang=True)
-    assert (
-        drivers.undeclared_capabilities(
-            Capabilities(sharing=Sharing.NONE, may_hang=False), declared
-        )
-        == []
-    )
-    assert drivers.undeclared_capabilities(
-        Capabilities(sharing=Sharing.PROCESSES, clears=True), declared
-    ) == [
+    assert Capabilities(sharing=Sharing.NONE, may_hang=False).exceeding(declared) == []
+    assert Capabilities(sharing=Sharing.PROCESSES, clears=True).exceeding(declared) == [
         "sharing=processes",
         "clears=True",
     ]

@@ -225,6 +225,20 @@ def test_what_the_identity_does_not_know(words, tier, said):
 
 
 @pytest.mark.parametrize(
+    ("words", "extra", "said"),
+    [
+        (("-tp", "2"), {}, "TP 2; no other TP size shares"),
+        (("-tp", "2"), {"canonical_layout": True}, "TP 2; TP sizes share, by canonical_layout"),
+        (("-pp", "2"), {"canonical_layout": True}, "does not start with canonical_layout beside"),
+        (("-pp", "2"), {}, "TP 1; no other TP size shares"),
+    ],
+)
+def test_which_tp_sizes_share(words, extra, said):
+    found = [str(finding) for finding in of_vllm(transfer(extra=extra), *words)]
+    assert any(said in line for line in found), found
+
+
+@pytest.mark.parametrize(
     ("config", "words", "extra", "said"),
     [
         # 2 x 32 layers x 8 heads x 128 x 2 bytes: 128 KiB a token.

@@ -115,13 +115,16 @@ class Hf3fsStorage(ObjectStorage):
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])
+        # Once for the shards of a pool, which are asked for the same keys.
+        distinct = {id(batch.keys): batch.keys for batch in batches}
+        keys = {number: metadata_keys(some) for number, some in distinct.items()}
         asked = [
-            p.LookupScope(scope=scope.name, keys=metadata_keys(batch.keys))
+            p.LookupScope(scope=scope.name, keys=keys[id(batch.keys)])
             for scope, batch in zip(scopes, batches, strict=True)
         ]
         found = self.store.metadata.lookup(asked, call)
         return [
-            [length == batch.namespace.object_bytes for length in part.lengths]
+            _equal(part.lengths, batch.namespace.object_bytes)
             for part, batch in zip(found.scopes, batches, strict=True)
         ]
 
@@ -209,3 +212,10 @@ class Hf3fsStorage(ObjectStorage):
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
+
+
+def _equal(lengths: Sequence[int], expected: int) -> list[bool]:
+    # Mostly all are, which takes a fifth of the time to find out.
+    if lengths.count(expected) == len(lengths):
+        return [True] * len(lengths)
+    return [length == expected for length in lengths]

@@ -21,7 +21,6 @@ from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.rules import beyond
 from hicache_conformance.model.violation import Violation
 from hicache_conformance.processes.forked_child import ask_in_child
 from hicache_storage.plugins import registry
@@ -101,7 +100,7 @@ class LifecycleCases:
     def test_declared_when_open(self, context: CaseContext) -> None:
         """An open storage declares capabilities within those of its driver's registration."""
         promised, sut = registry().get(context.driver).capabilities, context.storage()
-        added = beyond(sut.storage.capabilities, promised)
+        added = sut.storage.capabilities.exceeding(promised)
         if added:
             raise Violation(
                 "LC-6",

@@ -15,19 +15,6 @@ if TYPE_CHECKING:
 
     from hicache_storage.spec import Capabilities
 
-_PROMISES: Final = (
-    "sharing",
-    "durability",
-    "deletes",
-    "clears",
-    "evicts",
-    "device_memory",
-    "max_page_bytes",
-    "max_key_bytes",
-)
-"""What a driver chooses. Whether calls leave the machine, may hang, or need buffers depends on
-where the store lies."""
-
 
 class Level(StrEnum):
     """Levels of conformance; in the order of `docs/spec.md`."""
@@ -163,22 +150,3 @@ def declares(capabilities: Capabilities, need: str) -> bool:
 def undeclared(capabilities: Capabilities, needs: Iterable[str]) -> list[str]:
     """Those of `needs` that a driver does not declare."""
     return [need for need in needs if not declares(capabilities, need)]
-
-
-def beyond(declared: Capabilities, promised: Capabilities) -> list[str]:
-    """The promises in `declared` that `promised` does not have, as `name=value`."""
-    return [
-        f"{name}={getattr(declared, name)}"
-        for name in _PROMISES
-        if _rank(getattr(declared, name)) > _rank(getattr(promised, name))
-    ]
-
-
-def _rank(value: object) -> float:
-    if isinstance(value, StrEnum):
-        return list(type(value)).index(value)
-    if isinstance(value, int):
-        return value
-    # No limit promises more than any limit.
-    assert value is None, value
-    return float("inf")

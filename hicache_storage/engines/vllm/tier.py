@@ -156,7 +156,9 @@ class HiCacheTier(SecondaryTierManager):
                 f"hicache bridge: a chunk of {self._row_bytes} bytes does not fit vLLM's rows of "
                 f"{self.block_size_bytes}; this version of vLLM is not one that the bridge knows"
             )
-        identity = tier_identity(engine, self._config, replicated=replicated, build=build_of())
+        identity = tier_identity(
+            engine, self._config, replicated=replicated, build=build_of(engine)
+        )
         names = pool_names(len(engine.groups))
         self._names = [PoolName(name) for name in names]
         self._pool: ChunkPool | None = ChunkPool(

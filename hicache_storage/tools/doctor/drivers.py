@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distribution, version
 from typing import TYPE_CHECKING, Final
 
@@ -163,28 +162,6 @@ def check_config(spec: DriverSpec, *, named: bool) -> Iterator[Finding]:
         return
     wrong = list(_option_flaws(check, spec, model))
     yield from wrong or [ok(check, ", ".join(model.__struct_fields__) or "none")]
-
-
-_EXEMPT: Final = frozenset({"may_hang", "head_shards"})
-"""Capabilities that an instance may have beyond the declaration: for the first, true is the weaker
-promise; the second is implemented by `ObjectStorage`, not by the driver."""
-
-
-def undeclared_capabilities(instance: Capabilities, declared: Capabilities) -> list[str]:
-    """Return the capabilities in which an instance exceeds the declaration of its driver."""
-    found = list[str]()
-    for field in fields(Capabilities):
-        mine, limit = getattr(instance, field.name), getattr(declared, field.name)
-        if isinstance(mine, StrEnum) and isinstance(limit, StrEnum):
-            # The members of these enumerations are declared from the weakest promise to the
-            # strongest.
-            order = list(type(mine))
-            exceeds = order.index(mine) > order.index(type(mine)(limit))
-        else:
-            exceeds = isinstance(mine, bool) and mine and not limit and field.name not in _EXEMPT
-        if exceeds:
-            found.append(f"{field.name}={mine}")
-    return found
 
 
 def _flaws(check: str, driver: type[HiCacheStorage]) -> Iterator[Finding]:

@@ -21,7 +21,6 @@ from hicache_storage.spec import (
     StorageUnavailableError,
     parse_config,
 )
-from hicache_storage.tools.doctor.drivers import undeclared_capabilities
 from hicache_storage.tools.doctor.finding import fail, ok, warn
 from hicache_storage.tools.options import redacted, trial_options
 
@@ -158,7 +157,7 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
         options=StorageOptions(deadline_seconds=target.deadline_seconds, breaker_threshold=0),
     )
     try:
-        exceeds = undeclared_capabilities(storage.capabilities, spec.capabilities)
+        exceeds = storage.capabilities.exceeding(spec.capabilities)
         if exceeds:
             yield fail(
                 check,

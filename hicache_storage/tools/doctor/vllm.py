@@ -349,10 +349,16 @@ def _sharing(
 ) -> Iterator[Finding]:
     """Report what separates the pages of engines, and what should and does not."""
     ranks = command.number("--tensor-parallel-size", "-tp", default=1)
-    alone = "pages are of this TP size alone"
-    if extra.get("canonical_layout"):
-        alone = "TP sizes share, as canonical_layout says"
-    yield ok("vllm: sharing", f"TP {ranks}; {alone}")
+    canonical = extra.get("canonical_layout")
+    if canonical and command.number("--pipeline-parallel-size", "-pp", default=1) > 1:
+        yield fail(
+            "vllm: sharing",
+            "vLLM does not start with canonical_layout beside pipeline parallelism",
+            "leave one of them out; without canonical_layout, TP sizes do not share",
+        )
+    else:
+        alone = "TP sizes share, by canonical_layout" if canonical else "no other TP size shares"
+        yield ok("vllm: sharing", f"TP {ranks}; {alone}")
     if (option := command.given(*CHANGES_KV)) and not (config.revision or config.salt):
         value = command.value(option)
         yield warn(

@@ -130,7 +130,14 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+LONG = "a prefetch is cut where nothing can be gone on from"
+"""Takes as long to find as all others together."""
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(name, marks=[pytest.mark.long] if name == LONG else []) for name in MUTANTS],
+)
 def test_the_programs_notice(monkeypatch, mutant):
     broken = MUTANTS[mutant]
     monkeypatch.setattr(broken.owner, broken.name, broken.broken)

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.gpu_worker import _build_copy_plan, _canonical_block_sizes
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+    )
 
 
 class TieringOnCpu(TieringOffloadingSpec):
@@ -32,26 +38,41 @@ class TieringOnCpu(TieringOffloadingSpec):
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
-            self._worker = CopyingWorker(kv_caches, self.blocks_per_chunk, region)
+            canonical = self.config.canonical_layout
+            if canonical:
+                self._validate_canonical_refs(kv_caches)
+            self._worker = CopyingWorker(
+                kv_caches, self.blocks_per_chunk, region, canonical=canonical
+            )
         return self._worker
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies blocks at once, in the direct layout: each worker's tensors one after the other."""
+    """Copies blocks at once: in the direct layout, each worker's tensors one after the other, or in
+    the canonical one, by the plans that vLLM makes of its mappings."""
 
     def __init__(
-        self, caches: CanonicalKVCaches, blocks_per_chunk: int, region: SharedOffloadRegion
+        self,
+        caches: CanonicalKVCaches,
+        blocks_per_chunk: int,
+        region: SharedOffloadRegion,
+        *,
+        canonical: bool,
     ) -> None:
         self._blocks_per_chunk = blocks_per_chunk
         self._refs = caches.group_data_refs
-        self._pages = [tensor.page_size_bytes for tensor in caches.tensors]
         self._device = [
             tensor.tensor.view(torch.int8).view(-1, tensor.page_size_bytes)
             for tensor in caches.tensors
         ]
-        self._host = [
-            region.create_next_worker_view(page * blocks_per_chunk) for page in self._pages
-        ]
+        self._canonical = canonical
+        if canonical:
+            self._pages = _canonical_block_sizes(self._refs, len(caches.tensors))
+            view = region.create_next_canonical_view
+        else:
+            self._pages = [tensor.page_size_bytes for tensor in caches.tensors]
+            view = region.create_next_worker_view
+        self._host = [view(page * blocks_per_chunk) for page in self._pages]
         self._region = region
         self._finished = list[TransferResult]()
 
@@ -99,14 +120,27 @@ class CopyingWorker(OffloadingWorker):
                     chunk = next(chunks)
                 block = next(blocks)
                 for ref in self._refs[group]:
-                    start = place * self._pages[ref.tensor_idx]
-                    end = start + ref.page_size_bytes
-                    on_host = self._host[ref.tensor_idx][chunk, start:end]
-                    on_device = self._device[ref.tensor_idx][block, : ref.page_size_bytes]
-                    if to_host:
-                        on_host.copy_(on_device)
-                    else:
-                        on_device.copy_(on_host)
-                    size += ref.page_size_bytes
+                    page = chunk * self._blocks_per_chunk + place
+                    if to_host and self._canonical and not ref.mapping.is_writer(page):
+                        continue
+                    begin = place * self._pages[ref.tensor_idx]
+                    row = self._host[ref.tensor_idx][chunk, begin:]
+                    own = self._device[ref.tensor_idx][block]
+                    for in_own, in_row, length in self._fragments(ref):
+                        on_host = row[in_row : in_row + length]
+                        on_device = own[in_own : in_own + length]
+                        if to_host:
+                            on_host.copy_(on_device)
+                        else:
+                            on_device.copy_(on_host)
+                        size += length
         self._finished.append(TransferResult(job_id, True, size, 1e-6))
         return True
+
+    def _fragments(self, ref: CanonicalKVCacheRef) -> list[tuple[int, int, int]]:
+        """Where the bytes of a block lie in the worker's own page and in the row, and how many."""
+        if not self._canonical:
+            return [(0, 0, ref.page_size_bytes)]
+        plan = _build_copy_plan(ref, gpu_to_cpu=True)
+        columns = (plan.frag_offsets_src, plan.frag_offsets_dst, plan.frag_sizes)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
