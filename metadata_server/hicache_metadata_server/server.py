@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -158,28 +159,53 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     """Application and access control of one server of several on one Redis."""
-    from hicache_metadata_server.shared.assembly import check_store, shared_app, shared_service
+    from hicache_metadata_server.shared.assembly import check_store
+    from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
 
+    url = _advertised_url(settings)
     check_store(settings.store, settings.durability, settings.store_replicas)
-    service = shared_service(
-        settings.store,
+    service = owner_service(
         settings.limits,
         settings.durability,
         name=f"hicache-storage {_version()}",
         max_scopes=settings.max_scopes,
-        replicas=settings.store_replicas,
     )
     security = Security.of(settings, service)
     _log.info(
         "started",
         store=redacted(settings.store),
+        url=url,
         durability=str(settings.durability),
         replicas=settings.store_replicas,
         instance=service.about.instance,
         tokens=bool(security.tokens),
         tls=security.tls is not None,
     )
-    return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security
+    app = owner_app(
+        service,
+        settings.store,
+        url,
+        replicas=settings.store_replicas,
+        lease_seconds=settings.ownership_seconds,
+        security=security,
+        slow_seconds=settings.slow_seconds,
+    )
+    return app, security
+
+
+def _advertised_url(settings: ServerSettings) -> str:
+    """Where clients reach this server.
+
+    Raises:
+        ValueError: the port is not known yet.
+    """
+    if settings.advertised_url:
+        return settings.advertised_url.rstrip("/")
+    if not settings.port:
+        raise ValueError("advertised_url: needed with port 0, for the other servers on this Redis")
+    host = settings.host if settings.host not in ("0.0.0.0", "::") else socket.getfqdn()
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:

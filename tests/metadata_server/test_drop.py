@@ -147,10 +147,11 @@ async def test_the_name_of_its_model_goes_with_it(serving):
 
 
 async def test_another_server_of_the_store_forgets_it_too(tmp_path):
+    peers = {}
     with redis_server(tmp_path) as redis:
         async with (
-            running_shared(redis.url, LIMITS) as one,
-            running_shared(redis.url, LIMITS) as two,
+            running_shared(redis.url, LIMITS, name="http://one", peers=peers) as one,
+            running_shared(redis.url, LIMITS, name="http://two", peers=peers) as two,
         ):
             await one.post("/v2/initialize", scope())
             assert (
@@ -161,8 +162,9 @@ async def test_another_server_of_the_store_forgets_it_too(tmp_path):
             assert (refused.status, refused.json["code"]) == (404, "unknown_scope")
             assert (await two.post("/v2/initialize", scope(slots=2))).status == 200
             assert (await one.store("0:kv", ["a"])).status == 200
-        # The list, the scope, the probe and what ends by itself.
-        assert not redis.client().keys("hm:{0:other}*")
+            assert (await one.post("/v2/initialize", scope("0:other"))).status == 200
+            assert (await two.post("/v2/drop", {"scopes": ["0:other"]})).status == 200
+            assert not redis.client().keys("hm:{0:other}*")
 
 
 def part(kind, name, **columns):

@@ -10,9 +10,7 @@ import msgspec
 import pytest
 
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
-from tests.metadata_server.http_calls import Caller
+from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_server
 
 PATIENCE_SECONDS = 30.0
@@ -25,14 +23,8 @@ def redis(tmp_path_factory):
         yield one
 
 
-@asynccontextmanager
-async def server(redis, name, **options):
-    app = owner_app(
-        owner_service(LIMITS, StoreDurability.PROCESS), redis.url, f"http://{name}", **options
-    )
-    async with app.server.running():
-        await eventually(lambda: is_ready(Caller(app)))
-        yield Caller(app)
+def server(redis, name):
+    return running_shared(redis.url, LIMITS, name=f"http://{name}")
 
 
 @asynccontextmanager

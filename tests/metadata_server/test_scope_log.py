@@ -52,7 +52,7 @@ class Owner:
         )
 
     def do(self, coroutine):
-        return self.store._runner.run(coroutine)
+        return self.store._do(coroutine)
 
     def make(self, scope, token, *, slots=1000):
         """Create a scope, with the first token."""

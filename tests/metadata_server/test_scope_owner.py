@@ -7,7 +7,9 @@ never serve one scope, and what was acknowledged is in every later owner's state
 from __future__ import annotations
 
 import asyncio
+import subprocess
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -29,6 +31,8 @@ from hicache_metadata_server.shared.ownership import (
     Observer,
     ServerRecord,
     placement,
+    process_has_ended,
+    this_process,
 )
 from hicache_metadata_server.shared.scope_log import ScopeLogStore
 from hicache_metadata_server.shared.scope_owner import ScopeOwner
@@ -110,7 +114,7 @@ class Server:
         parts = [p.ScopeGeometry(scope=name, slots=100_000) for name in names]
         parts = [part for part in parts if part.scope not in self.owner.entries]
         if parts:
-            self.world.do(self.owner.create(parts, ""))
+            assert self.world.do(self.owner.create(parts, ""))
             self.service.initialize(p.Initialize(scopes=parts), self.wall())
             self.owner.attach()
             self.write()
@@ -288,8 +292,8 @@ def test_a_scope_that_was_never_acknowledged_is_forgotten(world, two, redis):
 def test_two_that_create_one_scope(world, two):
     one, other = two
     part = p.ScopeGeometry(scope="0:kv", slots=10)
-    world.do(one.owner.create([part], ""))
-    world.do(other.owner.create([part], ""))
+    assert world.do(one.owner.create([part], ""))
+    assert not world.do(other.owner.create([part], "")), "the map is another one by now"
     one.service.initialize(p.Initialize(scopes=[part]), one.wall())
     other.owner.attach()
     one.owner.attach()
@@ -319,6 +323,43 @@ def test_scopes_that_are_asked_for_together_get_one_owner(world, two):
     assert world.do(asked()) == "http://server-0"
     assert one.owner.serves(["0:kv", "0:mamba"])
     assert one.live("0:mamba", ["b"]) == ["b"]
+
+
+def test_a_scope_that_redis_has_lost_is_dropped(world, two, redis):
+    one, _ = two
+    one.make("0:kv", "0:mamba")
+    with redis.client() as client:
+        client.delete("hm:{0:kv}:head")
+        client.hdel("hm:{map}:scopes", "0:kv")
+        client.incr("hm:{map}:version")
+    one.beat()
+    assert not one.owner.serves(["0:kv"])
+    assert one.owner.serves(["0:mamba"])
+
+
+def test_an_entry_that_names_another_owner_is_set_right(world, two):
+    one, other = two
+    one.make("0:kv")
+    other.beat()
+    entry = other.owner.entries["0:kv"]
+    other.world.do(other.owner.publish({"0:kv": msgspec.structs.replace(entry, owner="")}))
+    one.beat()
+    assert one.owner.serves(["0:kv"])
+    other.beat()
+    assert other.owner.entries["0:kv"] == entry
+
+
+def test_a_server_takes_what_another_one_does_not(world, two):
+    """That one was started later, and has seen the killed one more lately."""
+    one, other = two
+    one.make("0:kv")
+    one.paused = True
+    pass_time(world, two, LEASE - 1.0)
+    late = Server(world, 2)
+    other.make("1:kv")
+    pass_time(world, [other, late], 2.5)
+    assert other.owner.serves(["0:kv"])
+    late.close()
 
 
 def test_a_server_that_drains_gives_its_scopes_to_another(world, two):
@@ -371,6 +412,31 @@ def test_a_late_confirmation_renews_nothing():
     assert not one.renew(4.5, 4.8)
     assert one.has_ended(4.8)
     assert not one.holds(4.8)
+
+
+def test_a_process_of_this_machine_is_known_to_have_ended():
+    child = subprocess.Popen(["sleep", "60"])
+    place = this_process().rpartition(" ")[0]
+    try:
+        assert not process_has_ended(this_process())
+        assert not process_has_ended(f"{place} {child.pid}")
+    finally:
+        child.kill()
+        child.wait()
+    assert process_has_ended(f"{place} {child.pid}")
+    assert not process_has_ended(f"another-boot pid:[1] {child.pid}")
+    assert not process_has_ended("")
+
+
+def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
+    one, other = two
+    child = subprocess.Popen(["true"])
+    child.wait()
+    one.make("0:kv")
+    one.owner._process = f"{this_process().rpartition(' ')[0]} {child.pid}"
+    one.beat()
+    pass_time(world, [other], 1.0)
+    assert other.owner.serves(["0:kv"])
 
 
 def test_another_primary_begins_all_observations_anew():

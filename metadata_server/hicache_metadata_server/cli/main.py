@@ -316,7 +316,7 @@ def fsck(
 
     Exits with 1 if it finds a problem.
     """
-    from hicache_metadata_server.protocol import Fsck, FsckReport
+    from hicache_metadata_server.protocol import Fsck
 
     # Without files and repair a server checks itself, faster than a client could read its slots.
     if files is not None or repair:
@@ -326,11 +326,10 @@ def fsck(
             )
         )
     with exit_on_error():
-        request = Fsck(scopes=scope or [])
         checked = (
-            _fsck_store(store, request)
+            _fsck_store(store, Fsck(scopes=scope or []))
             if store
-            else open_client(url, token_file, ca, certificate).call("/v2/fsck", request, FsckReport)
+            else fsck_commands.fsck_each(open_client(url, token_file, ca, certificate), scope or [])
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -417,13 +416,7 @@ def _wait_until_ready(remote: AdminClient, until: float) -> None:
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.core.sglang_import import import_scopes
-    from hicache_metadata_server.storage.address import is_shared
 
-    if is_shared(store):
-        from hicache_metadata_server.shared.offline import import_into_store
-
-        import_into_store(store, scopes, tenant)
-        return
     with _opened(store) as (service, write):
         import_scopes(service, scopes, time.time(), tenant)
         write()
@@ -431,12 +424,7 @@ def _import(store: str, scopes: Any, tenant: str) -> None:
 
 def _fsck_store(store: str, request: Any) -> Any:
     from hicache_metadata_server.protocol import FsckReport
-    from hicache_metadata_server.storage.address import is_shared
 
-    if is_shared(store):
-        from hicache_metadata_server.shared.offline import fsck_store
-
-        return fsck_store(store, request)
     with _opened(store) as (service, _):
         # The service yields between chunks, for a server's other requests: the last value counts.
         checked = FsckReport(slots=0, problems=[])
@@ -450,15 +438,16 @@ def _fsck_store(store: str, request: Any) -> Any:
 @contextmanager
 def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
     """Return the service that a store recovers to, and the function that writes its changes."""
+    from hicache_metadata_server.backup.offline import open_any_store
     from hicache_metadata_server.core.errors import StoreError
     from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.factory import MEMORY, open_store
+    from hicache_metadata_server.storage.factory import MEMORY
 
     if store == MEMORY:
         raise StoreError(
             "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
         )
-    opened, now = open_store(store), time.time()
+    opened, now = open_any_store(store), time.time()
     try:
         service = MetadataService(durability=opened.durability)
         service.restore(opened.recover(now), opened.rows, now)

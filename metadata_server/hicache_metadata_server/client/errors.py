@@ -29,6 +29,17 @@ class InUseError(MetadataError):
     code = "metadata-in-use"
 
 
+class MovedError(MetadataError):
+    """Another server owns the scopes of the request."""
+
+    code = "metadata-moved"
+
+    def __init__(self, message: str, url: str) -> None:
+        super().__init__(message)
+        self.url = url
+        """Address of that server."""
+
+
 class RetryableError(MetadataError):
     """A failure that another attempt may not have, at this server or at another one."""
 
@@ -81,7 +92,8 @@ def error_of_response(status: int, code: str, message: str) -> MetadataError:
         return RateLimitedError(text)
     if code == "quota":
         return QuotaError(text)
-    if status == 408:
+    # A server whose store takes no changes answers lookups, and no other server owns its scopes.
+    if status == 408 or (status == 503 and code in ("moving", "unavailable")):
         return BusyError(text)
     if code == "draining":
         return DrainingError(text)

@@ -29,6 +29,7 @@ MIN_ATTEMPT_SECONDS: Final = 0.25
 eight busy clients answered half of its lookups in 2 ms, and 99.9 % of them within 234 ms."""
 FIRST_BACKOFF_SECONDS: Final = 0.25
 MAX_BACKOFF_SECONDS: Final = 16.0
+MAX_SERVERS: Final = 64
 MAX_DOUBLINGS: Final = 10
 """Bound of the exponent: a server that is down for a day fails thousands of times."""
 
@@ -121,9 +122,20 @@ class ServerPool:
         ready = (server for server in others if not server.in_backoff)
         return next(ready, None) or min(others, key=_backoff_end, default=None)
 
-    def plan(self) -> AttemptPlan:
-        """An attempt plan for one request."""
-        return AttemptPlan(self)
+    def plan(self, owner: ServerEndpoint | None = None) -> AttemptPlan:
+        """An attempt plan for one request, which begins with the owner of its scopes."""
+        return AttemptPlan(self, self.first if owner is None or owner.in_backoff else owner)
+
+    def at(self, url: str) -> ServerEndpoint:
+        """The server at an address. An owner may be a server that the client was not told of."""
+        for server in self._all:
+            if server.url == url:
+                return server
+        found = ServerEndpoint(url)
+        # Bounded: the address comes from a server.
+        if len(self._all) < MAX_SERVERS:
+            self._all.append(found)
+        return found
 
     def describe(self) -> str:
         """The server in use, and the number of servers in backoff."""
@@ -202,9 +214,9 @@ class AttemptPlan:
 
     __slots__ = ("_all_asked", "_asked", "_attempts", "_current", "_servers", "needs_pause")
 
-    def __init__(self, servers: ServerPool) -> None:
+    def __init__(self, servers: ServerPool, first: ServerEndpoint) -> None:
         self._servers = servers
-        self._current = servers.first
+        self._current = first
         self._asked = list[ServerEndpoint]()
         self._attempts = 1
         self._all_asked = False
@@ -215,6 +227,10 @@ class AttemptPlan:
     def server(self) -> ServerEndpoint:
         """The server of the current attempt."""
         return self._current
+
+    def move_to(self, server: ServerEndpoint) -> None:
+        """Go on at the owner of the scopes, within the same attempt."""
+        self._current = server
 
     def timeout(self, left: float) -> float:
         """Seconds for the current attempt: an equal share of `left` for each server not asked yet.

@@ -97,6 +97,8 @@ class MetadataService:
         self._leases = IdAllocator()
         # Servers that share a store hand pins over with their scopes, so no two may draw one number.
         self._pin_numbers = IdAllocator(1 + secrets.randbelow(1 << 52) if shares_store else 1)
+        self.first_pin = self._pin_numbers.ceiling
+        """Number from which this process counts pins."""
         self._pins = PinTable()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
@@ -126,6 +128,31 @@ class MetadataService:
         self, request: p.Initialize, now: float, caller: Caller = ANYBODY
     ) -> p.Initialized:
         """Create scopes, or check that existing ones match: all or none."""
+        wanted, created, earlier = self.check_initialize(request)
+        new = [part for name, part in wanted.items() if name not in self.scopes]
+        self.check_room(new, caller, "scopes")
+        # Another server may have given leases of the scope until now, if they share a store.
+        if self._started is None or self._shares_store:
+            self._started = now
+        for part in new:
+            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
+            until = (
+                self._started
+                + min(seconds, self.limits.max_lease_seconds)
+                + self.limits.quarantine_seconds
+            )
+            if seconds > 0 and until > now:
+                scope.close_until(until)
+        return p.Initialized(created=created)
+
+    def check_initialize(
+        self, request: p.Initialize
+    ) -> tuple[dict[str, p.ScopeGeometry], list[bool], dict[str, float]]:
+        """Check that scopes may be created, but for limits of their number, or match.
+
+        Returns:
+            The scopes by name, whether each of the request is new, and seconds of earlier leases.
+        """
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
         earlier = check_earlier_leases(request)
@@ -149,21 +176,7 @@ class MetadataService:
                         f"scopes[{i}].{name}",
                     )
             wanted.setdefault(part.scope, part)
-        new = [part for name, part in wanted.items() if name not in self.scopes]
-        self.check_room(new, caller, "scopes")
-        # Another server may have given leases of the scope until now, if they share a store.
-        if self._started is None or self._shares_store:
-            self._started = now
-        for part in new:
-            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
-            until = (
-                self._started
-                + min(seconds, self.limits.max_lease_seconds)
-                + self.limits.quarantine_seconds
-            )
-            if seconds > 0 and until > now:
-                scope.close_until(until)
-        return p.Initialized(created=created)
+        return wanted, created, earlier
 
     def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
         """Create a scope that does not exist."""
@@ -395,6 +408,11 @@ class MetadataService:
                 record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
             ]
         self._release_pins(self._pins.remove(pins), now)
+
+    def unknown_pins(self, request: p.Unpin) -> list[int]:
+        """Pins that do not exist, or exist at another server on the same store."""
+        known = {record.pin for record in self._pins.find(request.pins)}
+        return [pin for pin in request.pins if pin not in known]
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""

@@ -121,7 +121,7 @@ class Handlers:
         self.service = service
         self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._sglang = self._sglang_service()
+        self._sglang = SglangService(service)
         self._long = asyncio.Lock()
         self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
         self._operations = {name: self._sglang_body(name) for name in p.SGLANG_ROUTES}
@@ -255,9 +255,6 @@ class Handlers:
         """Expire leases and quarantines of about `slots` slots; True if more are due."""
         return self.service.settle(self.clock(), slots)
 
-    async def refresh(self) -> None:
-        """Bring `service.list_scopes` up to date; a service in this process always is."""
-
     async def close(self) -> None:
         """Commit the remaining changes; called after the last request."""
         if self.group_commit is not None:
@@ -268,13 +265,6 @@ class Handlers:
         if self.group_commit is not None and self.group_commit.error is not None:
             return f"changes are refused: {self.group_commit.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
-
-    def store_problem(self) -> str:
-        """Last error of a store without a group commit, or ""."""
-        return ""
-
-    def _sglang_service(self) -> Any:
-        return SglangService(self.service)
 
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if caller.sees_all:

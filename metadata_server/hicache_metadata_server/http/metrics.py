@@ -58,8 +58,6 @@ class Metrics:
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
-        self.store_problem: Callable[[], str] | None = None
-        """Last error of a store without group commit, or "". None for a store with one."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self._service = service
         self._problem = problem
@@ -110,8 +108,6 @@ class Metrics:
             durations = histogram(v.TRANSACTION_SECONDS)
             add_latency(durations, v.TRANSACTION_SECONDS, [], self.group_commit.durations)
             yield durations
-        if self.store_problem is not None:
-            yield scalar(v.STORE_FAILING, bool(self.store_problem()))
         if self.security is not None:
             yield from self.security.families()
 

@@ -55,9 +55,6 @@ class ServerRuntime:
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
-        # Without a group commit, whose error the metrics would show.
-        if handlers is not None and store.durability is p.StoreDurability.NONE:
-            self.metrics.store_problem = handlers.store_problem
         self._stopping = False
         spans = tracing.spans()
         # None where it has nothing to do: then a request pays for one comparison only.

@@ -30,7 +30,8 @@ CREATING: Final = ("/v2/initialize", "/{rank}/initialize")
 """Routes that create scopes."""
 LISTING: Final = "/v2/scopes"
 DROPPING: Final = "/v2/drop"
-WITH_MAP: Final = (LISTING, DROPPING)
+UNPINNING: Final = "/v2/unpin"
+WITH_MAP: Final = (LISTING, DROPPING, UNPINNING)
 """Routes that use the map of all scopes."""
 
 _log = structlog.get_logger()
@@ -64,6 +65,14 @@ class OwnerHandlers(Handlers):
         names = self.names(request)
         if request.endpoint.name == LISTING:
             return self._response(await self._listed(request.caller), request.content_type)
+        if request.endpoint.name == UNPINNING:
+            unknown = self.service.unknown_pins(request.message)
+            answer = await self._run(request)
+            # What is left may be another server's; what was released here is unknown there.
+            for pin in unknown:
+                if url := self.owner.giver_of(pin):
+                    raise moved(url + UNPINNING)
+            return answer
         if not names or self.owner.serves(names):
             return await self._run(request)
         if request.endpoint.name in CREATING:
@@ -104,10 +113,6 @@ class OwnerHandlers(Handlers):
         """Reason why the server is not ready, or ""."""
         return self._problem or super().problem()
 
-    def store_problem(self) -> str:
-        """Last error of Redis, or ""."""
-        return self._problem
-
     async def _beat(self) -> None:
         while True:
             try:
@@ -137,6 +142,8 @@ class OwnerHandlers(Handlers):
 
     async def _listed(self, caller: Caller) -> p.Scopes:
         """Scopes of all servers; those of the others as they were up to a second ago."""
+        # Another server may just have made one.
+        await self.owner.poll()
         own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
         others = {
             status.scope: status
@@ -153,21 +160,9 @@ class OwnerHandlers(Handlers):
         async with self._creating:
             if not self.owner.serves(names):
                 await self.owner.poll()
-            # Again if one of them was dropped meanwhile.
-            while known := [name for name in geometries if name in self.owner.entries]:
-                if url := await self.owner.admit(known):
-                    raise moved(url + _path_of(request, names))
-                if self.owner.serves(known):
-                    break
-            missing = {name: part for name, part in geometries.items() if name not in known}
-            if missing:
-                new = list(missing.values())
-                self.service.check_room(new, request.caller, "scopes")
-                if not known and (url := self.owner.less_loaded()):
-                    raise moved(url + _path_of(request, names))
-                group = self.owner.entries[known[0]].group if known else ""
-                await self.owner.create(new, request.caller.tenant, group)
             try:
+                while not await self._have_heads(request, names, geometries):
+                    await self.owner.poll()
                 started = super().start(request)
             finally:
                 self.owner.attach()
@@ -175,6 +170,30 @@ class OwnerHandlers(Handlers):
         if started.changes:
             await self._wait_for_commit()
         return started.response
+
+    async def _have_heads(
+        self, request: DecodedRequest, names: Sequence[str], geometries: dict[str, p.ScopeGeometry]
+    ) -> bool:
+        """Own the scopes that exist, and those that do not; False if they have changed meanwhile."""
+        known = [name for name in geometries if name in self.owner.entries]
+        if known:
+            if url := await self.owner.admit(known):
+                raise moved(url + _path_of(request, names))
+            if not self.owner.serves(known):
+                return False
+        new = [part for name, part in geometries.items() if name not in known]
+        if not new:
+            return True
+        field = "namespace"
+        if isinstance(request.message, p.Initialize):
+            # Before other servers see the scopes.
+            self.service.check_initialize(request.message)
+            field = "scopes"
+        self.service.check_room(new, request.caller, field)
+        if not known and (url := self.owner.less_loaded()):
+            raise moved(url + _path_of(request, names))
+        group = self.owner.entries[known[0]].group if known else ""
+        return await self.owner.create(new, request.caller.tenant, group)
 
     def _raise_unknown(self, request: DecodedRequest) -> None:
         """Name the first scope that does not exist."""

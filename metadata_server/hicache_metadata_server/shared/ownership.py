@@ -5,9 +5,12 @@ docs/design/metadata-scopes.md says why two servers never serve one scope.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections import Counter
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -27,6 +30,35 @@ def boot_time() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
+@cache
+def _place() -> str:
+    """Boot of this machine and pid namespace; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def this_process() -> str:
+    """Name of this process, by which others on this machine find out that it has ended."""
+    return f"{_place()} {os.getpid()}"
+
+
+def process_has_ended(process: str) -> bool:
+    """True if a process of this machine and pid namespace does not exist; False if unknown."""
+    place, _, number = process.rpartition(" ")
+    if not place or place != _place():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 class ServerRecord(msgspec.Struct, frozen=True, array_like=True):
     """One incarnation of a server, as it publishes itself with each heartbeat."""
 
@@ -38,6 +70,10 @@ class ServerRecord(msgspec.Struct, frozen=True, array_like=True):
     scopes: int = 0
     """Number of scopes that it owns."""
     draining: bool = False
+    first_pin: int = 0
+    """Number from which it counts pins."""
+    process: str = ""
+    """`this_process`; empty for unknown."""
 
 
 class ScopeEntry(msgspec.Struct, frozen=True, array_like=True):

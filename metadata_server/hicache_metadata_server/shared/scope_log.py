@@ -7,12 +7,11 @@ docs/design/metadata-scopes.md has the keys, and why no acknowledged change is l
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,20 +20,21 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.pins import PinRecord
 from hicache_metadata_server.core.service import LONGEST
 from hicache_metadata_server.protocol import StoreDurability
-from hicache_metadata_server.shared.connection import ScriptCall
-from hicache_metadata_server.shared.scripts import Script
+from hicache_metadata_server.shared.connection import Script, ScriptCall, new_script
 from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
 from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
 from hicache_metadata_server.storage.replay import replayed
 from hicache_metadata_server.storage.schema import BLOCK_MASK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 
     from hicache_metadata_server.core.codec import SlotChanges
     from hicache_metadata_server.core.restore import SlotRows
     from hicache_metadata_server.core.scope import Scope
     from hicache_metadata_server.shared.connection import RedisConnection
+
+T = TypeVar("T")
 
 MAX_LOG_BYTES: Final = 16 << 20
 """Length of a scope's log from which each write also compacts."""
@@ -57,11 +57,6 @@ if seq < tonumber(ARGV[3]) then return 'LOST' end
 redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
 """
 """Begin of each write: the token, and the number of the write, must be greater than all before."""
-
-
-def new_script(source: str) -> Script:
-    """Script with the digest under which Redis caches it."""
-    return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
 _APPEND: Final = new_script(
@@ -360,7 +355,8 @@ class ScopeLogStore:
     def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
         self._clock = clock
-        self._runner = asyncio.Runner()
+        # Not `asyncio.Runner`, which looks at signal handlers at each call.
+        self._loop = asyncio.new_event_loop()
         self._logs: dict[int, ScopeLog] = {}
         """By the number of the scope in this server."""
         self._counters: dict[str, int] = {}
@@ -486,7 +482,7 @@ class ScopeLogStore:
             while ended < len(log.windows) and log.windows[ended][1] <= now + log.offset:
                 gone.append(b"%d" % log.windows[ended][0])
                 ended += 1
-        parts = (kept, len(blocks), len(rest), *blocks, *rest, *gone)
+        parts: list[bytes | int] = [kept, len(blocks), len(rest), *blocks, *rest, *gone]
         log.seq += 1
         try:
             answers = self._run([self._call(_COMPACT, log, log.keys, now, *parts)])
@@ -520,9 +516,9 @@ class ScopeLogStore:
     def close(self) -> None:
         """Close the connection."""
         try:
-            self._runner.run(self._connection.close())
+            self._do(self._connection.close())
         finally:
-            self._runner.close()
+            self._loop.close()
 
     # Implementation.
 
@@ -563,8 +559,11 @@ class ScopeLogStore:
         clock = repr(now + log.offset)
         return ScriptCall(script, keys, (log.token, log.seq, log.confirmed, clock, *arguments))
 
+    def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(coroutine)
+
     def _run(self, calls: list[ScriptCall]) -> list[Any]:
-        return self._runner.run(self._connection.run(calls))
+        return self._do(self._connection.run(calls))
 
     def _check(self, logs: list[ScopeLog], answers: list[Any]) -> None:
         gone = [log.name for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]

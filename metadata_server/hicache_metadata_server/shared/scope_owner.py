@@ -6,14 +6,15 @@ docs/design/metadata-scopes.md has the keys and the steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import structlog
 
-from hicache_metadata_server.core.errors import moving
+from hicache_metadata_server.core.errors import StoreError, moving
 from hicache_metadata_server.protocol import ScopeStatus
-from hicache_metadata_server.shared.connection import ScriptCall
+from hicache_metadata_server.shared.connection import ScriptCall, new_script
 from hicache_metadata_server.shared.ownership import (
     LEASE_SECONDS,
     Incarnation,
@@ -25,7 +26,9 @@ from hicache_metadata_server.shared.ownership import (
     decode_server,
     homes,
     placement,
+    process_has_ended,
     ready_servers,
+    this_process,
 )
 from hicache_metadata_server.shared.scope_log import (
     ScopeHead,
@@ -34,7 +37,6 @@ from hicache_metadata_server.shared.scope_log import (
     close_scope,
     load,
     longest_of,
-    new_script,
     read_head,
     recovered,
     release,
@@ -73,7 +75,8 @@ return {run_id, redis.call('HGETALL', KEYS[1]), version, entries}
 )
 _PUBLISH: Final = new_script(
     """
-for i = 1, #ARGV, 2 do
+if ARGV[1] ~= 'any' and ARGV[1] ~= (redis.call('GET', KEYS[2]) or '') then return 0 end
+for i = 2, #ARGV, 2 do
   if ARGV[i + 1] == '' then redis.call('HDEL', KEYS[1], ARGV[i])
   else redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 end
@@ -133,18 +136,21 @@ class ScopeOwner:
         self._store = store
         self._now = now
         self._clock = clock
+        self._process = this_process()
         self._lease_seconds = lease_seconds
         self._observer = Observer(lease_seconds)
         self._ended = set[str]()
         """Ended incarnations of this process, for whose end it need not wait."""
         self._leaving = set[str]()
         """Scopes that are about to be given back."""
-        self._created: dict[str, ScopeLog] = {}
-        """Logs of scopes that the service is about to make."""
+        self._created: dict[str, ScopeLog | None] = {}
+        """Logs of scopes that the service is about to make; None before they have one."""
         self._beats = 0
         self._version = b""
         self._run_id = b""
         self._next_statuses = 0.0
+        self._free_since: dict[str, float] = {}
+        """When this server has first found a group without owner."""
         self._polling = asyncio.Lock()
 
     def serves(self, names: Iterable[str]) -> bool:
@@ -168,7 +174,9 @@ class ScopeOwner:
         Raises:
             StoreError: Redis was not reached, or a scope cannot be read.
         """
+        run_id = self._run_id
         await self.poll()
+        await self._verify(every=run_id != self._run_id)
         await self._publish_statuses()
         taking, leaving = self._wanted()
         for name in taking:
@@ -192,6 +200,8 @@ class ScopeOwner:
                 self._lease_seconds,
                 len(self._service.scopes),
                 self._service.draining,
+                self._service.first_pin,
+                self._process,
             )
             call = ScriptCall(
                 _BEAT,
@@ -224,7 +234,8 @@ class ScopeOwner:
             RequestError: 503, the scopes have no owner yet, or several.
             StoreError: Redis was not reached.
         """
-        until = self._clock() + WAIT_SECONDS
+        begin = self._clock()
+        until = begin + WAIT_SECONDS
         while not self.serves(names):
             if not all(name in self.entries for name in names):
                 # Another server may just have made it.
@@ -233,7 +244,11 @@ class ScopeOwner:
                 return ""
             owners = {self._owner_of(name) for name in names}
             if len(owners) == 1 and (owner := owners.pop()) not in ("", self.incarnation.id):
-                return self.servers[owner].url
+                record = self.servers.get(owner)
+                if record is not None and record.url != self.url:
+                    return record.url
+                # The process that was killed here: its scopes are free once its lease has ended.
+                until = max(until, begin + self._lease_seconds + WAIT_SECONDS)
             if len({self.entries[name].group for name in names}) > 1:
                 await self._join(names)
             if self._clock() >= until:
@@ -251,30 +266,39 @@ class ScopeOwner:
 
     async def create(
         self, geometries: Sequence[ScopeGeometry], tenant: str, group: str = ""
-    ) -> None:
+    ) -> bool:
         """Become the owner of scopes that nobody has made, before the service makes them.
 
         `attach` follows once it has.
 
+        Returns:
+            False if the map has changed since it was read: the caller has to check again whether
+            they may be made.
+
         Raises:
             StoreError: Redis was not reached.
         """
-        group = group or geometries[0].scope
-        for geometry in geometries:
-            token = await self._draw()
-            me = self.incarnation.id
-            done, head = await take(self._connection, geometry.scope, b"", token, me)
-            # Of a scope that another server has just made, the owner is in the head.
-            entry = ScopeEntry(geometry, me if done else head.owner, group, tenant)
-            if done or geometry.scope not in self.entries:
-                await self._publish({geometry.scope: entry})
+        me, group = self.incarnation.id, group or geometries[0].scope
+        entries = {one.scope: ScopeEntry(one, me, group, tenant) for one in geometries}
+        # Until they have a log, no heartbeat may take them for scopes that were lost.
+        self._created |= dict.fromkeys(entries)
+        if not await self.publish(entries, expected=self._version):
+            return False
+        for name, entry in entries.items():
+            token = await self.draw()
+            done, head = await take(self._connection, name, b"", token, me)
             if done:
-                self._created[geometry.scope] = self._log_of(geometry.scope, token, head)
+                self._created[name] = self._log_of(name, token, head)
+            else:
+                # The map had lost it.
+                owned = msgspec.structs.replace(entry, owner=head.owner)
+                await self.publish({name: owned})
+        return True
 
     def attach(self) -> None:
         """Begin to write the logs of created scopes that the service has made."""
         for name, log in self._created.items():
-            if name in self._service.scopes:
+            if log is not None and name in self._service.scopes:
                 log.number = self._service.number_of(name)
                 self._store.attach(log)
         self._created = {}
@@ -298,13 +322,13 @@ class ScopeOwner:
                     await release(self._connection, name, log.token)
                 entry = self.entries.get(name)
                 if entry is not None:
-                    await self._publish({name: msgspec.structs.replace(entry, owner="")})
+                    await self.publish({name: msgspec.structs.replace(entry, owner="")})
         finally:
             self._leaving -= set(names)
 
     async def forget(self, names: Iterable[str]) -> None:
         """Remove dropped scopes from the map, once nothing of them is left."""
-        await self._publish(dict.fromkeys(names))
+        await self.publish(dict.fromkeys(names))
 
     async def other_statuses(self) -> list[ScopeStatus]:
         """Scopes of the other servers, as these have published them."""
@@ -322,9 +346,41 @@ class ScopeOwner:
             if name not in self._service.scopes
         ]
 
+    def giver_of(self, pin: int) -> str:
+        """Address of another server that has drawn the number of a pin; "" for none."""
+        # Each server counts from a random number of its own.
+        first = {name: one.first_pin for name, one in self._alive().items() if one.first_pin <= pin}
+        giver = max(first, key=lambda name: first[name], default=self.incarnation.id)
+        return "" if giver == self.incarnation.id else self.servers[giver].url
+
+    def others(self) -> dict[str, ServerRecord]:
+        """Servers that may be alive, but for this one."""
+        return {name: one for name, one in self._alive().items() if name != self.incarnation.id}
+
+    async def leave(self) -> None:
+        """Remove the record of this server, which owns nothing any more."""
+        for key in (SERVERS, STATUSES):
+            await self._connection.command("HDEL", key, self.incarnation.id, *self._ended)
+
     async def close(self) -> None:
-        """Close the connection."""
-        await self._connection.close()
+        """Remove the record and close the connection."""
+        try:
+            with contextlib.suppress(StoreError):
+                await self.leave()
+        finally:
+            await self._connection.close()
+
+    async def take_any(self, name: str) -> ScopeLog:
+        """Take a scope whoever owns it; for a command, where no server is alive.
+
+        Raises:
+            StoreError: a server has taken it meanwhile.
+        """
+        head, token = await read_head(self._connection, name), await self.draw()
+        done, head = await take(self._connection, name, head.token, token, self.incarnation.id)
+        if not done:
+            raise StoreError(f"a server has taken scope {name} meanwhile")
+        return self._log_of(name, token, head)
 
     # Implementation.
 
@@ -344,15 +400,27 @@ class ScopeOwner:
     def _owner_of(self, name: str) -> str:
         """The incarnation that owns a scope, as far as this server knows; "" for none."""
         owner = self.entries[name].owner
-        if owner in self._ended or (owner and self._observer.is_gone(owner)):
-            return ""
-        return owner
+        return "" if not owner or self._is_over(owner) else owner
+
+    def _is_over(self, incarnation: str) -> bool:
+        """True if an incarnation has ended for certain."""
+        record = self.servers.get(incarnation)
+        return (
+            incarnation in self._ended
+            or self._observer.is_gone(incarnation)
+            or (record is not None and process_has_ended(record.process))
+        )
 
     def _alive(self) -> dict[str, ServerRecord]:
+        """Servers that may take scopes."""
+        me = self.incarnation.id
         return {
             name: record
             for name, record in self.servers.items()
-            if name not in self._ended and not self._observer.is_gone(name)
+            if not self._is_over(name)
+            # A process that was killed here. Its lease has to end all the same: two processes may
+            # have been given one address.
+            and (name == me or record.url != self.url)
         }
 
     def _wanted(self) -> tuple[list[str], list[str]]:
@@ -375,14 +443,48 @@ class ScopeOwner:
             elif not owners[name]:
                 free.setdefault(entry.group, []).append(name)
         chosen = placement(free, alive, group_homes) if free else {}
-        taking += [name for group, server in chosen.items() if server == me for name in free[group]]
+        now, since = self._clock(), self._free_since
+        self._free_since = {group: since.get(group, now) for group in free}
+        for group, server in chosen.items():
+            # The other may not know yet that they are free: it has seen their owner more lately.
+            late = now - self._free_since[group] >= 2 * BEAT_SECONDS and not self._service.draining
+            if server == me or late:
+                taking += free[group]
         return taking, leaving
+
+    async def _verify(self, *, every: bool) -> None:
+        """Drop scopes that Redis gives to another server, or has lost.
+
+        Args:
+            every: also those that the map gives to this server: another Redis answers than before.
+        """
+        for log in self._store.logs():
+            entry = self.entries.get(log.name)
+            if log.name not in self._service.scopes or not (
+                every or entry is None or entry.owner != self.incarnation.id
+            ):
+                continue
+            confirmed, head = log.confirmed, await read_head(self._connection, log.name)
+            if head.token != log.token:
+                self.drop([log.name])
+            elif head.seq < confirmed:
+                self._store.lost.add(log.name)
+                self.drop([log.name])
+            elif entry is not None and entry.owner != self.incarnation.id:
+                # Another server has changed its group by an older entry.
+                owned = msgspec.structs.replace(entry, owner=self.incarnation.id)
+                await self.publish({log.name: owned})
+            elif entry is None:
+                scope, tenant = self._service.scopes[log.name], self._service.tenants
+                tenant_name = tenant.of_scope[log.name]
+                found = ScopeEntry(scope.geometry, self.incarnation.id, log.name, tenant_name)
+                await self.publish({log.name: found})
 
     async def _join(self, names: Sequence[str]) -> None:
         """Make one group of the groups of these scopes: they are asked for together."""
         groups = {self.entries[name].group for name in names}
         group = self.entries[names[0]].group
-        await self._publish(
+        await self.publish(
             {
                 name: msgspec.structs.replace(entry, group=group)
                 for name, entry in self.entries.items()
@@ -392,10 +494,9 @@ class ScopeOwner:
 
     async def _take(self, name: str) -> None:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
-        mine = head.owner in self._ended or head.owner == incarnation.id
-        if head.owner and not mine and not self._observer.is_gone(head.owner):
+        if head.owner and head.owner != incarnation.id and not self._is_over(head.owner):
             return
-        token = await self._draw()
+        token = await self.draw()
         done, head = await take(self._connection, name, head.token, token, incarnation.id)
         if not done:
             return
@@ -409,7 +510,7 @@ class ScopeOwner:
         if not (loaded.rest or loaded.groups):
             # Its first owner has died before it acknowledged anything.
             await remove(self._connection, log)
-            await self._publish({name: None})
+            await self.publish({name: None})
             return
         found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
         (record,) = found.scopes
@@ -420,7 +521,7 @@ class ScopeOwner:
             scope.closed_until = head.closed - log.offset
         entry = self.entries.get(name)
         group = entry.group if entry else name
-        await self._publish(
+        await self.publish(
             {name: ScopeEntry(record.geometry, incarnation.id, group, record.tenant)}
         )
         # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
@@ -434,25 +535,35 @@ class ScopeOwner:
         number = self._service.new_number()
         return ScopeLog(name, number, token, head.seq, offset, head.seq)
 
-    async def _draw(self) -> bytes:
+    async def draw(self) -> bytes:
+        """Draw a fencing token, greater than all before."""
         micros = int(self._now() * 1e6)
         (token,) = await self._connection.run([ScriptCall(_DRAW, (TOKEN,), (micros,))])
         drawn: bytes = token
         return drawn
 
-    async def _publish(self, entries: Mapping[str, ScopeEntry | None]) -> None:
-        """Write entries of the map; None removes one."""
+    async def publish(
+        self, entries: Mapping[str, ScopeEntry | None], *, expected: bytes = b"any"
+    ) -> bool:
+        """Write entries of the map; None removes one.
+
+        Returns False, and writes nothing, if the version of the map is not the expected one.
+        """
         arguments = [
             part
             for name, entry in entries.items()
             for part in (name, b"" if entry is None else _ENCODE(entry))
         ]
-        await self._connection.run([ScriptCall(_PUBLISH, (ENTRIES, VERSION), tuple(arguments))])
+        call = ScriptCall(_PUBLISH, (ENTRIES, VERSION), (expected, *arguments))
+        (version,) = await self._connection.run([call])
+        if not version:
+            return False
         for name, entry in entries.items():
             if entry is None:
                 self.entries.pop(name, None)
             else:
                 self.entries[name] = entry
+        return True
 
 
 def _unpublished(entry: ScopeEntry) -> ScopeStatus:

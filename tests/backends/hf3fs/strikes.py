@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 
 PATIENCE_SECONDS = 60.0
@@ -33,8 +34,7 @@ class Strikes(threading.Thread):
         self.plan = list[Callable[[], None]]()
         """What is to be done in a round; methods of this one."""
         self.outages = list[tuple[int, int]]()
-        """When the store was away: from its end until it and every server say that they are ready,
-        by `time.monotonic_ns()`."""
+        """When scopes may not have been served, by `time.monotonic_ns()`."""
         self.log = list[str]()
         self.over_at = 0
         self._error: BaseException | None = None
@@ -58,28 +58,50 @@ class Strikes(threading.Thread):
             raise self._error
 
     def kill_server(self, server):
-        self._note(f"kill -9 server {server.port}")
-        server.kill()
-        time.sleep(PAUSE_SECONDS)
+        with self._outage(f"kill -9 server {server.port}"):
+            server.kill()
+            time.sleep(PAUSE_SECONDS)
+            server.start()
+
+    def stop_server(self, server):
+        """Its scopes are handed over at once, but a request may meet the moment."""
+        with self._outage(f"stop server {server.port}", until_ready=False):
+            os.killpg(server._process.pid, signal.SIGTERM)
+            server._process.wait(PATIENCE_SECONDS)
+            server.kill()
         server.start()
         self._wait_until_ready()
 
-    def suspend_server(self, server):
-        self._note(f"suspend server {server.port}")
-        with suspended(server):
-            time.sleep(SUSPENDED_SECONDS)
-        self._wait_until_ready()
+    def suspend_server(self, server, seconds=SUSPENDED_SECONDS):
+        with self._outage(f"suspend server {server.port} for {seconds} s"), suspended(server):
+            time.sleep(seconds)
 
     def kill_store(self, store):
-        self._note(f"kill -9 store {store.port}")
+        with self._outage(f"kill -9 store {store.port}"):
+            store.kill()
+            time.sleep(PAUSE_SECONDS)
+            store.start()
+            self._is_whole()
+
+    @contextlib.contextmanager
+    def _outage(self, what, *, until_ready=True):
+        """What is struck in the block is away until every scope is served again, and every server
+        takes changes."""
         begin = time.monotonic_ns()
-        store.kill()
-        time.sleep(PAUSE_SECONDS)
-        store.start()
-        self._is_whole()
-        self._wait_until_ready()
+        yield
+        self._wait_until_served()
+        seconds = (time.monotonic_ns() - begin) / 1e9
+        if until_ready:
+            self._wait_until_ready()
         self.outages.append((begin, time.monotonic_ns()))
-        self._note("the store is back")
+        self._note(f"{what}; all is served again after {seconds:.2f} s")
+
+    def _wait_until_served(self):
+        """Wait until each scope is served, by whichever server."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not any(_serves_all(server) for server in self._servers):
+            assert time.monotonic() < until, "a scope is not served"
+            time.sleep(0.01)
 
     def _wait_until_ready(self):
         until = time.monotonic() + PATIENCE_SECONDS
@@ -99,6 +121,17 @@ def suspended(server):
         yield
     finally:
         os.killpg(server._process.pid, signal.SIGCONT)
+
+
+def _serves_all(server):
+    client = AdminClient(server.url)
+    try:
+        for scope in client.call("/v2/scopes", None, p.Scopes).scopes:
+            part = p.LookupScope(scope=scope.scope, keys=["none"])
+            client.call("/v2/lookup", p.Lookup(scopes=[part], touch=False), p.LookedUp)
+    except RemoteError:
+        return False
+    return True
 
 
 def _is_ready(server):

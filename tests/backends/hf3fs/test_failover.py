@@ -385,7 +385,7 @@ class Pair:
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
     with ExitStack() as stack:
-        pair = Pair(stack, problem(status, "unavailable"))
+        pair = Pair(stack, problem(status, "internal"))
         with pytest.raises(RetryableError):
             pair.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized)
         assert (pair.asked, len(pair.keys)) == ([2, 2], 1)
@@ -406,6 +406,9 @@ def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
         (429, "too_many", StorageRefusedError, 1),
         (403, "quota", StorageRefusedError, 1),
         (408, "late", BusyError, ATTEMPTS + 1),
+        # Of the owner of the scopes: no other server would do it.
+        (503, "moving", BusyError, ATTEMPTS + 1),
+        (503, "unavailable", BusyError, ATTEMPTS + 1),
     ],
 )
 def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts):
@@ -414,6 +417,55 @@ def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts)
         with pytest.raises(error):
             pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
         assert pair.asked == [0, attempts]
+
+
+FOUND = p.encode(
+    p.LookedUp(
+        scopes=[p.FoundPages(slots=[3], generations=[1], lengths=[1], checksums=[1])],
+        pin=0,
+        pin_seconds=0.0,
+    ),
+    p.MSGPACK,
+)
+
+
+def moved(url):
+    body = msgspec.msgpack.encode({"code": "moved", "message": "no", "field": ""})
+    return reply(b"307 No\r\nLocation: " + f"{url}/v2/lookup".encode(), body)
+
+
+def test_the_owner_of_a_scope_is_asked_first_once_it_is_known():
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, at_server = stack.enter_context(listening(moved(owner)))
+        client = stack.enter_context(closing(HttpMetadataClient(server)))
+        for _ in range(3):
+            found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+
+
+def test_servers_that_disagree_about_an_owner_send_nobody_back_and_forth_for_ever():
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        server, asked = stack.enter_context(listening(moved("http://127.0.0.1:9")))
+        client = stack.enter_context(closing(HttpMetadataClient([server, "http://127.0.0.1:9"])))
+        with pytest.raises(RetryableError):
+            client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+        assert 1 <= sum(b"/v2/" in data for data in asked) <= ATTEMPTS + 1
+
+
+def test_a_redirection_to_another_route_is_not_followed():
+    with ExitStack() as stack:
+        elsewhere, asked = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, _ = stack.enter_context(
+            listening(reply(b"307 No\r\nLocation: " + f"{elsewhere}/v2/clear".encode(), b""))
+        )
+        client = stack.enter_context(closing(HttpMetadataClient(server)))
+        with pytest.raises(RetryableError, match="a redirection to"):
+            client.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp, Call(10.0))
+        assert not asked
 
 
 def test_each_server_that_drains_is_asked_once():
