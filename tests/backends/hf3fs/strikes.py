@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
 
@@ -17,6 +19,8 @@ PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
 """Between strikes, and until what was killed is started again."""
 SUSPENDED_SECONDS = 1.0
+LEASE_SECONDS = 3.0
+"""`ownership_seconds` of a server."""
 
 
 class Strikes(threading.Thread):
@@ -58,10 +62,11 @@ class Strikes(threading.Thread):
             raise self._error
 
     def kill_server(self, server):
-        with self._outage(f"kill -9 server {server.port}"):
+        with self._outage(f"kill -9 server {server.port}", until_ready=False):
             server.kill()
-            time.sleep(PAUSE_SECONDS)
-            server.start()
+        time.sleep(PAUSE_SECONDS)
+        server.start()
+        self._wait_until_ready()
 
     def stop_server(self, server):
         """Its scopes are handed over at once, but a request may meet the moment."""
@@ -73,8 +78,13 @@ class Strikes(threading.Thread):
         self._wait_until_ready()
 
     def suspend_server(self, server, seconds=SUSPENDED_SECONDS):
+        begin = time.monotonic()
         with self._outage(f"suspend server {server.port} for {seconds} s"), suspended(server):
-            time.sleep(seconds)
+            if seconds > 2 * LEASE_SECONDS:
+                # Its scopes are others' meanwhile.
+                self._wait_until_served([one for one in self._servers if one is not server])
+                self._note(f"it is suspended; all is served after {time.monotonic() - begin:.2f} s")
+            time.sleep(max(0.0, seconds - (time.monotonic() - begin)))
 
     def kill_store(self, store):
         with self._outage(f"kill -9 store {store.port}"):
@@ -89,17 +99,17 @@ class Strikes(threading.Thread):
         takes changes."""
         begin = time.monotonic_ns()
         yield
-        self._wait_until_served()
+        self._wait_until_served(self._servers)
         seconds = (time.monotonic_ns() - begin) / 1e9
         if until_ready:
             self._wait_until_ready()
         self.outages.append((begin, time.monotonic_ns()))
         self._note(f"{what}; all is served again after {seconds:.2f} s")
 
-    def _wait_until_served(self):
-        """Wait until each scope is served, by whichever server."""
+    def _wait_until_served(self, servers):
+        """Wait until each scope is served, by whichever server, as some servers know it."""
         until = time.monotonic() + PATIENCE_SECONDS
-        while not any(_serves_all(server) for server in self._servers):
+        while not any(_serves_all(server) for server in servers):
             assert time.monotonic() < until, "a scope is not served"
             time.sleep(0.01)
 
@@ -124,14 +134,21 @@ def suspended(server):
 
 
 def _serves_all(server):
-    client = AdminClient(server.url)
-    try:
-        for scope in client.call("/v2/scopes", None, p.Scopes).scopes:
-            part = p.LookupScope(scope=scope.scope, keys=["none"])
-            client.call("/v2/lookup", p.Lookup(scopes=[part], touch=False), p.LookedUp)
-    except RemoteError:
-        return False
-    return True
+    with contextlib.closing(HttpClient(server.url, answer_seconds=1.0)) as client:
+        try:
+            scopes = client.get("/v2/scopes")
+            if scopes.status != 200:
+                return False
+            parts = [
+                [p.LookupScope(scope=scope.scope, keys=["none"])]
+                for scope in p.decode(scopes.body, p.Scopes).scopes
+            ]
+            return all(
+                client.post("/v2/lookup", p.Lookup(scopes=part, touch=False)).status == 200
+                for part in parts
+            )
+        except Violation:
+            return False
 
 
 def _is_ready(server):
