@@ -73,8 +73,9 @@ class Strikes(threading.Thread):
         """Its scopes are handed over at once, but a request may meet the moment."""
         with self._outage(f"stop server {server.port}", until_ready=False):
             os.killpg(server._process.pid, signal.SIGTERM)
-            server._process.wait(PATIENCE_SECONDS)
+            gap = self._longest_gap(lambda: server._process.poll() is not None)
             server.kill()
+            self._note(f"server {server.port} has stopped; a scope was not served for {gap:.2f} s")
         server.start()
         self._wait_until_ready()
 
@@ -92,9 +93,8 @@ class Strikes(threading.Thread):
         begin = time.monotonic()
         with self._outage(f"cut the store off from server {server.port} for {seconds} s"):
             cut.manner = Manner.HANGS
-            self._wait_until_served([one for one in self._servers if one is not server])
-            self._note(f"it is cut off; all is served after {time.monotonic() - begin:.2f} s")
-            time.sleep(max(0.0, seconds - (time.monotonic() - begin)))
+            gap = self._longest_gap(lambda: time.monotonic() - begin > seconds)
+            self._note(f"it was cut off; a scope was not served for {gap:.2f} s")
             cut.manner = Manner.WELL
 
     def promote_replica(self, nodes):
@@ -124,6 +124,9 @@ class Strikes(threading.Thread):
         seconds = (time.monotonic_ns() - begin) / 1e9
         if until_ready:
             self._wait_until_ready()
+            # A lease may have ended since: a scope that was served then has no owner for a moment.
+            self._wait_until_served(self._servers)
+            seconds = (time.monotonic_ns() - begin) / 1e9
         self.outages.append((begin, time.monotonic_ns()))
         self._note(f"{what}; all is served again after {seconds:.2f} s")
 
@@ -132,6 +135,18 @@ class Strikes(threading.Thread):
         until = time.monotonic() + PATIENCE_SECONDS
         while not any(_serves_all(server) for server in servers):
             assert time.monotonic() < until, "a scope is not served"
+            time.sleep(0.01)
+
+    def _longest_gap(self, is_over):
+        """The longest time until `is_over` in which some scope was not served."""
+        served, longest = time.monotonic(), 0.0
+        while True:
+            if any(_serves_all(server) for server in self._servers):
+                now = time.monotonic()
+                served, longest = now, max(longest, now - served)
+                if is_over():
+                    return longest
+            assert time.monotonic() - served < PATIENCE_SECONDS, "a scope is not served"
             time.sleep(0.01)
 
     def _wait_until_ready(self):
