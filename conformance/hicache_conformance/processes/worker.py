@@ -64,6 +64,8 @@ class WorkerProcess:
         self.busy = False
         """A request has been sent and is not done yet."""
         self.ended = False
+        self.swallowed = 0
+        """Exceptions that its storage has answered as misses."""
         self._died = ""
 
     @classmethod
@@ -229,6 +231,7 @@ class WorkerProcess:
             case Begun() | Ended():
                 self.recorder.note(message)
             case Swallowed():
+                self.swallowed += len(message.causes)
                 if self._log is not None:
                     self._log.note(message.causes)
             case Violated():

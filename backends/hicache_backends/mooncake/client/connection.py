@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -187,11 +188,15 @@ class Connection:
         """Read the first bytes of looked up objects to their addresses. Returns lengths or codes.
 
         No byte arrives after the return. Transfers run one after the other. A transfer without
-        progress is given up after `library.TRANSFER_TIMEOUTS`, and the next one begins.
+        progress is given up after `library.TRANSFER_TIMEOUTS`, and the next one begins. A request
+        of which a transfer has failed sooner is repeated once: its TCP connection may have ended.
         """
         offsets = [list(accumulate(some[:-1], initial=0)) for some in sizes]
         with self._call() as store:
+            began = time.monotonic()
             codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
+            if library.TRANSFER_FAILED in codes and not library.has_hung(began):
+                codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
         return _checked_length(codes, len(names))
 
     def size(self, name: str) -> int:

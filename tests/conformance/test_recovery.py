@@ -1,0 +1,103 @@
+"""Faults of a store that are no violations of its driver: slow restarts, single failed reads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from hicache_conformance.fixtures import process_group
+from hicache_conformance.fixtures.fault_calls import wait_until_serving
+from hicache_conformance.fixtures.process_group import ProcessGroup
+from hicache_conformance.model.violation import Violation
+from hicache_storage.spec import StorageUnavailableError
+
+ALLOWED = 0.05
+
+
+class Client:
+    """Stands for a storage under test: it serves from its call number `from_call` on."""
+
+    def __init__(self, from_call, opens=True):
+        self.from_call, self.calls, self.opens = from_call, 0, opens
+        self.identity, self.storage = None, self
+
+    def set(self, keys):
+        self.calls += 1
+        return [self.calls > self.from_call]
+
+    def get(self, keys):
+        return [b"page"]
+
+    def explain(self, key, content):
+        return ""
+
+    def has(self, key):
+        return True
+
+    def open(self):
+        if not self.opens:
+            raise StorageUnavailableError("nobody listens")
+
+    def close(self):
+        pass
+
+
+def context(*opened):
+    fresh = list(opened)
+    return SimpleNamespace(
+        profile=SimpleNamespace(recovery_seconds=ALLOWED),
+        keys=lambda count: ["key"] * count,
+        # The last one again and again.
+        unopened=lambda identity, options: fresh.pop(0) if len(fresh) > 1 else fresh[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("client", "fresh", "judged"),
+    [
+        (Client(0), [Client(0)], nullcontext()),
+        (Client(10**9), [Client(0)], pytest.raises(Violation, match="FT-4: 0 s and")),
+        # The store itself is not back in time, and then the storage is.
+        (Client(4), [Client(10**9), Client(0, opens=False)], nullcontext()),
+        # A fault after which nobody is ever served.
+        (Client(10**9), [Client(10**9)], pytest.raises(Violation, match="FT-4: 0 s and")),
+    ],
+    ids=["at once", "only anew", "a slow store", "nobody"],
+)
+def test_a_store_that_serves_nobody_is_waited_for(client, fresh, judged):
+    with judged:
+        wait_until_serving(context(*fresh), client, "a killed server")
+
+
+class Worker:
+    """Stands for a worker process whose gets answer in turn: pages, and faults met."""
+
+    name = "reader"
+
+    def __init__(self, *answers):
+        self.answers, self.swallowed = list(answers), 0
+
+    def get(self, keys, pool):
+        value, faults = self.answers.pop(0)
+        self.swallowed += faults
+        return [value]
+
+
+@pytest.mark.parametrize(
+    ("answers", "judged"),
+    [
+        ([(None, 1), (7, 0)], nullcontext()),
+        ([(None, 1)] * 3, pytest.raises(Violation, match="ID-2: .* answers False")),
+        ([(None, 0)], pytest.raises(Violation, match="ID-2: .* answers False")),
+        ([(None, 1), (None, 0)], pytest.raises(Violation, match="ID-2: .* answers False")),
+    ],
+    ids=["once", "each time", "no fault", "a fault, and then none"],
+)
+def test_a_get_that_met_a_fault_is_repeated(monkeypatch, answers, judged):
+    monkeypatch.setattr(process_group, "STORE_PAUSE_SECONDS", 0)
+    worker = Worker(*answers)
+    with judged:
+        ProcessGroup(SimpleNamespace(identity=lambda: None)).expect(worker, ["key"], 7, "ID-2")
+    assert not worker.answers
