@@ -111,6 +111,10 @@ class MetadataService:
         self._started: float | None = None
         """Time since which this service has known every lease of its scopes."""
         self._shares_store = shares_store
+        self.url = ""
+        """Address of this server, if servers share a store: the owner of its scopes."""
+        self.log_bytes: Callable[[int], int] = lambda number: 0
+        """Length of the log of a scope, by its number, if servers share a store."""
         self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
         restart, and the restart may have shorter limits."""
@@ -777,6 +781,8 @@ class MetadataService:
             tenant=self.tenants.of_scope[geometry.scope],
             expired_leases=scope.expired,
             model=scope.model,
+            owner=self.url,
+            log_bytes=self.log_bytes(self._numbers[geometry.scope]),
         )
 
 

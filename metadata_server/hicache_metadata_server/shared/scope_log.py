@@ -381,6 +381,11 @@ class ScopeLogStore:
         """Logs of all owned scopes."""
         return list(self._logs.values())
 
+    def log_bytes(self, number: int) -> int:
+        """Length of the log of a scope."""
+        log = self._logs.get(number)
+        return log.log_bytes if log is not None else 0
+
     # `MetadataStore`.
 
     def recover(self, now: float) -> Recovered:
