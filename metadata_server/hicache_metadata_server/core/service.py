@@ -292,14 +292,22 @@ class MetadataService:
                 raise in_use(
                     scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
                 )
-        for name in dict.fromkeys(request.scopes):
+        self.remove(request.scopes)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove scopes, whatever is in them.
+
+        Without a restart afterwards, their leased slots must be free: clients that find their scope
+        gone after a restart wait for earlier leases (`earlier_lease_seconds`).
+        """
+        for name in dict.fromkeys(names):
             scope = self.scopes[name]
             number = self._forget(name)
             # An empty scope stays under the number: the store may still have to compact blocks of
             # it before it deletes them.
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
             self._dropped.append(number)
-        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
     # Pages. A request is checked as a whole by `check`. Its chunks (`core.chunking`) are then done
     # by the `do_` methods, which check no limits: a chunk that is refused would leave the request
