@@ -3,8 +3,7 @@ back.
 
 `data/store-schema-4.tar.gz` was written by the server before scopes could be dropped, and left as
 by kill -9: a database, and a log that is not folded. `data/last-release.zip` is the state machine and
-the store of the last release, or of a commit before there is one; `docs/release.md` says how it is
-made.
+the store of the last release, or of a commit before there is one.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from tests.support.commands import run_python
 
 BEFORE = Path(__file__).with_name("data") / "store-schema-4.tar.gz"
 RELEASE = Path(__file__).with_name("data") / "last-release.zip"
+"""git archive --format=zip -9 -o tests/metadata_server/data/last-release.zip TAG \\
+metadata_server/hicache_metadata_server/{__init__.py,core,protocol,storage}"""
 NOW = 1_700_000_000.0
 """When it was written."""
 

@@ -128,7 +128,7 @@ ALERTS: Final = (
         "within seconds, unless it cannot read it.",
         "A line `store_failing` in the log of a server names a scope that cannot be read; `hicache "
         "metadata scopes --json` has the owner of each. Stop all servers and remove that scope: "
-        "`hicache metadata scopes delete SCOPE --store URL`.",
+        "`hicache metadata scopes delete SCOPE --force --store URL`.",
     ),
     Alert(
         "HiCacheServerDraining",
