@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
@@ -28,7 +29,6 @@ from hicache_metadata_server.storage.factory import MEMORY, check_store, open_st
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    import asyncio
     import ssl
 
     from hicache_metadata_server.http.asgi import ProtocolApp
@@ -45,6 +45,8 @@ NO_STORE_CONSEQUENCE: Final = (
 MMAP_THRESHOLD: Final = -3
 """M_MMAP_THRESHOLD in glibc's malloc.h."""
 LARGE_BYTES: Final = 1 << 20
+HAND_OVER_SECONDS: Final = 2.0
+"""Longest time for which the end of a server waits until others have its scopes."""
 NOT_STARTED: Final = 3
 """Exit status of a server that cannot listen."""
 
@@ -237,11 +239,26 @@ def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None)
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
-    server = uvicorn.Server(config)
+    server = _Server(config, app)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         sys.exit(NOT_STARTED)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which hands over before it closes connections."""
+
+    def __init__(self, config: uvicorn.Config, app: ProtocolApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Meanwhile requests are answered: the clients learn where to go.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_SECONDS):
+                await self._app.hand_over()
+        await super().shutdown(sockets)
 
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:

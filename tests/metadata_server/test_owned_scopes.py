@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.protocol import Unpin
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_server
 
@@ -136,6 +137,53 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
         await eventually(moved)
         assert await live(other, "0:kv", ["a"]) == ["a"]
+
+
+async def test_nothing_is_acknowledged_that_a_lost_scope_has_discarded(redis):
+    """Requests that wait for the next group, when the one before finds another owner."""
+    async with two(redis) as (one, _):
+        await initialize(one, "0:kv")
+        bodies = [{"scopes": [{"scope": "0:kv", "keys": [key]}]} for key in ("a", "b", "c")]
+        with redis.client() as client:
+            client.hset("hm:{0:kv}:head", "token", "9-another")
+            client.execute_command("CLIENT", "PAUSE", 300, "WRITE")
+            asking = []
+            for body in bodies:
+                asking.append(asyncio.create_task(one.post("/v2/reserve", body)))
+                await asyncio.sleep(0.03)
+        assert [answer.status for answer in await asyncio.gather(*asking)] == [503] * 3
+
+
+async def test_a_long_request_ends_with_the_lease(redis):
+    async with two(redis) as (one, _):
+        await initialize(one, "0:kv")
+        keys = [f"{number:064}" for number in range(4000)]
+        body = {"scopes": [{"scope": "0:kv", "keys": keys}]}
+        asking = asyncio.create_task(one.post("/v2/lookup", body))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert not asking.done()
+        one.app.server.handlers.owner.drop(["0:kv"])
+        assert (await asking).json["code"] == "moving"
+
+
+async def test_pins_go_with_their_scope(redis):
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        await one.store("0:kv", ["a"])
+        body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}], "pin_seconds": 60}
+        pin = (await one.post("/v2/lookup", body)).json["pin"]
+        await one.post("/v2/drain", {"enabled": True})
+
+        async def moved():
+            return (await one.post("/0/exists", {"keys": ["a"]})).status == 307
+
+        await eventually(moved)
+        answer = await one.post("/v2/unpin", {"pins": [pin]})
+        assert answer.headers["location"] == "http://two/v2/unpin"
+        assert other.service.pins_elsewhere(Unpin(pins=[pin])) == {}
+        assert (await other.post("/v2/unpin", {"pins": [pin]})).status == 204
+        assert other.service.pins_elsewhere(Unpin(pins=[pin])) == {pin: ""}
 
 
 async def test_idempotency_keys_go_with_their_scope(redis):

@@ -18,6 +18,7 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
+    read_head,
     recovered,
     scope_keys,
     take,
@@ -54,19 +55,20 @@ class Owner:
     def do(self, coroutine):
         return self.store._do(coroutine)
 
-    def make(self, scope, token, *, slots=1000):
-        """Create a scope, with the first token."""
-        done, head = self.do(take(self.store._connection, scope, b"", token, self.name))
-        assert done
+    def make(self, scope, *, slots=1000):
+        """Create a scope."""
+        token, head = self.do(take(self.store._connection, scope, b"", self.name))
+        assert token
         initialize(self.service, scope, slots=slots)
         self.store.attach(ScopeLog(scope, self.service.number_of(scope), token, head.seq, 0.0))
         self.write()
 
-    def take(self, scope, expected, token):
+    def take(self, scope):
         """Take a scope from its owner."""
         connection = self.store._connection
-        done, head = self.do(take(connection, scope, expected, token, self.name))
-        assert done, head
+        expected = self.do(read_head(connection, scope)).token
+        token, head = self.do(take(connection, scope, expected, self.name))
+        assert token, head
         log = ScopeLog(scope, self.service.new_number(), token, head.seq, 0.0, head.seq)
         log.offset = head.clock - self.now
         found, rows = recovered(log, self.do(load(connection, scope)), self.now)
@@ -105,7 +107,7 @@ def owner(redis):
 def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compacted, ahead):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other", ahead=ahead)
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
     held = reserve(one.service, ["held"])
     pinned = one.service.lookup(
@@ -118,7 +120,7 @@ def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compa
         one.compact()
         with one.redis.client() as client:
             assert client.xlen("hm:{0:kv}:log") == 0
-    other.take("0:kv", b"1", b"2")
+    other.take("0:kv")
     assert other.service.recovery_problems == []
     assert state(other.service, other.now) == state(one.service, one.now)
     assert other.service.answers.find("once", b"digest", other.now).body == b"b"
@@ -131,7 +133,7 @@ def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compa
     other.service.unpin(p.Unpin(pins=[pinned.pin]), other.now)
     other.write()
     third = owner("third", ahead=2 * ahead)
-    third.take("0:kv", b"2", b"3")
+    third.take("0:kv")
     assert state(third.service, third.now) == state(other.service, other.now)
     # A pin that was let go stays so.
     assert (
@@ -145,12 +147,12 @@ def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compa
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")
-    one.make("0:kv", b"1")
-    one.make("1:kv", b"2")
+    one.make("0:kv")
+    one.make("1:kv")
     commit(one.service, reserve(one.service, ["kept"]).leases)
     one.write()
     batch = one.store.collect(one.service.scope_of)
-    other.take("0:kv", b"1", b"3")
+    other.take("0:kv")
     before = state(other.service, NOW)
     reserve(one.service, ["late"])
     reserve(one.service, ["else"], "1:kv")
@@ -165,18 +167,18 @@ def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     # What belongs to the other scope is written with the next group.
     one.write()
     third = owner("third")
-    third.take("0:kv", b"3", b"4")
+    third.take("0:kv")
     assert state(third.service, NOW) == before
-    third.take("1:kv", b"2", b"5")
+    third.take("1:kv")
     assert third.service.scopes["1:kv"].slot_of("else") >= 0
 
 
 def test_a_take_of_another_token_changes_nothing(owner):
     one, other = owner("one"), owner("other")
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     connection = other.store._connection
-    done, head = other.do(take(connection, "0:kv", b"", b"2", "other"))
-    assert (done, head.token, head.owner) == (False, b"1", "one")
+    token, head = other.do(take(connection, "0:kv", b"", "other"))
+    assert (token, head.owner) == (b"", "one")
     reserve(one.service, ["a"])
     one.write()
 
@@ -184,7 +186,7 @@ def test_a_take_of_another_token_changes_nothing(owner):
 def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
     """Redis may execute a write whose answer was given up for lost."""
     one, other = owner("one"), owner("other")
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     leases = reserve(one.service, ["a"]).leases
     sent, connection = [], one.store._connection
 
@@ -199,13 +201,13 @@ def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
     commit(one.service, leases)
     one.write()
     assert one.do(run(sent)) == [b"LATE"]
-    other.take("0:kv", b"1", b"2")
+    other.take("0:kv")
     assert other.service.scopes["0:kv"].lru.slots(["a"]) == [0]
 
 
 def test_lost_writes_are_noticed(owner, redis):
     one = owner("one")
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     reserve(one.service, ["a"])
     one.write()
     with redis.client() as client:
@@ -216,10 +218,50 @@ def test_lost_writes_are_noticed(owner, redis):
     assert one.store.lost == {"0:kv"}
 
 
+def test_a_takeover_that_a_failover_has_lost_is_found(owner, redis):
+    """The replica has the scope as an earlier owner left it, and somebody takes it again."""
+    one, other, third = owner("one"), owner("other"), owner("third")
+    one.make("0:kv")
+    with redis.client() as client:
+        older = client.hgetall("hm:{0:kv}:head")
+        other.take("0:kv")
+        reserve(other.service, ["a"])
+        other.write()
+        client.delete("hm:{0:kv}:head")
+        client.hset("hm:{0:kv}:head", mapping=older)
+        client.xtrim("hm:{0:kv}:log", maxlen=1)
+    third.take("0:kv")
+    assert third.store.logs()[0].token != other.store.logs()[0].token
+    reserve(other.service, ["b"])
+    with pytest.raises(FencedError):
+        other.write()
+    assert other.store.lost == {"0:kv"}
+    reserve(one.service, ["c"])
+    with pytest.raises(FencedError):
+        one.write()
+    assert one.store.lost == set(), "everything that it wrote is there"
+
+
+def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
+    one = owner("one")
+    one.make("0:kv")
+    one.make("1:kv")
+    reserve(one.service, ["a"])
+    reserve(one.service, ["a"], "1:kv")
+    changes = one.service.take_changes()
+    one.store.detach(one.service.number_of("0:kv"))
+    one.service.release("0:kv")
+    with pytest.raises(FencedError):
+        one.store.write(changes)
+    one.service.put_back(changes)
+    one.write()
+    assert not one.service.take_changes()
+
+
 def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one = owner("one")
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     one.compact()
     with redis.client() as client:
         assert client.exists(*scope_keys("0:kv")) == 3
@@ -233,14 +275,14 @@ def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
 def test_a_damaged_snapshot_is_refused(owner, redis, monkeypatch, damaged):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")
-    one.make("0:kv", b"1")
+    one.make("0:kv")
     reserve(one.service, ["a"])
     one.write()
     one.compact()
     with redis.client() as client:
         client.hset(damaged, "0", b"nothing")
     with pytest.raises(StoreError, match="scope 0:kv cannot be read"):
-        other.take("0:kv", b"1", b"2")
+        other.take("0:kv")
 
 
 @pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
@@ -250,11 +292,10 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
     monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
     monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
     monkeypatch.setattr(replay, "BYTES", 3000)
-    chance, token, scopes = random.Random(5), 2, ("0:kv", "0:mamba")
-    one = owner("0")
-    for number, scope in enumerate(scopes, 1):
-        one.make(scope, b"%d" % number, slots=size)
-    tokens = dict(zip(scopes, (b"1", b"2"), strict=True))
+    chance, scopes = random.Random(5), ("0:kv", "0:mamba")
+    one = owner("one")
+    for scope in scopes:
+        one.make(scope, slots=size)
     for _ in range(150):
         service, store, scope = one.service, one.store, chance.choice(scopes)
         keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
@@ -289,10 +330,9 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
                     service._changed[name] = service.scopes[name]
             one.write()
             before = state(service, one.now)
-            one, token = owner(str(token), ahead=chance.uniform(-1e6, 1e6)), token + 1
+            one = owner("another", ahead=chance.uniform(-1e6, 1e6))
             for name in scopes:
-                one.take(name, tokens[name], b"%d" % (token * 2 + scopes.index(name)))
-                tokens[name] = b"%d" % (token * 2 + scopes.index(name))
+                one.take(name)
             assert one.service.recovery_problems == []
             for (name, slots, live), (again, restored, alive) in zip(
                 before, state(one.service, one.now), strict=True

@@ -7,6 +7,7 @@ never serve one scope, and what was acknowledged is in every later owner's state
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 
 import msgspec
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import FencedError, RequestError
+from hicache_metadata_server.core.errors import FencedError, RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared.connection import RedisConnection
@@ -262,7 +263,7 @@ def test_a_scope_whose_log_lost_writes_gives_no_slot_for_the_longest_lease(world
         client.hset("hm:{0:kv}:head", "seq", 1)
     one.change("0:kv", "b")
     assert not one.write()
-    one.beat()
+    pass_time(world, [one], 1.0)
     assert one.owner.serves(["0:kv"])
     assert reserve(one.service, ["c"], now=one.wall()).states == [p.Reserved.FULL]
     one.give_back()
@@ -437,6 +438,77 @@ def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
     one.beat()
     pass_time(world, [other], 1.0)
     assert other.owner.serves(["0:kv"])
+
+
+def test_a_server_serves_lookups_while_redis_has_no_memory(world, two, redis):
+    one, other = two
+    one.make("0:kv")
+    with redis.client() as client:
+        client.config_set("maxmemory", 1)
+        try:
+            for _ in range(12):
+                world.time += 0.5
+                for server in two:
+                    with contextlib.suppress(StoreError):
+                        server.beat()
+            assert serving(two, "0:kv") == [0]
+            one.change("0:kv", "a")
+            with pytest.raises(StoreError, match="maxmemory"):
+                one.store.write(one.service.take_changes())
+        finally:
+            client.config_set("maxmemory", 0)
+
+
+def test_no_scope_is_taken_for_a_lease_after_a_failover(world, two, redis):
+    """The replica lacks that the other server has taken the scope, and it still serves it."""
+    one, other = two
+    one.make("0:kv")
+    one.give_back()
+    other.beat()
+    assert serving(two, "0:kv") == [1]
+    one.beat()
+    with redis.client() as client:
+        entry = one.owner.entries["0:kv"]
+        client.hset("hm:{0:kv}:head", mapping={"token": b"1-older", "owner": b"", "taken": 0})
+    world.do(one.owner.publish({"0:kv": msgspec.structs.replace(entry, owner="")}))
+    one.owner._run_id = b"the primary before"
+    one.beat()
+    assert serving(two, "0:kv") == [1]
+    other.owner._run_id = b"the primary before"
+    pass_time(world, two, LEASE - 0.5)
+    assert serving(two, "0:kv") == []
+    pass_time(world, two, 1.5)
+    assert len(serving(two, "0:kv")) == 1
+
+
+def test_records_of_ended_servers_are_removed(world, two, redis):
+    one, other = two
+    one.make("0:kv")
+    one.paused = True
+    pass_time(world, two, LEASE + 1.0)
+    assert serving(two, "0:kv") == [1]
+    ended = one.owner.incarnation.id
+    with redis.client() as client:
+        assert client.hexists("hm:{map}:servers", ended)
+        pass_time(world, two, 20 * LEASE)
+        assert set(client.hkeys("hm:{map}:servers")) == {other.owner.incarnation.id.encode()}
+        assert set(client.hkeys("hm:{map}:statuses")) == {other.owner.incarnation.id.encode()}
+
+
+def test_a_scope_that_the_map_had_lost_is_not_made_again(world, two, redis):
+    one, other = two
+    one.make("0:kv")
+    one.change("0:kv", "a")
+    one.write()
+    with redis.client() as client:
+        client.hdel("hm:{map}:scopes", "0:kv")
+        client.incr("hm:{map}:version")
+    other.beat()
+    assert not world.do(other.owner.create([p.ScopeGeometry(scope="0:kv", slots=10)], ""))
+    other.owner.attach()
+    assert other.owner.entries["0:kv"].owner == one.owner.incarnation.id
+    pass_time(world, two, 1.0)
+    assert serving(two, "0:kv") == [0]
 
 
 def test_another_primary_begins_all_observations_anew():

@@ -58,6 +58,12 @@ class BusyError(RetryableError):
     code = "metadata-busy"
 
 
+class NoOwnerError(RetryableError):
+    """This server does not own the scopes now, or cannot write; another one may own them soon."""
+
+    code = "metadata-no-owner"
+
+
 class DrainingError(MetadataError):
     """The server gives no new leases, because it is draining; another one may."""
 
@@ -92,8 +98,9 @@ def error_of_response(status: int, code: str, message: str) -> MetadataError:
         return RateLimitedError(text)
     if code == "quota":
         return QuotaError(text)
-    # A server whose store takes no changes answers lookups, and no other server owns its scopes.
-    if status == 408 or (status == 503 and code in ("moving", "unavailable")):
+    if status == 503 and code in ("moving", "unavailable"):
+        return NoOwnerError(text)
+    if status == 408:
         return BusyError(text)
     if code == "draining":
         return DrainingError(text)

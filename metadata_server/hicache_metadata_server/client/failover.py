@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Final
 from yarl import URL
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.errors import BusyError, DrainingError, NoResponseError
+from hicache_metadata_server.client.errors import (
+    BusyError,
+    DrainingError,
+    NoOwnerError,
+    NoResponseError,
+)
 
 if TYPE_CHECKING:
     import random
@@ -264,13 +269,15 @@ class AttemptPlan:
         if self._all_asked and isinstance(error, DrainingError):
             return False
         self._current = following
-        self.needs_pause = self._all_asked
+        # Owners change within seconds, not at once.
+        self.needs_pause = self._all_asked or isinstance(error, NoOwnerError)
         return True
 
     def _record(self, error: MetadataError) -> None:
         if isinstance(error, NoResponseError):
             self._servers.record_timeout(self._current)
-        elif not isinstance(error, BusyError):
+        # A server whose store takes no changes answers lookups.
+        elif not isinstance(error, (BusyError, NoOwnerError)):
             self._servers.record_failure(self._current, error)
 
 

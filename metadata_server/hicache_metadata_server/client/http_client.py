@@ -212,6 +212,9 @@ class HttpMetadataClient(MetadataClient):
             except UnknownScopeError:
                 self._warn_of_separate_stores(server)
                 raise
+        if pending.scope:
+            # Not only by `moved`: the server that was asked first may be cut off from the store.
+            self._owners[pending.scope] = server
         # Remembered for the warning above only.
         if pending.path == INITIALIZE:
             self._initialized_at = server.url

@@ -111,7 +111,8 @@ class FencedError(StoreError):
     """
 
     def __init__(self, scopes: Sequence[str]) -> None:
-        super().__init__(f"another server owns {', '.join(scopes)}, or its log has lost writes")
+        names = ", ".join(scopes) or "these scopes"
+        super().__init__(f"another server owns {names}, or their log has lost writes")
         self.scopes = scopes
 
 

@@ -106,6 +106,8 @@ class MetadataService:
         self._dropped: list[int] = []
         self._gone = set[int]()
         """Numbers of all scopes that were dropped by this process."""
+        self._released: dict[int, str] = {}
+        """Names of scopes that other servers own by now, by their number here."""
         self._last_number = 0
         """Number of the newest scope."""
         self._started: float | None = None
@@ -221,8 +223,11 @@ class MetadataService:
         self._longest = max(self._longest, recovered.counters.get(LONGEST, 0))
 
     def release(self, name: str) -> None:
-        """Forget a scope, with its pins, answers and unwritten changes: another server owns it."""
-        self._forget(name)
+        """Forget a scope, with its answers and unwritten changes: another server owns it."""
+        number = self._forget(name)
+        del self._by_number[number]
+        self._released[number] = name
+        self._pins.release(number)
         self.answers.release(name)
 
     @property
@@ -421,10 +426,15 @@ class MetadataService:
             ]
         self._release_pins(self._pins.remove(pins), now)
 
-    def unknown_pins(self, request: p.Unpin) -> list[int]:
-        """Pins that do not exist, or exist at another server on the same store."""
-        known = {record.pin for record in self._pins.find(request.pins)}
-        return [pin for pin in request.pins if pin not in known]
+    def pins_elsewhere(self, request: p.Unpin) -> dict[int, str]:
+        """Pins that do not exist here, with their scope if this server has released it."""
+        known = {record.pin: record for record in self._pins.find(request.pins)}
+        found = dict.fromkeys([pin for pin in request.pins if pin not in known], "")
+        for pin, record in known.items():
+            names = [self._released[one] for one in record.slots if one in self._released]
+            if names:
+                found[pin] = names[0]
+        return found
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""
@@ -604,7 +614,8 @@ class MetadataService:
             if slots.leases.keys:
                 scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
-            self._pins.added.setdefault(pin.pin, pin)
+            if (record := pin.without(self._gone)) is not None:
+                self._pins.added.setdefault(pin.pin, record)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.

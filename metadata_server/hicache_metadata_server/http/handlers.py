@@ -255,6 +255,9 @@ class Handlers:
         """Expire leases and quarantines of about `slots` slots; True if more are due."""
         return self.service.settle(self.clock(), slots)
 
+    async def hand_over(self) -> None:
+        """Give everything to other servers that they can serve; connections are closed later."""
+
     async def close(self) -> None:
         """Commit the remaining changes; called after the last request."""
         if self.group_commit is not None:

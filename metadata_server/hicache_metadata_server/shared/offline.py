@@ -152,16 +152,15 @@ class OfflineScopes(ScopeLogStore):
             if log.number in self._new:
                 await remove(self._connection, log)
             else:
-                await release(self._connection, log.name, log.token)
+                await release(self._connection, [log])
         await self._owner.leave()
 
     async def _taken(self, name: str) -> ScopeLog:
         return await self._owner.take_any(name)
 
     async def _created(self, name: str, number: int) -> ScopeLog:
-        token = await self._owner.draw()
-        done, head = await take(self._connection, name, b"", token, self._owner.incarnation.id)
-        if not done:
+        token, head = await take(self._connection, name, b"", self._owner.incarnation.id)
+        if not token:
             # Left by a command that was cut short: the map does not have the scope.
             log = await self._owner.take_any(name)
             await remove(self._connection, log)

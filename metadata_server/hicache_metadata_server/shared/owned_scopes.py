@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.errors import StoreError, moved, unknown_scope
+from hicache_metadata_server.core.errors import (
+    FencedError,
+    StoreError,
+    moved,
+    moving,
+    unknown_scope,
+)
 from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MAX_SCOPES, MetadataService
 from hicache_metadata_server.core.tenants import Caller, may_use
@@ -49,8 +55,10 @@ class OwnerHandlers(Handlers):
         super().__init__(service, clock)
         self.owner = owner
         owner.flush = self.commit
+        owner.discarded = self._refuse_waiting
         self._creating = asyncio.Lock()
         self._beating: asyncio.Task[None] | None = None
+        self._leaves = False
         self._problem = "it has no lease yet"
 
     def start(self, request: DecodedRequest) -> Result | None:
@@ -66,11 +74,11 @@ class OwnerHandlers(Handlers):
         if request.endpoint.name == LISTING:
             return self._response(await self._listed(request.caller), request.content_type)
         if request.endpoint.name == UNPINNING:
-            unknown = self.service.unknown_pins(request.message)
+            elsewhere = self.service.pins_elsewhere(request.message)
             answer = await self._run(request)
             # What is left may be another server's; what was released here is unknown there.
-            for pin in unknown:
-                if url := self.owner.giver_of(pin):
+            for pin, scope in elsewhere.items():
+                if url := self.owner.keeper_of(pin, scope):
                     raise moved(url + UNPINNING)
             return answer
         if not names or self.owner.serves(names):
@@ -89,23 +97,31 @@ class OwnerHandlers(Handlers):
 
     async def tick(self, slots: int) -> bool:
         """Expire leases and quarantines, and begin the heartbeats."""
-        if self._beating is None:
+        if self._beating is None and not self._leaves:
             self._beating = asyncio.create_task(self._beat())
         return await super().tick(slots)
 
-    async def close(self) -> None:
-        """Give all scopes back, and write the remaining changes."""
+    async def hand_over(self) -> None:
+        """Give all scopes back, and take none any more."""
+        # Also a flag: redis-py may lose the cancellation, see `ServerRuntime`.
+        self._leaves = True
         if self._beating is not None:
             self._beating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._beating
         # The others take no scope from a server that looks as if it would serve it again.
         self.service.draining = True
+        if not self.service.scopes:
+            return
         try:
             await self.owner.give_back(list(self.service.scopes))
         except StoreError as error:
             # Their leases end by themselves.
             _log.error("scopes_kept", error=str(error))
+
+    async def close(self) -> None:
+        """Give all scopes back, and write the remaining changes."""
+        await self.hand_over()
         await super().close()
         await self.owner.close()
 
@@ -118,7 +134,7 @@ class OwnerHandlers(Handlers):
         return self.owner.unowned()
 
     async def _beat(self) -> None:
-        while True:
+        while not self._leaves:
             try:
                 await self.owner.beat()
                 problem = ""
@@ -131,7 +147,12 @@ class OwnerHandlers(Handlers):
                 event = "store_failing" if problem else "store_serving"
                 _log.info(event, error=problem)
             self._problem = problem
-            await asyncio.sleep(BEAT_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self.owner.wanted.wait()
+                # Not at once: clients that wait ask again and again.
+                await asyncio.sleep(BEAT_SECONDS / 5)
+            self.owner.wanted.clear()
 
     async def _run(self, request: DecodedRequest) -> Response:
         """Run a request about scopes that this server serves."""
@@ -143,6 +164,16 @@ class OwnerHandlers(Handlers):
         if request.endpoint.name == DROPPING and started.response.status == 200:
             await self.owner.forget(self.names(request))
         return started.response
+
+    def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
+        # Between two chunks the lease may have ended, or the scope was given back.
+        if not self.owner.serves(self.names(request)):
+            raise moving()
+        return super()._run_chunk(request, piece, idempotency_key)
+
+    def _refuse_waiting(self, scopes: Sequence[str]) -> None:
+        if self.group_commit is not None:
+            self.group_commit.refuse_waiting(FencedError(scopes))
 
     async def _listed(self, caller: Caller) -> p.Scopes:
         """Scopes of all servers; those of the others as they were up to a second ago."""

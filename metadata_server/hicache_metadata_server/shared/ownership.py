@@ -159,9 +159,13 @@ class Observer:
 
     def is_gone(self, server: str) -> bool:
         """True if an incarnation has ended for certain: its record has not changed for a lease."""
+        return self.silence(server) >= 1
+
+    def silence(self, server: str) -> float:
+        """How long the record of an incarnation has not changed, in its leases."""
         seen = self._seen.setdefault(server, _Seen(b"", self._received))
         lease = decode_server(seen.record).lease_seconds if seen.record else self._lease_seconds
-        return self._sent - seen.since >= lease
+        return (self._sent - seen.since) / lease
 
 
 def decode_server(record: bytes) -> ServerRecord:

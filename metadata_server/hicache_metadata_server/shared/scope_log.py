@@ -7,6 +7,7 @@ docs/design/metadata-scopes.md has the keys, and why no acknowledged change is l
 from __future__ import annotations
 
 import asyncio
+import secrets
 import zlib
 from array import array
 from collections import deque
@@ -49,9 +50,13 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 _CHANGES: Final = msgspec.msgpack.Decoder(Changes)
 
 _CHECKED: Final = """
-local head = redis.call('HMGET', KEYS[1], 'token', 'seq')
+local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'taken')
 local seq = tonumber(head[2] or '0')
-if head[1] ~= ARGV[1] then return 'FENCED' end
+if head[1] ~= ARGV[1] then
+  -- Taken without writes that this owner knows to be confirmed: a failover has lost them.
+  if head[3] and tonumber(head[3]) < tonumber(ARGV[3]) then return 'LOST' end
+  return 'FENCED'
+end
 if seq >= tonumber(ARGV[2]) then return 'LATE' end
 if seq < tonumber(ARGV[3]) then return 'LOST' end
 redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
@@ -76,11 +81,25 @@ return 'OK'
 _DROP: Final = new_script(_CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'")
 _TAKE: Final = new_script(
     """
-local head = redis.call('HMGET', KEYS[1], 'token', 'owner', 'seq', 'clock', 'closed')
-for i = 1, 5 do head[i] = head[i] or '' end
-if head[1] ~= ARGV[1] then return {0, unpack(head)} end
-redis.call('HSET', KEYS[1], 'token', ARGV[2], 'owner', ARGV[3])
-return {1, unpack(head)}
+local head = redis.call('HMGET', KEYS[1], 'token', 'owner', 'seq', 'clock', 'closed', 'taken')
+for i = 1, 6 do head[i] = head[i] or '' end
+if head[1] ~= ARGV[1] then return {'', unpack(head)} end
+local token = string.format('%.0f-%s', (string.match(head[1], '^%d+') or 0) + 1, ARGV[2])
+local taken = head[3] ~= '' and head[3] or '0'
+redis.call('HSET', KEYS[1], 'token', token, 'owner', ARGV[3], 'taken', taken)
+return {token, unpack(head)}
+"""
+)
+_REVOKE: Final = new_script(
+    """
+local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'clock', 'closed')
+if not head[1] then return 'GONE' end
+local token = string.format('%.0f-%s', string.match(head[1], '^%d+') + 1, ARGV[1])
+redis.call('HSET', KEYS[1], 'token', token, 'owner', '', 'taken', head[2] or '0')
+if tonumber(head[4] or '0') < (head[3] or 0) + ARGV[2] then
+  redis.call('HSET', KEYS[1], 'closed', string.format('%.6f', (head[3] or 0) + ARGV[2]))
+end
+return 'OK'
 """
 )
 _RELEASE: Final = new_script(
@@ -104,6 +123,8 @@ class ScopeHead(NamedTuple):
     """Scope time of the last write."""
     closed: float
     """Scope time before which no slot is given; 0 for none."""
+    taken: int
+    """Number of the last write before the owner took it."""
 
 
 @dataclass(slots=True)
@@ -168,16 +189,23 @@ def scope_keys(name: str) -> tuple[bytes, ...]:
 
 
 async def take(
-    connection: RedisConnection, name: str, expected: bytes, token: bytes, owner: str
-) -> tuple[bool, ScopeHead]:
+    connection: RedisConnection, name: str, expected: bytes, owner: str
+) -> tuple[bytes, ScopeHead]:
     """Make `owner` the owner of a scope whose token is `expected`.
 
     Returns:
-        True if it is the owner now, and the head as it was before.
+        Its token, empty if it is not the owner, and the head as it was before.
     """
-    call = ScriptCall(_TAKE, scope_keys(name)[:1], (expected, token, owner))
-    ((done, *head),) = await connection.run([call])
-    return done == 1, _head_of(head)
+    # A failover can take the count of a token back; the random part is never drawn again.
+    call = ScriptCall(_TAKE, scope_keys(name)[:1], (expected, secrets.token_hex(8), owner))
+    ((token, *head),) = await connection.run([call])
+    return token, _head_of(head)
+
+
+async def revoke(connection: RedisConnection, name: str, seconds: int) -> None:
+    """Take a scope that has lost writes from its owner, and let it give no slot for a time."""
+    call = ScriptCall(_REVOKE, scope_keys(name)[:1], (secrets.token_hex(8), seconds))
+    await connection.run([call])
 
 
 async def read_head(connection: RedisConnection, name: str) -> ScopeHead:
@@ -187,8 +215,9 @@ async def read_head(connection: RedisConnection, name: str) -> ScopeHead:
 
 
 def _head_of(values: Sequence[bytes | None]) -> ScopeHead:
-    token, owner, seq, clock, closed = (value or b"" for value in values)
-    return ScopeHead(token, owner.decode(), int(seq or 0), float(clock or 0), float(closed or 0))
+    token, owner, *numbers = (value or b"" for value in values)
+    seq, clock, closed, taken = (number or b"0" for number in numbers)
+    return ScopeHead(token, owner.decode(), int(seq), float(clock), float(closed), int(taken))
 
 
 async def remove(connection: RedisConnection, log: ScopeLog) -> None:
@@ -198,14 +227,9 @@ async def remove(connection: RedisConnection, log: ScopeLog) -> None:
     await connection.run([ScriptCall(_DROP, log.keys, arguments)])
 
 
-async def release(connection: RedisConnection, name: str, token: bytes) -> None:
-    """Give a scope back, after its last write."""
-    await connection.run([ScriptCall(_RELEASE, scope_keys(name)[:1], (token,))])
-
-
-async def close_scope(connection: RedisConnection, name: str, until: float) -> None:
-    """Let all owners of a scope give no slot before a scope time."""
-    await connection.command("HSET", scope_keys(name)[0], "closed", repr(until))
+async def release(connection: RedisConnection, logs: Iterable[ScopeLog]) -> None:
+    """Give scopes back, after their last write."""
+    await connection.run([ScriptCall(_RELEASE, log.keys[:1], (log.token,)) for log in logs])
 
 
 async def load(connection: RedisConnection, name: str) -> LoadedScope:
@@ -408,11 +432,8 @@ class ScopeLogStore:
         for record in changes.scopes:
             if record.number not in self._logs:
                 raise StoreError(f"scope {record.geometry.scope} has no log")
-        parts = [
-            (self._logs[number], part)
-            for number, part in self._split(changes).items()
-            if number in self._logs
-        ]
+        split, logs = self._split(changes), self._logs.copy()
+        parts = [(logs[number], part) for number, part in split.items() if number in logs]
         calls = list[ScriptCall]()
         written = list[tuple[ScopeLog, int, Changes]]()
         for log, part in parts:
@@ -426,13 +447,11 @@ class ScopeLogStore:
             log.seq += 1
             calls.append(self._call(_APPEND, log, log.keys[:2], now, payload))
             written.append((log, len(payload), there))
-        dropped = [self._logs[number] for number in changes.dropped if number in self._logs]
+        dropped = [logs[number] for number in changes.dropped if number in logs]
         for log in dropped:
             log.seq += 1
             calls.append(self._call(_DROP, log, log.keys, now))
-        if not calls:
-            return
-        answers = self._run(calls)
+        answers = self._run(calls) if calls else []
         for (log, size, there), answer in zip(written, answers, strict=False):
             if answer == b"OK":
                 log.confirmed = log.seq
@@ -441,6 +460,9 @@ class ScopeLogStore:
             if answer == b"OK":
                 self.detach(log.number)
         self._check([*(log for log, _, _ in written), *dropped], answers)
+        if len(parts) < len(split):
+            # Detached since the changes were taken, so they are nowhere.
+            raise FencedError([])
         for pin in changes.pins:
             self._pinned[pin.pin] = tuple(pin.slots)
         for number in changes.unpinned:
@@ -543,7 +565,8 @@ class ScopeLogStore:
                 part(number).pins.append(PinRecord(pin.pin, pin.until, {number: slots_of_pin}))
         for pin_number in changes.unpinned:
             for number in self._pinned.get(pin_number, ()):
-                part(number).unpinned.append(pin_number)
+                if number in self._logs:
+                    part(number).unpinned.append(pin_number)
         if changes.answers:
             numbers = {log.name: log.number for log in self.logs()}
             for answer in changes.answers:
@@ -571,12 +594,13 @@ class ScopeLogStore:
         return self._do(self._connection.run(calls))
 
     def _check(self, logs: list[ScopeLog], answers: list[Any]) -> None:
-        gone = [log.name for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]
+        refused = [log for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]
         self.lost |= {
             log.name for log, answer in zip(logs, answers, strict=True) if answer == b"LOST"
         }
-        if gone:
-            raise FencedError(gone)
+        if refused:
+            # Not those that this server has taken again meanwhile.
+            raise FencedError([log.name for log in refused if self._logs.get(log.number) is log])
 
     def _longest(self, *, idle: bool) -> ScopeLog | None:
         longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -34,13 +35,13 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeHead,
     ScopeLog,
     ScopeLogStore,
-    close_scope,
     load,
     longest_of,
     read_head,
     recovered,
     release,
     remove,
+    revoke,
     take,
 )
 
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS: Final = 0.25
 """Interval of heartbeats."""
+FORGET_LEASES: Final = 20
+"""Leases after which the record of an ended incarnation is removed."""
+TAKES: Final = 8
+"""Scopes that a server takes at the same time."""
 STATUS_SECONDS: Final = 1.0
 """Interval in which a server publishes the slots of its scopes by state."""
 WAIT_SECONDS: Final = 1.0
@@ -61,7 +66,6 @@ SERVERS: Final = b"hm:{map}:servers"
 ENTRIES: Final = b"hm:{map}:scopes"
 VERSION: Final = b"hm:{map}:version"
 STATUSES: Final = b"hm:{map}:statuses"
-TOKEN: Final = b"hm:{map}:token"
 
 # The record of this server, and in return everybody's; the map only if it has changed.
 _BEAT: Final = new_script(
@@ -73,6 +77,8 @@ if version ~= ARGV[3] or run_id ~= ARGV[4] then entries = redis.call('HGETALL', 
 return {run_id, redis.call('HGETALL', KEYS[1]), version, entries}
 """
 )
+# Lookups go on while Redis has no memory for changes. Redis 6.2 has no such flag.
+_BEAT_WITHOUT_MEMORY: Final = new_script("#!lua flags=allow-oom\n" + _BEAT.source)
 _PUBLISH: Final = new_script(
     """
 if ARGV[1] ~= 'any' and ARGV[1] ~= (redis.call('GET', KEYS[2]) or '') then return 0 end
@@ -81,15 +87,6 @@ for i = 2, #ARGV, 2 do
   else redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 end
 return redis.call('INCR', KEYS[2])
-"""
-)
-# Not less than a server's microseconds: a Redis that has lost everything draws no token again.
-_DRAW: Final = new_script(
-    """
-local token = math.max((redis.call('GET', KEYS[1]) or 0) + 1, ARGV[1])
-token = string.format('%.0f', token)
-redis.call('SET', KEYS[1], token)
-return token
 """
 )
 _ENCODE: Final = msgspec.msgpack.Encoder().encode
@@ -130,6 +127,10 @@ class ScopeOwner:
         """All scopes of the store."""
         self.flush: Callable[[], Awaitable[None] | None] = lambda: None
         """Writes all changes of the service."""
+        self.discarded: Callable[[Sequence[str]], None] = lambda names: None
+        """Called after unwritten changes of scopes were discarded."""
+        self.wanted = asyncio.Event()
+        """A request waits for a scope without owner: the next heartbeat should be soon."""
         self.incarnation = Incarnation(lease_seconds)
         self._connection = connection
         self._service = service
@@ -148,7 +149,11 @@ class ScopeOwner:
         self._beats = 0
         self._version = b""
         self._run_id = b""
-        self._next_statuses = 0.0
+        self._primary_since = -math.inf
+        """When another Redis than before has first answered."""
+        self._polled = -math.inf
+        """When the map was read last."""
+        self._next_statuses = -math.inf
         self._free_since: dict[str, float] = {}
         """When this server has first found a group without owner."""
         self._polling = asyncio.Lock()
@@ -163,11 +168,13 @@ class ScopeOwner:
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget scopes that another server may own by now."""
-        for name in names:
-            if name in self._service.scopes:
-                self._store.detach(self._service.number_of(name))
-                self._service.release(name)
-                _log.warning("scope_lost", scope=name)
+        there = [name for name in names if name in self._service.scopes]
+        for name in there:
+            self._store.detach(self._service.number_of(name))
+            self._service.release(name)
+            _log.warning("scope_lost", scope=name)
+        if there:
+            self.discarded(there)
 
     async def beat(self) -> None:
         """Renew the lease, read the map, take scopes for this server, and give others back.
@@ -178,10 +185,14 @@ class ScopeOwner:
         run_id = self._run_id
         await self.poll()
         await self._verify(every=run_id != self._run_id)
+        await self._revoke_lost()
         await self._publish_statuses()
         taking, leaving = self._wanted()
-        for name in taking:
-            await self._take(name)
+        for begin in range(0, len(taking), TAKES):
+            some = [self._take(name) for name in taking[begin : begin + TAKES]]
+            for failed in await asyncio.gather(*some, return_exceptions=True):
+                if failed is not None:
+                    raise failed
         if leaving:
             await self.give_back(leaving)
 
@@ -204,14 +215,13 @@ class ScopeOwner:
                 self._service.first_pin,
                 self._process,
             )
-            call = ScriptCall(
-                _BEAT,
-                (SERVERS, ENTRIES, VERSION),
-                (self.incarnation.id, _ENCODE(mine), self._version, self._run_id),
-            )
             sent = self._clock()
-            ((run_id, records, version, entries),) = await self._connection.run([call])
-            received = self._clock()
+            run_id, records, version, entries = await self._send_beat(
+                self.incarnation.id, _ENCODE(mine), self._version, self._run_id
+            )
+            received = self._polled = self._clock()
+            if self._run_id not in (b"", run_id):
+                self._primary_since = received
             if not self.incarnation.renew(sent, received):
                 self._begin_anew()
             found = _pairs(records)
@@ -238,8 +248,12 @@ class ScopeOwner:
         begin = self._clock()
         until = begin + WAIT_SECONDS
         while not self.serves(names):
-            if not all(name in self.entries for name in names):
-                # Another server may just have made it.
+            if not self.incarnation.holds(begin) and self.others():
+                # This server may be cut off from Redis, and another one have them.
+                raise moving()
+            # Another server may just have made it, taken it, or given it back.
+            unknown = not all(name in self.entries for name in names)
+            if unknown or self._clock() - self._polled >= BEAT_SECONDS / 5:
                 await self.poll()
             if not all(name in self.entries for name in names):
                 return ""
@@ -254,6 +268,7 @@ class ScopeOwner:
                 await self._join(names)
             if self._clock() >= until:
                 raise moving()
+            self.wanted.set()
             await asyncio.sleep(BEAT_SECONDS / 5)
         return ""
 
@@ -285,16 +300,17 @@ class ScopeOwner:
         self._created |= dict.fromkeys(entries)
         if not await self.publish(entries, expected=self._version):
             return False
+        known = dict[str, ScopeEntry | None]()
         for name, entry in entries.items():
-            token = await self.draw()
-            done, head = await take(self._connection, name, b"", token, me)
-            if done:
+            token, head = await take(self._connection, name, b"", me)
+            if token:
                 self._created[name] = self._log_of(name, token, head)
             else:
                 # The map had lost it.
-                owned = msgspec.structs.replace(entry, owner=head.owner)
-                await self.publish({name: owned})
-        return True
+                known[name] = msgspec.structs.replace(entry, owner=head.owner)
+        if known:
+            await self.publish(known)
+        return not known
 
     def attach(self) -> None:
         """Begin to write the logs of created scopes that the service has made."""
@@ -316,14 +332,19 @@ class ScopeOwner:
             await self.poll()
             if (written := self.flush()) is not None:
                 await written
-            for name in [name for name in names if name in self._service.scopes]:
-                log = self._store.detach(self._service.number_of(name))
+            there = [name for name in names if name in self._service.scopes]
+            logs = [self._store.detach(self._service.number_of(name)) for name in there]
+            for name in there:
                 self._service.release(name)
-                if log is not None:
-                    await release(self._connection, name, log.token)
-                entry = self.entries.get(name)
-                if entry is not None:
-                    await self.publish({name: msgspec.structs.replace(entry, owner="")})
+            await release(self._connection, [log for log in logs if log is not None])
+            entries = {name: self.entries[name] for name in there if name in self.entries}
+            if entries:
+                await self.publish(
+                    {
+                        name: msgspec.structs.replace(entry, owner="")
+                        for name, entry in entries.items()
+                    }
+                )
         finally:
             self._leaving -= set(names)
 
@@ -355,12 +376,18 @@ class ScopeOwner:
         owned = self._service.scopes
         return sum(name not in owned and not self._owner_of(name) for name in self.entries)
 
-    def giver_of(self, pin: int) -> str:
-        """Address of another server that has drawn the number of a pin; "" for none."""
+    def keeper_of(self, pin: int, scope: str) -> str:
+        """Address of another server that may have a pin; "" for none.
+
+        Args:
+            pin: its number.
+            scope: a scope of the pin that this server has given back; "" for none.
+        """
         # Each server counts from a random number of its own.
         first = {name: one.first_pin for name, one in self._alive().items() if one.first_pin <= pin}
-        giver = max(first, key=lambda name: first[name], default=self.incarnation.id)
-        return "" if giver == self.incarnation.id else self.servers[giver].url
+        giver = max(first, key=lambda name: first[name], default="")
+        keeper = self._owner_of(scope) if scope in self.entries else giver
+        return "" if keeper in ("", self.incarnation.id) else self.servers[keeper].url
 
     def others(self) -> dict[str, ServerRecord]:
         """Servers that may be alive, but for this one."""
@@ -368,8 +395,7 @@ class ScopeOwner:
 
     async def leave(self) -> None:
         """Remove the record of this server, which owns nothing any more."""
-        for key in (SERVERS, STATUSES):
-            await self._connection.command("HDEL", key, self.incarnation.id, *self._ended)
+        await self._remove([self.incarnation.id, *self._ended])
 
     async def close(self) -> None:
         """Remove the record and close the connection."""
@@ -385,13 +411,24 @@ class ScopeOwner:
         Raises:
             StoreError: a server has taken it meanwhile.
         """
-        head, token = await read_head(self._connection, name), await self.draw()
-        done, head = await take(self._connection, name, head.token, token, self.incarnation.id)
-        if not done:
+        head = await read_head(self._connection, name)
+        token, head = await take(self._connection, name, head.token, self.incarnation.id)
+        if not token:
             raise StoreError(f"a server has taken scope {name} meanwhile")
         return self._log_of(name, token, head)
 
     # Implementation.
+
+    async def _send_beat(self, *arguments: bytes | str) -> Any:
+        call = ScriptCall(_BEAT, (SERVERS, ENTRIES, VERSION), arguments)
+        try:
+            (answer,) = await self._connection.run([call])
+        except StoreError as error:
+            if "maxmemory" not in str(error):
+                raise
+            call = call._replace(script=_BEAT_WITHOUT_MEMORY)
+            (answer,) = await self._connection.run([call])
+        return answer
 
     async def _publish_statuses(self) -> None:
         now = self._clock()
@@ -400,6 +437,21 @@ class ScopeOwner:
         self._next_statuses = now + STATUS_SECONDS
         mine = self._service.list_scopes().scopes
         await self._connection.command("HSET", STATUSES, self.incarnation.id, _ENCODE(mine))
+        await self._remove(self._silent())
+
+    def _silent(self) -> list[str]:
+        """Incarnations that have ended long ago and own nothing."""
+        owners = {entry.owner for entry in self.entries.values()}
+        return [
+            name
+            for name in self.servers
+            if name not in owners and self._observer.silence(name) >= FORGET_LEASES
+        ]
+
+    async def _remove(self, incarnations: Iterable[str]) -> None:
+        if names := list(incarnations):
+            for key in (SERVERS, STATUSES):
+                await self._connection.command("HDEL", key, *names)
 
     def _begin_anew(self) -> None:
         self._ended.add(self.incarnation.id)
@@ -455,8 +507,11 @@ class ScopeOwner:
                 taking.append(name)
             elif not owners[name]:
                 free.setdefault(entry.group, []).append(name)
-        chosen = placement(free, alive, group_homes) if free else {}
         now, since = self._clock(), self._free_since
+        if now - self._primary_since < self._lease_seconds:
+            # This Redis may have lost that another server has taken them.
+            return [], leaving
+        chosen = placement(free, alive, group_homes) if free else {}
         self._free_since = {group: since.get(group, now) for group in free}
         for group, server in chosen.items():
             # The other may not know yet that they are free: it has seen their owner more lately.
@@ -478,10 +533,11 @@ class ScopeOwner:
             ):
                 continue
             confirmed, head = log.confirmed, await read_head(self._connection, log.name)
-            if head.token != log.token:
-                self.drop([log.name])
-            elif head.seq < confirmed:
+            is_mine = head.token == log.token
+            if head.token and (head.seq if is_mine else head.taken) < confirmed:
                 self._store.lost.add(log.name)
+                self.drop([log.name])
+            elif not is_mine:
                 self.drop([log.name])
             elif entry is not None and entry.owner != self.incarnation.id:
                 # Another server has changed its group by an older entry.
@@ -492,6 +548,17 @@ class ScopeOwner:
                 tenant_name = tenant.of_scope[log.name]
                 found = ScopeEntry(scope.geometry, self.incarnation.id, log.name, tenant_name)
                 await self.publish({log.name: found})
+
+    async def _revoke_lost(self) -> None:
+        """Close scopes that have lost writes: leases that were given may be missing in the log.
+
+        Whoever owns one by now has to read it again, so it has no owner for a moment.
+        """
+        for name in list(self._store.lost):
+            await revoke(self._connection, name, self._service.max_hold_seconds)
+            self._store.lost.discard(name)
+            if entry := self.entries.get(name):
+                await self.publish({name: msgspec.structs.replace(entry, owner="")})
 
     async def _join(self, names: Sequence[str]) -> None:
         """Make one group of the groups of these scopes: they are asked for together."""
@@ -509,16 +576,10 @@ class ScopeOwner:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
         if head.owner and head.owner != incarnation.id and not self._is_over(head.owner):
             return
-        token = await self.draw()
-        done, head = await take(self._connection, name, head.token, token, incarnation.id)
-        if not done:
+        token, head = await take(self._connection, name, head.token, incarnation.id)
+        if not token:
             return
         log = self._log_of(name, token, head)
-        if name in self._store.lost:
-            # Leases that were given since may be missing in the log.
-            await close_scope(self._connection, name, head.clock + self._service.max_hold_seconds)
-            head = head._replace(closed=head.clock + self._service.max_hold_seconds)
-            self._store.lost.discard(name)
         loaded = await load(self._connection, name)
         if not (loaded.rest or loaded.groups):
             # Its first owner has died before it acknowledged anything.
@@ -547,13 +608,6 @@ class ScopeOwner:
         offset = head.clock - self._now() if head.clock else 0.0
         number = self._service.new_number()
         return ScopeLog(name, number, token, head.seq, offset, head.seq)
-
-    async def draw(self) -> bytes:
-        """Draw a fencing token, greater than all before."""
-        micros = int(self._now() * 1e6)
-        (token,) = await self._connection.run([ScriptCall(_DRAW, (TOKEN,), (micros,))])
-        drawn: bytes = token
-        return drawn
 
     async def publish(
         self, entries: Mapping[str, ScopeEntry | None], *, expected: bytes = b"any"

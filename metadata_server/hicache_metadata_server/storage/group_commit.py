@@ -114,6 +114,11 @@ class GroupCommit:
         waiter.set_exception(self.error)
         return waiter
 
+    def refuse_waiting(self, error: StoreError) -> None:
+        """End the requests that wait for the next group, whose changes were discarded."""
+        group, self._open = self._open, []
+        _resolve(group, error)
+
     async def close(self) -> None:
         """Write and compact the rest, and end the threads. No change may follow."""
         # A failing store is tried now, whatever its next try was to be.
@@ -253,7 +258,10 @@ class GroupCommit:
 
     def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
         self._busy = False
-        self._note("compact", done.result())
+        error = done.result()
+        self._note("compact", error)
+        if isinstance(error, FencedError):
+            self._on_fenced(error.scopes)
         # Waiting requests first.
         self._seal()
         self._compact_while_idle()
