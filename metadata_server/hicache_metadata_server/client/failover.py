@@ -217,7 +217,15 @@ class ServerPool:
 class AttemptPlan:
     """Order and timeouts of one request's attempts."""
 
-    __slots__ = ("_all_asked", "_asked", "_attempts", "_current", "_servers", "needs_pause")
+    __slots__ = (
+        "_all_asked",
+        "_asked",
+        "_attempts",
+        "_current",
+        "_servers",
+        "needs_pause",
+        "seeks_owner",
+    )
 
     def __init__(self, servers: ServerPool, first: ServerEndpoint) -> None:
         self._servers = servers
@@ -227,6 +235,9 @@ class AttemptPlan:
         self._all_asked = False
         self.needs_pause = False
         """The next attempt is at a server that was asked before, and follows a pause."""
+        self.seeks_owner = False
+        """A server has refused that is not, or not any more, the owner of the scopes. One that is
+        cut off from the store cannot name the new owner."""
 
     @property
     def server(self) -> ServerEndpoint:
@@ -269,8 +280,9 @@ class AttemptPlan:
         if self._all_asked and isinstance(error, DrainingError):
             return False
         self._current = following
+        self.seeks_owner = self.seeks_owner or isinstance(error, NoOwnerError)
         # Owners change within seconds, not at once.
-        self.needs_pause = self._all_asked or isinstance(error, NoOwnerError)
+        self.needs_pause = self._all_asked or self.seeks_owner
         return True
 
     def _record(self, error: MetadataError) -> None:

@@ -212,8 +212,7 @@ class HttpMetadataClient(MetadataClient):
             except UnknownScopeError:
                 self._warn_of_separate_stores(server)
                 raise
-        if pending.scope:
-            # Not only by `moved`: the server that was asked first may be cut off from the store.
+        if plan.seeks_owner:
             self._owners[pending.scope] = server
         # Remembered for the warning above only.
         if pending.path == INITIALIZE:

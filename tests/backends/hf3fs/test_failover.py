@@ -26,6 +26,7 @@ from hicache_metadata_server.client.errors import (
     BusyError,
     DrainingError,
     MetadataError,
+    NoOwnerError,
     NoResponseError,
     RateLimitedError,
     RetryableError,
@@ -406,9 +407,6 @@ def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
         (429, "too_many", StorageRefusedError, 1),
         (403, "quota", StorageRefusedError, 1),
         (408, "late", BusyError, ATTEMPTS + 1),
-        # Of the owner of the scopes: no other server would do it.
-        (503, "moving", BusyError, ATTEMPTS + 1),
-        (503, "unavailable", BusyError, ATTEMPTS + 1),
     ],
 )
 def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts):
@@ -444,6 +442,31 @@ def test_the_owner_of_a_scope_is_asked_first_once_it_is_known():
             found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
             assert found.scopes[0].slots == [3]
         assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+
+
+@pytest.mark.parametrize("code", ["moving", "unavailable"])
+def test_a_server_that_is_cut_off_from_the_store_is_not_asked_for_ever(code):
+    """It cannot name the new owner. It is not left for good, since it may serve other scopes."""
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, at_server = stack.enter_context(listening(problem(503, code)))
+        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
+        client._owners["0:kv"] = client._servers.at(server)
+        for _ in range(3):
+            found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+        assert not client._servers.at(server).in_backoff
+
+
+@pytest.mark.parametrize("code", ["moving", "unavailable"])
+def test_every_server_is_asked_for_an_owner(code):
+    with ExitStack() as stack:
+        pair = Pair(stack, problem(503, code))
+        with pytest.raises(NoOwnerError):
+            pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
+        assert pair.asked == [2, 2]
 
 
 def test_servers_that_disagree_about_an_owner_send_nobody_back_and_forth_for_ever():
