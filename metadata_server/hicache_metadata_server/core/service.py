@@ -614,8 +614,8 @@ class MetadataService:
             if slots.leases.keys:
                 scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
-            if (record := pin.without(self._gone)) is not None:
-                self._pins.added.setdefault(pin.pin, record)
+            if (kept := pin.without(self._gone)) is not None:
+                self._pins.added.setdefault(pin.pin, kept)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.
