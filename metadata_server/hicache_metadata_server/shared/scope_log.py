@@ -298,7 +298,7 @@ def recovered(
     return found, _rows(blocks, -log.offset)
 
 
-def longest_of(found: Recovered) -> int:
+def max_hold_of(found: Recovered) -> int:
     """Seconds of the longest lease and quarantine of a scope."""
     return found.counters.get(LONGEST, 0)
 

@@ -36,7 +36,7 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
-    longest_of,
+    max_hold_of,
     read_head,
     recovered,
     release,
@@ -589,7 +589,7 @@ class ScopeOwner:
         found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
         (record,) = found.scopes
         scope = await asyncio.to_thread(
-            self._service.restored_scope, record, found.pins, rows, self._now(), longest_of(found)
+            self._service.restored_scope, record, found.pins, rows, self._now(), max_hold_of(found)
         )
         if head.closed > head.clock:
             scope.closed_until = head.closed - log.offset
