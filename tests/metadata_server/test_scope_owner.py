@@ -441,7 +441,7 @@ def test_scopes_of_a_process_that_was_killed_here_are_taken_at_once(world, two):
 
 
 def test_a_server_serves_lookups_while_redis_has_no_memory(world, two, redis):
-    one, other = two
+    one, _ = two
     one.make("0:kv")
     with redis.client() as client:
         client.config_set("maxmemory", 1)
