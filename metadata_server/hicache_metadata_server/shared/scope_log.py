@@ -95,7 +95,7 @@ _REVOKE: Final = new_script(
 local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'clock', 'closed')
 if not head[1] then return 'GONE' end
 local token = string.format('%.0f-%s', string.match(head[1], '^%d+') + 1, ARGV[1])
-redis.call('HSET', KEYS[1], 'token', token, 'owner', '', 'taken', head[2] or '0')
+redis.call('HSET', KEYS[1], 'token', token, 'taken', head[2] or '0')
 if tonumber(head[4] or '0') < (head[3] or 0) + ARGV[2] then
   redis.call('HSET', KEYS[1], 'closed', string.format('%.6f', (head[3] or 0) + ARGV[2]))
 end
@@ -203,7 +203,10 @@ async def take(
 
 
 async def revoke(connection: RedisConnection, name: str, seconds: int) -> None:
-    """Take a scope that has lost writes from its owner, and let it give no slot for a time."""
+    """Let a scope that has lost writes give no slot for a time.
+
+    Its owner finds another token with its next write, and takes the scope again.
+    """
     call = ScriptCall(_REVOKE, scope_keys(name)[:1], (secrets.token_hex(8), seconds))
     await connection.run([call])
 

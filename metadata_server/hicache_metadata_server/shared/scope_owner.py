@@ -187,6 +187,10 @@ class ScopeOwner:
         await self._verify(every=run_id != self._run_id)
         await self._revoke_lost()
         await self._publish_statuses()
+        # The others see no record of an incarnation before its first heartbeat, and might take from
+        # it what it takes before.
+        if not self.incarnation.holds(self._clock()):
+            return
         taking, leaving = self._wanted()
         for begin in range(0, len(taking), TAKES):
             some = [self._take(name) for name in taking[begin : begin + TAKES]]
@@ -292,8 +296,11 @@ class ScopeOwner:
             they may be made.
 
         Raises:
+            RequestError: 503, this server has no lease.
             StoreError: Redis was not reached.
         """
+        if not self.incarnation.holds(self._clock()):
+            raise moving()
         me, group = self.incarnation.id, group or geometries[0].scope
         entries = {one.scope: ScopeEntry(one, me, group, tenant) for one in geometries}
         # Until they have a log, no heartbeat may take them for scopes that were lost.
@@ -550,15 +557,10 @@ class ScopeOwner:
                 await self.publish({log.name: found})
 
     async def _revoke_lost(self) -> None:
-        """Close scopes that have lost writes: leases that were given may be missing in the log.
-
-        Whoever owns one by now has to read it again, so it has no owner for a moment.
-        """
+        """Close scopes that have lost writes: leases that were given may be missing in the log."""
         for name in list(self._store.lost):
             await revoke(self._connection, name, self._service.max_hold_seconds)
             self._store.lost.discard(name)
-            if entry := self.entries.get(name):
-                await self.publish({name: msgspec.structs.replace(entry, owner="")})
 
     async def _join(self, names: Sequence[str]) -> None:
         """Make one group of the groups of these scopes: they are asked for together."""
