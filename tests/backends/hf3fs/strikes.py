@@ -14,6 +14,7 @@ from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
+from tests.backends.hf3fs.forwards import Manner
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
@@ -86,6 +87,26 @@ class Strikes(threading.Thread):
                 self._note(f"it is suspended; all is served after {time.monotonic() - begin:.2f} s")
             time.sleep(max(0.0, seconds - (time.monotonic() - begin)))
 
+    def cut_network(self, server, cut, seconds):
+        """Between a server and its store; what is sent meanwhile arrives afterwards."""
+        begin = time.monotonic()
+        with self._outage(f"cut the store off from server {server.port} for {seconds} s"):
+            cut.manner = Manner.HANGS
+            self._wait_until_served([one for one in self._servers if one is not server])
+            self._note(f"it is cut off; all is served after {time.monotonic() - begin:.2f} s")
+            time.sleep(max(0.0, seconds - (time.monotonic() - begin)))
+            cut.manner = Manner.WELL
+
+    def promote_replica(self, nodes):
+        """Kill the primary; the Sentinels promote its replica, and what was killed follows it."""
+        primary = next(node for node in nodes if _role(node) == "master")
+        [replica] = [node for node in nodes if node is not primary]
+        with self._outage(f"kill -9 primary {primary.port}"):
+            primary.kill()
+            _wait_for_role(replica, "master")
+            primary.start()
+            _wait_for_role(primary, "slave")
+
     def kill_store(self, store):
         with self._outage(f"kill -9 store {store.port}"):
             store.kill()
@@ -131,6 +152,18 @@ def suspended(server):
         yield
     finally:
         os.killpg(server._process.pid, signal.SIGCONT)
+
+
+def _role(node):
+    with node.client() as client:
+        return client.info("replication")["role"]
+
+
+def _wait_for_role(node, role):
+    until = time.monotonic() + PATIENCE_SECONDS
+    while _role(node) != role:
+        assert time.monotonic() < until, f"Redis {node.port} does not become {role}"
+        time.sleep(0.05)
 
 
 def _serves_all(server):
