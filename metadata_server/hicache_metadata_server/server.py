@@ -72,10 +72,13 @@ def restored_service(store: MetadataStore, settings: ServerSettings, now: float)
     return service
 
 
-def check(settings: ServerSettings) -> None:
+def check(settings: ServerSettings) -> list[tuple[str, str]]:
     """Check that a server would start: settings, files and store.
 
     Warnings go to the log.
+
+    Returns:
+        Variables of the environment that are no settings, each with the nearest one or "".
 
     Raises:
         StoreError: the store cannot be opened.
@@ -86,10 +89,14 @@ def check(settings: ServerSettings) -> None:
     if is_shared(settings.store):
         from hicache_metadata_server.shared.assembly import check_store as check_shared_store
 
+        _advertised_url(settings)
         check_shared_store(settings.store, settings.durability, settings.store_replicas)
     else:
         check_store(settings.store)
     Security.of(settings, MetadataService(settings.limits)).close()
+    if settings.traces:
+        _trace()
+    return list(misspelt(os.environ))
 
 
 def serve(settings: ServerSettings) -> None:

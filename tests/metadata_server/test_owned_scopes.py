@@ -214,11 +214,41 @@ async def test_every_server_lists_all_scopes(redis):
         async def listed():
             answers = [await caller.send("GET", "/v2/scopes") for caller in (one, other)]
             return [
-                [(scope["scope"], scope["live"], scope["free"]) for scope in answer.json["scopes"]]
+                [
+                    (one["scope"], one["live"], one["free"], one["owner"], one["log_bytes"] > 0)
+                    for one in answer.json["scopes"]
+                ]
                 for answer in answers
-            ] == [[("0:kv", 1, 99), ("1:kv", 0, 100)]] * 2
+            ] == [[("0:kv", 1, 99, "http://one", True), ("1:kv", 0, 100, "http://two", True)]] * 2
 
         await eventually(listed)
+        text = (await one.send("GET", "/metrics")).body.decode()
+        assert 'scope_owner{owner="http://one",scope="0:kv"} 1.0' in text
+        assert 'scope_log_bytes{scope="0:kv"}' in text
+        assert "hicache_metadata_unowned_scopes 0.0" in text
+        assert "1:kv" not in text, "its owner has it"
+
+
+async def test_a_scope_without_owner_is_counted(redis):
+    with redis.client() as client:
+        client.flushall()
+    async with AsyncExitStack() as stack:
+        async with server(redis, "one") as one:
+            await initialize(one, "0:kv")
+            other = await stack.enter_async_context(server(redis, "two"))
+            other.service.draining = True
+            taken = other.app.server.handlers.owner._take
+            other.app.server.handlers.owner._take = lambda name: asyncio.sleep(0)
+        (listed,) = (await other.send("GET", "/v2/scopes")).json["scopes"]
+        assert (listed["owner"], listed["free"]) == ("", 0)
+        text = (await other.send("GET", "/metrics")).body.decode()
+        assert "hicache_metadata_unowned_scopes 1.0" in text
+        other.app.server.handlers.owner._take = taken
+
+        async def owned():
+            return (await other.send("GET", "/v2/scopes")).json["scopes"][0]["owner"] != ""
+
+        await eventually(owned)
 
 
 async def test_a_dropped_scope_can_be_made_anew(redis):

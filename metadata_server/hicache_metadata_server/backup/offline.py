@@ -36,13 +36,7 @@ def opened_store(
         StoreError: the store cannot be read, or a server has it open.
         ValueError: the address is not that of a store.
     """
-    if url == MEMORY:
-        raise StoreError(
-            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
-        )
-    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
-        # `open_store` would create it, and a mistyped path would be an empty store.
-        raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
+    check_exists(url)
     store, now = open_any_store(url), time.time()
     try:
         limits = structs.replace(DEFAULTS, max_lease_seconds=max_lease_seconds)
@@ -53,6 +47,17 @@ def opened_store(
         store.close()
 
 
+def check_exists(url: str) -> None:
+    """Check that a SQLite store exists, before it is opened.
+
+    Raises:
+        StoreError: it does not.
+    """
+    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
+        # `open_store` would create it, and a mistyped path would be an empty store.
+        raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
+
+
 def open_any_store(url: str) -> MetadataStore:
     """Open a store that no server has open: a SQLite file, or all scopes of a Redis.
 
@@ -60,6 +65,10 @@ def open_any_store(url: str) -> MetadataStore:
         StoreError: the store cannot be opened, or a server has it open.
         ValueError: the address is not that of a store.
     """
+    if url == MEMORY:
+        raise StoreError(
+            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
+        )
     if is_shared(url):
         # Needs a library of its own.
         from hicache_metadata_server.shared.offline import OfflineScopes

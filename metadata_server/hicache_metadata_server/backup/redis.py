@@ -45,7 +45,7 @@ class RedisTarget:
     def load(self, parts: Iterable[SnapshotPart]) -> None:
         """Remove the old scopes, and write the new ones to their logs."""
         # Removed first rather than last: two copies may not fit into the memory of Redis.
-        self._store.remove_all()
+        self._store.remove(self._store.names)
         for changes in changes_of_snapshot(parts):
             self._store.write(changes)
 

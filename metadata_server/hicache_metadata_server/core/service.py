@@ -113,6 +113,10 @@ class MetadataService:
         self._started: float | None = None
         """Time since which this service has known every lease of its scopes."""
         self._shares_store = shares_store
+        self.url = ""
+        """Address of this server, if servers share a store: the owner of its scopes."""
+        self.log_bytes: Callable[[int], int] = lambda number: 0
+        """Length of the log of a scope, by its number, if servers share a store."""
         self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
         restart, and the restart may have shorter limits."""
@@ -293,14 +297,22 @@ class MetadataService:
                 raise in_use(
                     scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
                 )
-        for name in dict.fromkeys(request.scopes):
+        self.remove(request.scopes)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove scopes, whatever is in them.
+
+        Without a restart afterwards, their leased slots must be free: clients that find their scope
+        gone after a restart wait for earlier leases (`earlier_lease_seconds`).
+        """
+        for name in dict.fromkeys(names):
             scope = self.scopes[name]
             number = self._forget(name)
             # An empty scope stays under the number: the store may still have to compact blocks of
             # it before it deletes them.
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
             self._dropped.append(number)
-        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
     # Pages. A request is checked as a whole by `check`. Its chunks (`core.chunking`) are then done
     # by the `do_` methods, which check no limits: a chunk that is refused would leave the request
@@ -602,8 +614,8 @@ class MetadataService:
             if slots.leases.keys:
                 scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
-            if (record := pin.without(self._gone)) is not None:
-                self._pins.added.setdefault(pin.pin, record)
+            if (kept := pin.without(self._gone)) is not None:
+                self._pins.added.setdefault(pin.pin, kept)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.
@@ -788,6 +800,8 @@ class MetadataService:
             tenant=self.tenants.of_scope[geometry.scope],
             expired_leases=scope.expired,
             model=scope.model,
+            owner=self.url,
+            log_bytes=self.log_bytes(self._numbers[geometry.scope]),
         )
 
 

