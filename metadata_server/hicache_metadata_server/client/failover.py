@@ -34,6 +34,8 @@ MIN_ATTEMPT_SECONDS: Final = 0.25
 eight busy clients answered half of its lookups in 2 ms, and 99.9 % of them within 234 ms."""
 FIRST_BACKOFF_SECONDS: Final = 0.25
 MAX_BACKOFF_SECONDS: Final = 16.0
+OWNER_SECONDS: Final = 4.0
+"""A lease, and the time in which the other servers notice its end."""
 MAX_SERVERS: Final = 64
 MAX_DOUBLINGS: Final = 10
 """Bound of the exponent: a server that is down for a day fails thousands of times."""
@@ -48,6 +50,7 @@ class ServerEndpoint:
 
     __slots__ = (
         "backoff_until",
+        "failed_at",
         "failed_over",
         "failures",
         "in_backoff",
@@ -55,6 +58,7 @@ class ServerEndpoint:
         "routes",
         "silent_since",
         "url",
+        "was_silent",
     )
 
     def __init__(self, url: str) -> None:
@@ -66,6 +70,9 @@ class ServerEndpoint:
         """Failures since the last answered request."""
         self.in_backoff = False
         """The server has failed. Only its probe asks it, unless no other server is healthy."""
+        self.failed_at = 0.0
+        self.was_silent = False
+        """The last failure was no response, which costs a request an attempt's time."""
         self.backoff_until = 0.0
         self.failed_over = False
         """The failover was logged, so the return is logged too."""
@@ -77,6 +84,16 @@ class ServerEndpoint:
     def is_healthy(self) -> bool:
         """True if the last request was answered, and the server is not in backoff."""
         return not self.failures and not self.in_backoff
+
+    @property
+    def may_own(self) -> bool:
+        """True if it is worth asking where another server names it as an owner.
+
+        A server that is down is named for a lease more. One that refused or reset connections
+        refuses at once if it still does.
+        """
+        is_old = time.monotonic() - self.failed_at > OWNER_SECONDS
+        return not self.in_backoff or not self.was_silent or is_old
 
 
 class ServerPool:
@@ -164,10 +181,12 @@ class ServerPool:
         silent_since = server.silent_since
         # One short deadline says nothing about the server; silence over several requests does.
         if silent_since is not None and time.monotonic() - silent_since >= MIN_ATTEMPT_SECONDS:
-            self.record_failure(server, "it does not answer")
+            self.record_failure(server, NoResponseError("it does not answer"))
 
     def record_failure(self, server: ServerEndpoint, reason: object) -> None:
         """Put a server in backoff and start its probe."""
+        server.failed_at = time.monotonic()
+        server.was_silent = isinstance(reason, NoResponseError)
         if server.in_backoff or len(self._all) == 1 or self._closed:
             return
         self._draw_backoff(server)

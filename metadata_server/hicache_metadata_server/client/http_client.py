@@ -205,7 +205,7 @@ class HttpMetadataClient(MetadataClient):
                 moves += 1
                 owner = self._servers.at(moved.url)
                 # Its scopes get another owner once its lease has ended.
-                if owner.in_backoff:
+                if not owner.may_own:
                     raise BusyError(str(moved)) from moved
                 plan.move_to(owner)
                 self._owners[pending.scope] = owner

@@ -38,6 +38,7 @@ from hicache_metadata_server.client.failover import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
     MIN_ATTEMPT_SECONDS,
+    OWNER_SECONDS,
     ServerPool,
 )
 from hicache_metadata_server.client.http_client import HttpMetadataClient
@@ -442,6 +443,29 @@ def test_the_owner_of_a_scope_is_asked_first_once_it_is_known():
             found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
             assert found.scopes[0].slots == [3]
         assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+
+
+@pytest.mark.parametrize(("error", "asks"), [(RetryableError, True), (NoResponseError, False)])
+def test_an_owner_in_backoff_is_asked_where_that_costs_no_time(error, asks):
+    """It may have been started again since, and another server names it."""
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, _ = stack.enter_context(listening(moved(owner)))
+        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
+        named = client._servers.at(owner)
+        named.in_backoff, named.backoff_until = True, time.monotonic() + PATIENCE_SECONDS
+        named.failed_at, named.was_silent = time.monotonic(), error is NoResponseError
+        request = p.Lookup(scopes=[part])
+        if asks:
+            found = client.send("/v2/lookup", request, p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        else:
+            with pytest.raises(BusyError):
+                client.send("/v2/lookup", request, p.LookedUp, Call(10.0))
+        assert bool(at_owner) == asks
+        named.failed_at -= OWNER_SECONDS
+        assert named.may_own
 
 
 @pytest.mark.parametrize("code", ["moving", "unavailable"])
