@@ -73,7 +73,7 @@ class Strikes(threading.Thread):
         """Its scopes are handed over at once, but a request may meet the moment."""
         with self._outage(f"stop server {server.port}", until_ready=False):
             os.killpg(server._process.pid, signal.SIGTERM)
-            gap = self._longest_gap(lambda: server._process.poll() is not None)
+            gap = self._max_gap(lambda: server._process.poll() is not None)
             server.kill()
             self._note(f"server {server.port} has stopped; a scope was not served for {gap:.2f} s")
         server.start()
@@ -93,7 +93,7 @@ class Strikes(threading.Thread):
         begin = time.monotonic()
         with self._outage(f"cut the store off from server {server.port} for {seconds} s"):
             cut.manner = Manner.HANGS
-            gap = self._longest_gap(lambda: time.monotonic() - begin > seconds)
+            gap = self._max_gap(lambda: time.monotonic() - begin > seconds)
             self._note(f"it was cut off; a scope was not served for {gap:.2f} s")
             cut.manner = Manner.WELL
 
@@ -137,7 +137,7 @@ class Strikes(threading.Thread):
             assert time.monotonic() < until, "a scope is not served"
             time.sleep(0.01)
 
-    def _longest_gap(self, is_over):
+    def _max_gap(self, is_over):
         """The longest time until `is_over` in which some scope was not served."""
         served, longest = time.monotonic(), 0.0
         while True:
