@@ -31,7 +31,7 @@ from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
     load,
-    longest_of,
+    max_hold_of,
     read_head,
     recovered,
     take,
@@ -91,7 +91,7 @@ async def taken(url: str) -> tuple[int, dict[str, float]]:
     found, rows = await asyncio.to_thread(recovered, log, loaded, time.time())
     done("replay the log")
     scope = await asyncio.to_thread(
-        service.restored_scope, found.scopes[0], found.pins, rows, time.time(), longest_of(found)
+        service.restored_scope, found.scopes[0], found.pins, rows, time.time(), max_hold_of(found)
     )
     done("restore")
     await connection.close()

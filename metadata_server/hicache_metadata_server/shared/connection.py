@@ -140,7 +140,10 @@ class RedisConnection:
         return answers
 
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if len(commands) == 1 or self.is_cluster:
+        if len(commands) == 1:
+            # Most groups: without `gather`, which makes a task of it.
+            return [await self._send_one(commands[0])]
+        if self.is_cluster:
             # The scopes of a cluster are on several nodes, which work at the same time.
             return list(await asyncio.gather(*(self._send_one(command) for command in commands)))
         return await self._pipelined(commands)
