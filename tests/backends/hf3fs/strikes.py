@@ -98,14 +98,14 @@ class Strikes(threading.Thread):
             cut.manner = Manner.WELL
 
     def promote_replica(self, nodes):
-        """Kill the primary; the Sentinels promote its replica, and what was killed follows it."""
+        """Kill the primary; the Sentinels promote its replica, which the killed one then follows."""
         primary = next(node for node in nodes if _role(node) == "master")
         [replica] = [node for node in nodes if node is not primary]
         with self._outage(f"kill -9 primary {primary.port}"):
             primary.kill()
             _wait_for_role(replica, "master")
             primary.start()
-            _wait_for_role(primary, "slave")
+            primary.follow(replica)
 
     def kill_store(self, store):
         with self._outage(f"kill -9 store {store.port}"):
