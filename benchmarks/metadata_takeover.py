@@ -86,7 +86,7 @@ async def taken(url: str) -> tuple[int, dict[str, float]]:
     head = await read_head(connection, SCOPE)
     token, head = await take(connection, SCOPE, head.token, "other")
     log = ScopeLog(SCOPE, service.new_number(), token, head.seq, 0.0, head.seq)
-    loaded = await load(connection, SCOPE)
+    loaded = await load(connection, SCOPE, token)
     done("read")
     found, rows = await asyncio.to_thread(recovered, log, loaded, time.time())
     done("replay the log")

@@ -71,7 +71,7 @@ class Owner:
         assert token, head
         log = ScopeLog(scope, self.service.new_number(), token, head.seq, 0.0, head.seq)
         log.offset = head.clock - self.now
-        found, rows = recovered(log, self.do(load(connection, scope)), self.now)
+        found, rows = recovered(log, self.do(load(connection, scope, token)), self.now)
         restored = self.service.restored_scope(found.scopes[0], found.pins, rows, self.now)
         self.service.adopt(found, restored)
         self.store.attach(log, found.pins)
@@ -240,6 +240,16 @@ def test_a_takeover_that_a_failover_has_lost_is_found(owner, redis):
     with pytest.raises(FencedError):
         one.write()
     assert one.store.lost == set(), "everything that it wrote is there"
+
+
+def test_nothing_is_read_where_the_take_is_unknown(owner, redis):
+    """A connection may still lead to the primary before a failover."""
+    one = owner("one")
+    one.make("0:kv")
+    with redis.client() as client:
+        client.hset("hm:{0:kv}:head", "token", "1-of-the-old-primary")
+    with pytest.raises(FencedError):
+        one.do(load(one.store._connection, "0:kv", one.store.logs()[0].token))
 
 
 def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):

@@ -168,7 +168,7 @@ class OfflineScopes(ScopeLogStore):
         return ScopeLog(name, number, token, head.seq, 0.0, head.seq)
 
     def _read(self, log: ScopeLog, now: float, everything: Recovered) -> None:
-        found, rows = recovered(log, self._do(load(self._connection, log.name)), now)
+        found, rows = recovered(log, self._do(load(self._connection, log.name, log.token)), now)
         if not found.scopes:
             return
         self.attach(log, found.pins)

@@ -90,6 +90,13 @@ redis.call('HSET', KEYS[1], 'token', token, 'owner', ARGV[3], 'taken', taken)
 return {token, unpack(head)}
 """
 )
+# The token was written by the take, so a Redis that has it has everything before.
+_READ: Final = new_script(
+    """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {0, ''} end
+return {1, redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))}
+"""
+)
 _REVOKE: Final = new_script(
     """
 local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'clock', 'closed')
@@ -235,21 +242,38 @@ async def release(connection: RedisConnection, logs: Iterable[ScopeLog]) -> None
     await connection.run([ScriptCall(_RELEASE, log.keys[:1], (log.token,)) for log in logs])
 
 
-async def load(connection: RedisConnection, name: str) -> LoadedScope:
-    """Read a scope that was taken: nobody else writes it any more."""
-    _, log, block_key, rest_key = scope_keys(name)
-    rest: dict[bytes, bytes] = await connection.command("HGETALL", rest_key)
-    blocks, cursor = dict[int, bytes](), 0
+async def load(connection: RedisConnection, name: str, token: bytes) -> LoadedScope:
+    """Read a scope that was taken: nobody else writes it any more.
+
+    Raises:
+        FencedError: the token is not the scope's where it was read. It belongs to another server by
+            now, or a connection has led to a Redis that is no primary any more.
+    """
+    keys = scope_keys(name)
+
+    async def read(place: int, *command: bytes | int | str) -> Any:
+        call = ScriptCall(_READ, (keys[0], keys[place]), (token, *command))
+        ((found, answer),) = await connection.run([call])
+        if not found:
+            raise FencedError([name])
+        return answer
+
+    rest = await read(3, "HGETALL")
+    blocks, cursor = dict[int, bytes](), b"0"
     while True:
-        cursor, found = await connection.command("HSCAN", block_key, cursor, "COUNT", PAGE_ENTRIES)
-        blocks |= {int(number): blob for number, blob in found.items()}
-        if not cursor:
+        cursor, found = await read(2, "HSCAN", cursor, "COUNT", PAGE_ENTRIES)
+        blocks |= {int(number): blob for number, blob in _paired(found)}
+        if cursor == b"0":
             break
-    groups, first = list[tuple[int, bytes]](), "-"
-    while page := await connection.command("XRANGE", log, first, "+", "COUNT", PAGE_ENTRIES):
-        groups += [(int(key.partition(b"-")[0]), fields[b"c"]) for key, fields in page]
-        first = f"({page[-1][0].decode()}"
-    return LoadedScope(blocks, rest, groups)
+    groups, first = list[tuple[int, bytes]](), b"-"
+    while page := await read(1, "XRANGE", first, "+", "COUNT", PAGE_ENTRIES):
+        groups += [(int(key.partition(b"-")[0]), fields[1]) for key, fields in page]
+        first = b"(" + page[-1][0]
+    return LoadedScope(blocks, dict(_paired(rest)), groups)
+
+
+def _paired(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
 
 
 def recovered(

@@ -582,7 +582,7 @@ class ScopeOwner:
         if not token:
             return
         log = self._log_of(name, token, head)
-        loaded = await load(self._connection, name)
+        loaded = await load(self._connection, name, token)
         if not (loaded.rest or loaded.groups):
             # Its first owner has died before it acknowledged anything.
             await remove(self._connection, log)
