@@ -14,12 +14,15 @@ from hicache_conformance.model.violation import Violation
 from hicache_conformance.protocol.http_client import HttpClient
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
+from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
 from tests.backends.hf3fs.forwards import Manner
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
 """Between strikes, and until what was killed is started again."""
 SUSPENDED_SECONDS = 1.0
+BACKOFF_SECONDS = 2 * FIRST_BACKOFF_SECONDS
+"""After which a client asks a server again that was silent, and its probe is answered."""
 LEASE_SECONDS = 3.0
 """`ownership_seconds` of a server."""
 
@@ -127,6 +130,7 @@ class Strikes(threading.Thread):
             # A lease may have ended since: a scope that was served then has no owner for a moment.
             self._wait_until_served(self._servers)
             seconds = (time.monotonic_ns() - begin) / 1e9
+        time.sleep(BACKOFF_SECONDS)
         self.outages.append((begin, time.monotonic_ns()))
         self._note(f"{what}; all is served again after {seconds:.2f} s")
 
