@@ -354,6 +354,24 @@ SCOPE_INFO: Final = _gauge(
     "model",
     of_store=True,
 )
+SCOPE_OWNER: Final = _gauge(
+    "hicache_metadata_scope_owner",
+    "Always 1; the address of the server that owns a scope, where several share a Redis.",
+    "scope",
+    "owner",
+    of_store=True,
+)
+SCOPE_LOG_BYTES: Final = _gauge(
+    "hicache_metadata_scope_log_bytes",
+    "Length of a scope's log in Redis, which its next owner replays.",
+    "scope",
+    unit="bytes",
+    of_store=True,
+)
+UNOWNED_SCOPES: Final = _gauge(
+    "hicache_metadata_unowned_scopes",
+    "Scopes in Redis that no server owns, as this server knows it; requests about them are refused.",
+)
 QUARANTINE_SECONDS: Final = _gauge(
     "hicache_metadata_quarantine_seconds",
     "How long a slot stays in quarantine before it is used again.",
@@ -382,7 +400,8 @@ STORE_FAILING: Final = _gauge(
 )
 STORE_BYTES: Final = _gauge(
     "hicache_metadata_store_bytes",
-    "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log.",
+    "Size of a SQLite store's files, by part: database, wal (SQLite's own log) or log; in Redis, "
+    "log alone: that of the scopes that this server owns.",
     "part",
     unit="bytes",
 )
@@ -513,6 +532,9 @@ SERVER: Final = (
     LOOKED_UP_KEYS,
     EXPIRED_LEASES,
     SCOPE_INFO,
+    SCOPE_OWNER,
+    SCOPE_LOG_BYTES,
+    UNOWNED_SCOPES,
     QUARANTINE_SECONDS,
     READY,
     DRAINING,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +29,6 @@ from hicache_metadata_server.storage.factory import MEMORY, check_store, open_st
 from hicache_storage.observability import tracing
 
 if TYPE_CHECKING:
-    import asyncio
     import ssl
 
     from hicache_metadata_server.http.asgi import ProtocolApp
@@ -44,6 +45,8 @@ NO_STORE_CONSEQUENCE: Final = (
 MMAP_THRESHOLD: Final = -3
 """M_MMAP_THRESHOLD in glibc's malloc.h."""
 LARGE_BYTES: Final = 1 << 20
+HAND_OVER_SECONDS: Final = 2.0
+"""Longest time for which the end of a server waits until others have its scopes."""
 NOT_STARTED: Final = 3
 """Exit status of a server that cannot listen."""
 
@@ -69,10 +72,13 @@ def restored_service(store: MetadataStore, settings: ServerSettings, now: float)
     return service
 
 
-def check(settings: ServerSettings) -> None:
+def check(settings: ServerSettings) -> list[tuple[str, str]]:
     """Check that a server would start: settings, files and store.
 
     Warnings go to the log.
+
+    Returns:
+        Variables of the environment that are no settings, each with the nearest one or "".
 
     Raises:
         StoreError: the store cannot be opened.
@@ -83,10 +89,14 @@ def check(settings: ServerSettings) -> None:
     if is_shared(settings.store):
         from hicache_metadata_server.shared.assembly import check_store as check_shared_store
 
+        _advertised_url(settings)
         check_shared_store(settings.store, settings.durability, settings.store_replicas)
     else:
         check_store(settings.store)
     Security.of(settings, MetadataService(settings.limits)).close()
+    if settings.traces:
+        _trace()
+    return list(misspelt(os.environ))
 
 
 def serve(settings: ServerSettings) -> None:
@@ -158,28 +168,53 @@ def _app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
 
 def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
     """Application and access control of one server of several on one Redis."""
-    from hicache_metadata_server.shared.assembly import check_store, shared_app, shared_service
+    from hicache_metadata_server.shared.assembly import check_store
+    from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
 
+    url = _advertised_url(settings)
     check_store(settings.store, settings.durability, settings.store_replicas)
-    service = shared_service(
-        settings.store,
+    service = owner_service(
         settings.limits,
         settings.durability,
         name=f"hicache-storage {_version()}",
         max_scopes=settings.max_scopes,
-        replicas=settings.store_replicas,
     )
     security = Security.of(settings, service)
     _log.info(
         "started",
         store=redacted(settings.store),
+        url=url,
         durability=str(settings.durability),
         replicas=settings.store_replicas,
         instance=service.about.instance,
         tokens=bool(security.tokens),
         tls=security.tls is not None,
     )
-    return shared_app(service, security=security, slow_seconds=settings.slow_seconds), security
+    app = owner_app(
+        service,
+        settings.store,
+        url,
+        replicas=settings.store_replicas,
+        lease_seconds=settings.ownership_seconds,
+        security=security,
+        slow_seconds=settings.slow_seconds,
+    )
+    return app, security
+
+
+def _advertised_url(settings: ServerSettings) -> str:
+    """Where clients reach this server.
+
+    Raises:
+        ValueError: the port is not known yet.
+    """
+    if settings.advertised_url:
+        return settings.advertised_url.rstrip("/")
+    if not settings.port:
+        raise ValueError("advertised_url: needed with port 0, for the other servers on this Redis")
+    host = settings.host if settings.host not in ("0.0.0.0", "::") else socket.getfqdn()
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
@@ -204,11 +239,26 @@ def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None)
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
-    server = uvicorn.Server(config)
+    server = _Server(config, app)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
         sys.exit(NOT_STARTED)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which hands over before it closes connections."""
+
+    def __init__(self, config: uvicorn.Config, app: ProtocolApp) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Meanwhile requests are answered: the clients learn where to go.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HAND_OVER_SECONDS):
+                await self._app.hand_over()
+        await super().shutdown(sockets)
 
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:

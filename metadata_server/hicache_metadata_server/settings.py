@@ -50,6 +50,11 @@ class ServerSettings(BaseSettings):
     store_replicas: Annotated[int, Field(ge=0)] = 0
     """Replicas of a Redis that have to have what is answered before it is answered, so that one of
     them can take over."""
+    advertised_url: str = ""
+    """Where clients reach this server if several share a Redis: the others send clients there for
+    scopes that it owns. By default its host and port."""
+    ownership_seconds: Positive = 3.0
+    """Time after which the other servers on a Redis take the scopes of a silent one."""
     token_file: Path | None = None
     """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do
     everything."""

@@ -89,9 +89,9 @@ class Worker:
     ("answers", "judged"),
     [
         ([(None, 1), (7, 0)], nullcontext()),
-        ([(None, 1)] * 3, pytest.raises(Violation, match="ID-2: .* answers False")),
-        ([(None, 0)], pytest.raises(Violation, match="ID-2: .* answers False")),
-        ([(None, 1), (None, 0)], pytest.raises(Violation, match="ID-2: .* answers False")),
+        ([(None, 1)] * 3, pytest.raises(Violation, match=r"ID-2: .* answers False")),
+        ([(None, 0)], pytest.raises(Violation, match=r"ID-2: .* answers False")),
+        ([(None, 1), (None, 0)], pytest.raises(Violation, match=r"ID-2: .* answers False")),
     ],
     ids=["once", "each time", "no fault", "a fault, and then none"],
 )

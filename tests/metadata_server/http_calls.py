@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +14,8 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, StoreDurability
 from hicache_metadata_server.storage.store import MemoryStore
+
+PATIENCE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,16 @@ class Reply:
 
 
 class Caller:
-    def __init__(self, app):
+    """Sends requests to an application.
+
+    Args:
+        app: the application.
+        peers: by address, other servers, to which a 307 leads.
+    """
+
+    def __init__(self, app, peers=None):
         self.app = app
+        self.peers = {} if peers is None else peers
         self.service = app.server.service
         self.group_commit = lambda: app.server.handlers.group_commit
 
@@ -72,6 +84,10 @@ class Caller:
         await self.app(scope, receive, send)
         found = {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]}
         request_id = found.pop("x-request-id", "")
+        if peer := self.peers.get(found.get("location", "").removesuffix(path)):
+            return await peer.send(
+                method, path, body, content_type=content_type, headers=headers, query=query
+            )
         return Reply(
             sent[0]["status"],
             found,
@@ -107,14 +123,45 @@ async def running(store=None, service=None, **options):
 
 
 @asynccontextmanager
-async def running_shared(url, limits, *, guard=None, **options):
-    """One of several servers on one Redis; `guard` makes what stands before its service."""
-    from hicache_metadata_server.shared.assembly import shared_app, shared_service
+async def running_shared(
+    url,
+    limits,
+    *,
+    name="http://server",
+    peers=None,
+    replicas=0,
+    lease_seconds=3.0,
+    guard=None,
+    **options,
+):
+    """One of several servers on one Redis, once it is ready.
 
-    service = shared_service(url, limits, StoreDurability.NONE, **options)
-    app = shared_app(service, security=guard(service) if guard else None)
+    Args:
+        url: of Redis.
+        limits: of requests.
+        name: its own address.
+        peers: filled with this one; requests are sent on to the others in it.
+        replicas: that have a change before it is acknowledged.
+        lease_seconds: after which its scopes are free if it is silent.
+        guard: makes what stands before its service.
+    """
+    # redis-py is an extra.
+    from hicache_metadata_server.shared.owned_scopes import owner_app, owner_service
+
+    service = owner_service(limits, StoreDurability.NONE, **options)
+    security = guard(service) if guard else None
+    app = owner_app(
+        service, url, name, replicas=replicas, lease_seconds=lease_seconds, security=security
+    )
     async with app.server.running():
-        yield Caller(app)
+        caller = Caller(app, peers)
+        if peers is not None:
+            peers[name] = caller
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (ready := await caller.send("GET", "/readyz")).status != 200:
+            assert time.monotonic() < until, ready
+            await asyncio.sleep(0.02)
+        yield caller
 
 
 class SlowStore(MemoryStore):
@@ -132,8 +179,6 @@ class SlowStore(MemoryStore):
         self.error = None
 
     def write(self, changes):
-        import time
-
         time.sleep(self.seconds)
         assert self.gate.wait(60)
         if self.error:

@@ -374,13 +374,15 @@ def redis_replicas(
 
 @contextmanager
 def sentinels(
-    directory: Path, primary: RedisServer, *, replicas: int, number: int = 3
+    directory: Path, primary: RedisServer, *, replicas: int, number: int = 3, **options: Any
 ) -> Iterator[str]:
     """Sentinels that know of all replicas and of each other; the address of what they watch."""
     with ExitStack() as stack:
         started = []
         for each in range(number):
-            one = Sentinel(directory / f"sentinel-{each}", primary, quorum=number // 2 + 1)
+            one = Sentinel(
+                directory / f"sentinel-{each}", primary, quorum=number // 2 + 1, **options
+            )
             stack.callback(one.stop)
             one.start()
             started.append(one)

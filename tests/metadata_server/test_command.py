@@ -136,26 +136,29 @@ def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
 
     def checked(*arguments):
         # In a process of its own, whose log is its own, too.
-        return run_hicache("metadata", "serve", "--check", *arguments)
+        return run_hicache("metadata", "config", "check", *arguments)
 
     done = checked("--store", store, "--token-file", str(tokens), "--log-format", "json")
-    assert (done.returncode, done.stdout) == (0, "a server would start with these settings\n"), (
+    assert (done.returncode, done.stdout) == (1, "a server would start with these settings\n"), (
         done.stderr
     )
-    [warning] = map(msgspec.json.decode, done.stderr.splitlines())
-    assert (warning["event"], warning["nearest"]) == (
-        "unknown_setting",
-        "HICACHE_METADATA_QUARANTINE_SECONDS",
+    logged, said = done.stderr.splitlines()
+    assert msgspec.json.decode(logged)["event"] == "unknown_setting"
+    assert said == (
+        "HICACHE_METADATA_QUARANTINE_SECOND is no setting: HICACHE_METADATA_QUARANTINE_SECONDS is"
     )
     assert list(tmp_path.iterdir()) == [tokens], "nothing was made"
-    warned = [msgspec.json.decode(line)["event"] for line in checked().stderr.splitlines()]
-    assert warned == ["unknown_setting", "no_store"], (
-        "memory: is the default, and a restart forgets it"
-    )
+    monkeypatch.delenv("HICACHE_METADATA_QUARANTINE_SECOND")
+    done = checked()
+    assert done.returncode == 0
+    assert [msgspec.json.decode(line)["event"] for line in done.stderr.splitlines()] == [
+        "no_store"
+    ], "memory: is the default, and a restart forgets it"
     for arguments, said in (
         (("--store", f"sqlite:///{tmp_path}/nowhere/m.db"), "there is no directory"),
         (("--store", store, "--token-file", str(tmp_path / "none")), "No such file"),
         (("--store", f"sqlite:///{tokens}"), "is not a database"),
+        (("--store", "redis://127.0.0.1:1", "--port", "0"), "advertised_url: needed with port 0"),
     ):
         done = checked(*arguments)
         assert done.returncode == 2

@@ -111,6 +111,7 @@ def test_figures_are_those_of_the_api(page, server):
     assert (status.live, status.leased, status.quarantined, status.free) == (93, 5, 7, 25)
     assert shown[SCOPE] == ["130", "93", "5", "7", "25"]
     assert len(shown) == 25
+    assert not page.all(f"{TABLE} td.shared")[0].is_displayed(), "no other server is there"
     assert {row[0]: row[1] for row in table(page) if row[1]} == {SCOPE: MODEL}
     every = scopes(client).values()
     assert page.texts(".states b") == [
@@ -469,6 +470,8 @@ LISTED = {
             "hits": 0,
             "misses": 0,
             "evicted": 0,
+            "owner": "http://one:18000",
+            "log_bytes": 2048,
         }
     ]
 }
@@ -530,7 +533,9 @@ def test_problems_in_words_and_back(page):
     answers = dict(well)
     with saying(answers) as url:
         page.open(url)
-        page.until(lambda: table(page) == [[SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0"]])
+        shown = [SCOPE, "", "8", "0", "0", "0", "8", "0%", NONE, "0", "http://one:18000", "2 KiB"]
+        page.until(lambda: table(page) == [shown])
+        assert page.all(f"{TABLE} td.shared")[0].is_displayed()
         page.shows("p", "This server keeps no history.")
         for path, answer, words in (
             (

@@ -122,7 +122,9 @@ def test_the_manifest_of_several_servers(monkeypatch):
         assert selector.items() <= labels.items()
     assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert budget["spec"]["minAvailable"] < servers["spec"]["replicas"]
-    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    given = {
+        variable["name"]: variable["value"] for variable in container["env"] if "value" in variable
+    }
     settings = ServerSettings(
         **{VARIABLE.fullmatch(name)[1].lower(): value for name, value in given.items()}
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 
 import msgspec
 import pytest
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.cli.options import opened_service
 from hicache_metadata_server.core.errors import RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
@@ -147,10 +148,11 @@ async def test_the_name_of_its_model_goes_with_it(serving):
 
 
 async def test_another_server_of_the_store_forgets_it_too(tmp_path):
+    peers = {}
     with redis_server(tmp_path) as redis:
         async with (
-            running_shared(redis.url, LIMITS) as one,
-            running_shared(redis.url, LIMITS) as two,
+            running_shared(redis.url, LIMITS, name="http://one", peers=peers) as one,
+            running_shared(redis.url, LIMITS, name="http://two", peers=peers) as two,
         ):
             await one.post("/v2/initialize", scope())
             assert (
@@ -161,8 +163,9 @@ async def test_another_server_of_the_store_forgets_it_too(tmp_path):
             assert (refused.status, refused.json["code"]) == (404, "unknown_scope")
             assert (await two.post("/v2/initialize", scope(slots=2))).status == 200
             assert (await one.store("0:kv", ["a"])).status == 200
-        # The list, the scope, the probe and what ends by itself.
-        assert not redis.client().keys("hm:{0:other}*")
+            assert (await one.post("/v2/initialize", scope("0:other"))).status == 200
+            assert (await two.post("/v2/drop", {"scopes": ["0:other"]})).status == 200
+            assert not redis.client().keys("hm:{0:other}*")
 
 
 def part(kind, name, **columns):
@@ -243,13 +246,51 @@ def test_the_command_waits_for_the_quarantine(tmp_path):
     with served() as (place, client):
         client.http.post("/0/initialize", {"num_pages": 50})
         client.http.post("/0/reserve_and_allocate_page_indices", {"keys": [["k", ""]]})
-        refused = run_metadata("drop", "0:kv", "--url", place.url)
+        refused = run_metadata("scopes", "delete", "0:kv", "--url", place.url)
         assert refused.exit_code == 2
         assert "clear it" in refused.stderr
-        assert run_metadata("clear", "0:kv", "--url", place.url).exit_code == 0
-        done = run_metadata("drop", "0:kv", "--wait", "30", "--url", place.url)
-        assert (done.exit_code, done.stdout) == (0, "0:kv: dropped\n")
+        lost = run_metadata("scopes", "--url", place.url, "delete", "0:kv")
+        assert (lost.exit_code, lost.stderr) == (2, "options belong behind `delete`\n")
+        done = run_metadata("scopes", "delete", "0:kv", "0:kv", "--force", "--url", place.url)
+        assert (done.exit_code, done.stdout) == (0, "0:kv: deleted\n"), done.stderr
         assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "redis"])
+def test_scopes_are_deleted_from_a_store_that_no_server_uses(tmp_path, kind):
+    with ExitStack() as stack:
+        url = f"sqlite:///{tmp_path}/m.db"
+        gone = run_metadata("scopes", "delete", "0:kv", "--store", url)
+        assert (gone.exit_code, gone.stderr) == (2, f"there is no store {tmp_path}/m.db\n")
+        if kind == "redis":
+            redis = stack.enter_context(redis_server(tmp_path))
+            url = redis.url
+        with opened_service(url, create=True) as (service, write):
+            for name in ("0:kv", "0:empty", "0:kept"):
+                geometry = p.ScopeGeometry(scope=name, slots=8)
+                service.initialize(p.Initialize(scopes=[geometry]), time.time())
+            for name in ("0:kv", "0:kept"):
+                service.reserve(part(p.Reserve, name, keys=["a"]), time.time())
+            write()
+
+        def deleted(*arguments):
+            done = run_metadata("scopes", "delete", *arguments, "--store", url)
+            return done.exit_code, done.stdout or " ".join(done.stderr.split())
+
+        status, said = deleted("0:empty", "0:kv")
+        assert status == 2
+        assert "1 slots that are live, leased or quarantined" in said
+        assert deleted("0:empty", "0:none") == (2, f"{url} has no scope '0:none'")
+        assert deleted("0:empty") == (0, "0:empty: deleted\n")
+        if kind == "redis":
+            redis.client().hset("hm:{0:kv}:rest", "scope", b"\xc1")
+            assert deleted("0:kv")[0] == 2, "it cannot be read"
+        assert deleted("0:kv", "--force") == (0, "0:kv: deleted\n")
+        with opened_service(url) as (service, _):
+            assert list(service.scopes) == ["0:kept"]
+            assert len(service.scopes["0:kept"].leases) == 1
+        if kind == "redis":
+            assert not redis.client().keys("hm:{0:kv}*")
 
 
 def test_doctor_leaves_no_scope_behind(tmp_path):

@@ -14,19 +14,14 @@ import pytest
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import StoreError
-from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.http import runtime
 from hicache_metadata_server.protocol import StoreDurability
 from hicache_metadata_server.server import restored_service
 from hicache_metadata_server.settings import ServerSettings
-from hicache_metadata_server.shared import connection as link
-from hicache_metadata_server.shared import handlers as shared_handlers
-from hicache_metadata_server.shared import service as shared
 from hicache_metadata_server.storage import group_commit, sqlite
 from hicache_metadata_server.storage.factory import open_store
 from tests.metadata_server.full_disks import small_disk
-from tests.metadata_server.http_calls import Caller, running, running_shared
-from tests.metadata_server.redis_servers import redis_server
+from tests.metadata_server.http_calls import Caller, running
 from tests.support.commands import run_program
 
 if TYPE_CHECKING:
@@ -77,24 +72,10 @@ def synchronous_sqlite_store(directory: Path) -> Iterator[FillableStore]:
         yield store
 
 
-@contextmanager
-def redis_store(directory: Path) -> Iterator[FillableStore]:
-    with redis_server(directory, maxmemory_policy="noeviction") as redis:
-        client = redis.client()
-
-        def bound(limit: int) -> None:
-            client.config_set("maxmemory", limit)
-
-        yield FillableStore(
-            lambda: bound(1), lambda: bound(0), lambda: running_shared(redis.url, DEFAULTS)
-        )
-
-
 STORES = {
     "memory": memory_store,
     "sqlite": sqlite_store,
     "sqlite, machine": synchronous_sqlite_store,
-    "redis": redis_store,
 }
 
 
@@ -110,7 +91,6 @@ async def on_disk(
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(group_commit, "RETRY_SECONDS", 0.1)
-    monkeypatch.setattr(shared, "PROBE_SECONDS", 0.1)
 
 
 def keys(count: int, name: str = "k") -> list[str]:
@@ -165,7 +145,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
     """What the server logs about its store."""
     said: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        for module in (group_commit, shared_handlers, link, runtime):
+        for module in (group_commit, runtime):
             stack.enter_context(mock.patch.object(module, "_log", LogRecorder(said)))
         yield said
 
@@ -217,23 +197,6 @@ async def test_a_store_without_room(tmp_path, name):
         async with store.serving() as caller:
             assert await found(caller, keys(100) + keys(10, "new")) == 110
             assert (await caller.post("/v2/fsck", {})).json["problems"] == []
-
-
-async def test_a_redis_out_of_memory_can_be_cleared(tmp_path):
-    """What makes room is done: otherwise an operator has nothing to make it with."""
-
-    with redis_store(tmp_path) as store:
-        async with store.serving() as caller:
-            await caller.post("/v2/initialize", SCOPE)
-            assert (await caller.store("0:kv", keys(100))).status == 200
-            store.fill()
-            assert await reserves(caller, "a") == (503, "unavailable")
-            deleted = await caller.post(
-                "/v2/delete", {"scopes": [{"scope": "0:kv", "keys": keys(10)}]}
-            )
-            assert deleted.json["scopes"][0]["done"] == [True] * 10
-            assert (await caller.post("/v2/clear", {"scopes": ["0:kv"]})).json == {"pages": [90]}
-            assert await found(caller, keys(100)) == 0
 
 
 @pytest.mark.parametrize("durability", [StoreDurability.PROCESS, StoreDurability.MACHINE])

@@ -306,7 +306,14 @@ def kept(path, *, tokens=False):
 
 def shared(redis, *, tokens=False):
     """One of several servers on a Redis."""
-    return running_shared(redis.url, limited(), max_scopes=12, guard=guarded if tokens else None)
+    # Longer than a busy machine keeps it from its heartbeats.
+    return running_shared(
+        redis.url,
+        limited(),
+        max_scopes=12,
+        guard=guarded if tokens else None,
+        lease_seconds=60.0,
+    )
 
 
 async def fuzz(opened, seed, requests, *, tokens=False):

@@ -12,11 +12,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared.assembly import open_connection
-from hicache_metadata_server.shared.catalog import MICROSECONDS
-from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
-from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
 SLOTS, LEASE, QUARANTINE = 6, 10.0, 5.0
@@ -55,42 +51,9 @@ class OneServer:
         self.store.close()
 
 
-class OneOfSeveral:
-    """A server on a Redis."""
-
-    def __init__(self, redis):
-        redis.client().flushall()
-        self.now = NOW
-        self.service = SharedService(
-            open_connection(redis.url), LIMITS, durability=p.StoreDurability.NONE
-        )
-
-    async def ask(self, name, request):
-        self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
-        return await getattr(self.service, name)(request)
-
-    async def counts(self):
-        self.service.catalog.clock_offset = round((self.now - NOW) * MICROSECONDS)
-        await self.service.look()
-        [status] = self.service.list_scopes().scopes
-        return status.free, status.leased, status.live, status.quarantined
-
-    async def close(self):
-        await self.service.connection.close()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory):
-    with redis_server(tmp_path_factory.mktemp("late")) as server:
-        yield server
-
-
-@pytest.fixture(params=["memory", "sqlite", "redis"])
+@pytest.fixture(params=["memory", "sqlite"])
 def server(request, tmp_path):
     """Factory of a server, for each kind of store."""
-    if request.param == "redis":
-        redis = request.getfixturevalue("redis")
-        return lambda: OneOfSeveral(redis)
     address = "memory:" if request.param == "memory" else f"sqlite:///{tmp_path}/m.db"
     return lambda: OneServer(address)
 
@@ -310,54 +273,3 @@ async def test_leases_outlive_a_restart_that_shortens_the_limits(tmp_path):
     assert given
     assert not given & (free(mine) | free(gone))
     await one.close()
-
-
-async def test_a_redis_that_has_lost_a_scope_waits_for_the_max_lease(redis):
-    async with opened(lambda: OneOfSeveral(redis)) as one:
-        await initialize(one)
-        await reserve(one, "a", seconds=20.0)
-        client = redis.client()
-        client.delete(*client.keys("hm:{0:kv}*"))
-        assert not free(await reserve(one, "b"))
-        one.now += 20.0 + QUARANTINE - 0.5
-        assert not free(await reserve(one, "b"))
-        one.now += 1.0
-        assert free(await reserve(one, "b"))
-
-
-@pytest.mark.parametrize("earlier", [0.0, LEASE])
-async def test_a_scope_that_another_server_finds_half_made_waits_no_longer_than_its_client_asks(
-    redis, earlier, monkeypatch
-):
-    async with (
-        opened(lambda: OneOfSeveral(redis)) as one,
-        opened(lambda: OneOfSeveral(redis)) as two,
-    ):
-        make = one.service.catalog.make
-
-        async def make_late(*args, **options):
-            await two.service.tick(8)
-            assert two.service.catalog.known
-            await make(*args, **options)
-
-        monkeypatch.setattr(one.service.catalog, "make", make_late)
-        await initialize(one, earlier)
-        assert bool(free(await reserve(one, "a"))) is (earlier == 0.0)
-        one.now += earlier + QUARANTINE + 0.5
-        assert free(await reserve(one, "b"))
-        # A repeated request enters no scope, and a later one knows of no other leases.
-        await initialize(one, LIMITS.max_lease_seconds)
-        assert free(await reserve(one, "c"))
-
-
-async def test_a_scope_that_comes_into_use_while_it_is_dropped_is_listed_again(redis):
-    async with opened(lambda: OneOfSeveral(redis)) as one:
-        await initialize(one)
-        mine = await reserve(one, "a")
-        # Another server that drops it too, and was killed.
-        redis.client().hdel("hm:{scopes}", "0:kv")
-        assert await one.service.catalog.remove("0:kv") == 1
-        await one.service.catalog.refresh()
-        assert one.service.catalog.known["0:kv"].geometry == GEOMETRY
-        assert (await initialize(one)).created == [False]
-        assert await commit(one, mine.leases) == [p.Settled.DONE]

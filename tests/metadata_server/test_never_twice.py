@@ -13,10 +13,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.scope import Scope
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared.assembly import open_connection
-from hicache_metadata_server.shared.service import SharedService
 from hicache_metadata_server.storage.factory import open_store
-from tests.metadata_server.redis_servers import redis_server
 
 NOW = 1_800_000_000.0
 SCOPES = [p.ScopeGeometry(scope="0:kv", slots=8)]
@@ -114,34 +111,7 @@ def test_an_old_lease_is_stale_for_good(tmp_path, store, loss):
         loss(directory, before)
 
 
-async def test_a_redis_that_lost_its_data_gives_other_leases(tmp_path):
-    with redis_server(tmp_path) as server:
-        service = SharedService(
-            open_connection(server.url), DEFAULTS, durability=p.StoreDurability.NONE
-        )
-        try:
-            seen = list[int]()
-            for _ in range(3):
-                await service.initialize(p.Initialize(scopes=SCOPES))
-                request = p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["a", "b"])])
-                given = (await service.reserve(request)).scopes[0]
-                old = p.CommitScope(
-                    scope="0:kv", leases=seen, lengths=[1] * len(seen), checksums=[1] * len(seen)
-                )
-                if seen:
-                    assert set((await service.commit(p.Commit(scopes=[old]))).scopes[0].states) == {
-                        p.Settled.STALE
-                    }
-                assert min(given.leases) > max(seen, default=0)
-                assert min(given.generations) > max(seen, default=0)
-                seen += given.leases
-                server.client().flushall()
-                service.catalog.known.clear()
-        finally:
-            await service.connection.close()
-
-
-def test_numbers_are_exact_in_json_and_lua():
+def test_numbers_are_exact_in_json():
     service = MetadataService(DEFAULTS)
     service.initialize(p.Initialize(scopes=SCOPES), NOW)
     given = service.reserve(

@@ -4,23 +4,25 @@ no secret anywhere."""
 from __future__ import annotations
 
 import asyncio
+import time
 import traceback
-from contextlib import suppress
+from unittest import mock
 from urllib.parse import quote
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.backup import _without_credentials
-from hicache_metadata_server.core.errors import RequestError, StoreError
-from hicache_metadata_server.core.tenants import Caller
+from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.shared import scope_log
 from hicache_metadata_server.shared.assembly import check_store
-from hicache_metadata_server.shared.fsck import fsck
-from hicache_metadata_server.shared.scripts import IdempotencyKey
 from hicache_metadata_server.storage.address import AddressKind, TlsFiles, parse_address, redacted
 from tests.metadata_server.certificates import Authority
+from tests.metadata_server.http_calls import PATIENCE_SECONDS, running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.metadata_server.redis_users import (
     LOGIN,
@@ -33,11 +35,11 @@ from tests.metadata_server.redis_users import (
     used,
     with_password,
 )
-from tests.metadata_server.test_shared import service_on, stored
 from tests.support.commands import run_metadata
 
-ONLY_CLUSTERS = {"cluster|slots", "command", "del"}
-ELSEWHERE = {"asking", "wait"}
+LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)
+ONLY_CLUSTERS = {"cluster|slots", "command"}
+ELSEWHERE = {"asking", "wait", "set"}
 """While keys are moved between nodes; with replicas."""
 
 
@@ -59,41 +61,25 @@ def url(place, tmp_path):
 
 async def everything(url):
     """Each script, and each command beside them."""
-    async with service_on(url, slots=12, quarantine_seconds=0.0) as service:
-        keys = [f"k{number}" for number in range(8)]
-        await stored(service, keys, prefixes=("", *keys[:-1]))
-        part = p.LookupScope(scope="0:kv", keys=keys)
-        found = await service.lookup(p.Lookup(scopes=[part], touch=True, pin_seconds=5.0))
-        await service.touch(p.Touch(scopes=[part]))
-        await service.unpin(p.Unpin(pins=[found.pin]))
-        await service.unpin(p.Unpin(pins=[found.pin]), caller=Caller(tenant="acme"))
-        more = [f"m{number}" for number in range(12)]
-        once = IdempotencyKey("once", b"digest")
-        leased = (
-            await service.reserve(
-                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=more, prefixes=[])]), once
-            )
-        ).scopes[0]
-        assert leased.evicted > 0
-        leases = [lease for lease in leased.leases if lease]
-        await service.renew(p.Renew(scopes=[p.LeaseScope(scope="0:kv", leases=leases)]))
-        await service.abort(p.Abort(scopes=[p.LeaseScope(scope="0:kv", leases=leases)]))
-        await service.delete(
-            p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=keys[:1], generations=[])])
-        )
-        await service.inspect(p.Inspect(scope="0:kv", slots=[0], keys=keys))
-        assert (await fsck(service, p.Fsck())).problems == []
-        await stored(service, ["last"])
-        await service.clear(
-            p.Clear(scopes=["0:kv"]), idempotency_key=IdempotencyKey("clear", b"digest")
-        )
-        await service.look()
-        service.draining = True
-        with pytest.raises(RequestError, match="drains"):
-            await service.reserve(
-                p.Reserve(scopes=[p.ReserveScope(scope="0:kv", keys=["x"], prefixes=[])]),
-                IdempotencyKey("x", b"x"),
-            )
+    async with running_shared(url, LIMITS) as caller:
+        scopes = {"scopes": [{"scope": name, "slots": 12} for name in ("0:kv", "1:kv")]}
+        reply = await caller.post("/v2/initialize", scopes)
+        assert reply.status == 200, reply
+        for number in range(40):
+            reply = await caller.store("0:kv", [f"k{number}-{i}" for i in range(8)])
+            assert reply.status == 200, reply
+        with mock.patch.object(scope_log, "IDLE_LOG_BYTES", 0):
+            until = time.monotonic() + PATIENCE_SECONDS
+            while any(log.log_bytes for log in caller.app.server.store.logs()):
+                assert time.monotonic() < until
+                await asyncio.sleep(0.02)
+        assert (await caller.post("/v2/drop", {"scopes": ["1:kv"]})).status == 200
+        assert len((await caller.send("GET", "/v2/scopes")).json["scopes"]) == 1
+    async with running_shared(url, LIMITS) as caller:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (await caller.post("/0/exists", {"keys": ["k39-0"]})).json != {"exists": [True]}:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.02)
 
 
 async def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_spare(
@@ -111,10 +97,6 @@ async def test_the_documented_user_is_enough_for_everything_and_has_nothing_to_s
         done = await asyncio.to_thread(run_metadata, *arguments)
         assert done.exit_code == 0, done.output
         assert PASSWORD not in done.output
-    with place.client(db=3) as client:
-        client.hset("hm:{7:kv}:live", "planted", 3)
-    checked = await asyncio.to_thread(run_metadata, "fsck", "--store", url)
-    assert "7:kv: " in checked.output
     assert denied(place) == []
     assert permitted() - used(place) - ONLY_CLUSTERS - ELSEWHERE == set()
 
@@ -138,19 +120,23 @@ async def test_a_cluster_behind_tls_with_the_documented_user(tmp_path):
 
 async def test_a_password_that_is_changed_needs_no_restart(place, url, tmp_path):
     try:
-        async with service_on(url) as service:
-            await stored(service, ["a"])
+        async with running_shared(url, LIMITS) as caller:
+            scopes = {"scopes": [{"scope": "0:kv", "slots": 12}]}
+            assert (await caller.post("/v2/initialize", scopes)).status == 200
+            assert (await caller.store("0:kv", ["a"])).status == 200
             with place.client() as client:
                 client.execute_command("ACL", "SETUSER", "hicache", ">another-one", f"<{PASSWORD}")
                 client.client_kill_filter(_type="normal", skipme=True)
-            for _ in range(2):
-                # One call may meet a connection that was ended.
-                with suppress(StoreError):
-                    await service.look()
-            with pytest.raises(StoreError, match="invalid username-password"):
-                await service.look()
+            until = time.monotonic() + PATIENCE_SECONDS
+            while "invalid username-password" not in (
+                reply := (await caller.send("GET", "/readyz")).body.decode()
+            ):
+                assert time.monotonic() < until, reply
+                await asyncio.sleep(0.02)
             with_password("", tmp_path, "another-one")
-            await stored(service, ["b"])
+            while (await caller.post("/0/exists", {"keys": ["a"]})).json != {"exists": [True]}:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.02)
     finally:
         with place.client() as client:
             client.execute_command("ACL", "SETUSER", *documented_user().split())
@@ -199,10 +185,13 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
 
 async def test_a_user_that_may_not_is_told_what(place, url):
     with place.client() as client:
-        client.execute_command("ACL", "SETUSER", "hicache", "-hset")
+        client.execute_command("ACL", "SETUSER", "hicache", "-xadd")
     try:
-        with pytest.raises(StoreError, match=r"run this command|hset"):
-            await everything(url)
+        async with running_shared(url, LIMITS) as caller:
+            scopes = {"scopes": [{"scope": "0:kv", "slots": 12}]}
+            reply = await caller.post("/v2/initialize", scopes)
+            assert reply.status == 503
+            assert "run this command" in reply.json["message"] or "xadd" in reply.json["message"]
     finally:
         with place.client() as client:
             client.execute_command("ACL", "SETUSER", *documented_user().split())

@@ -2,13 +2,16 @@
 back.
 
 `data/store-schema-4.tar.gz` was written by the server before scopes could be dropped, and left as
-by kill -9: a database, and a log that is not folded.
+by kill -9: a database, and a log that is not folded. `data/last-release.zip` is the state machine and
+the store of the last release, or of a commit before there is one.
 """
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import tarfile
+import zipfile
 from contextlib import closing
 from pathlib import Path
 
@@ -21,8 +24,12 @@ from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.storage import sqlite
 from hicache_metadata_server.storage.factory import open_store
 from hicache_metadata_server.storage.schema import VERSION
+from tests.support.commands import run_python
 
 BEFORE = Path(__file__).with_name("data") / "store-schema-4.tar.gz"
+RELEASE = Path(__file__).with_name("data") / "last-release.zip"
+"""git archive --format=zip -9 -o tests/metadata_server/data/last-release.zip TAG \\
+metadata_server/hicache_metadata_server/{__init__.py,core,protocol,storage}"""
 NOW = 1_700_000_000.0
 """When it was written."""
 
@@ -103,3 +110,61 @@ def test_there_is_no_way_back(tmp_path, monkeypatch):
     ):
         opened(tmp_path)
     assert (tmp_path / "m.db").read_bytes() == before
+
+
+SESSION = """
+import json, os, sys, time
+import hicache_metadata_server
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.storage.factory import open_store
+
+directory, name, before, lease, killed = json.loads(sys.argv[1])
+store, now = open_store(f"sqlite:///{directory}/m.db"), time.time()
+service = MetadataService(DEFAULTS, durability=store.durability)
+service.restore(store.recover(now), store.rows, now)
+assert service.recovery_problems == []
+if not before:
+    scope = p.ScopeGeometry(scope="0:kv", slots=1000, slot_bytes=64, identity="i", geometry="g")
+    service.initialize(p.Initialize(scopes=[scope]), now)
+    service.describe(p.Describe(scope="0:kv", model="org/model"), now)
+else:
+    held = p.CommitScope(scope="0:kv", leases=[lease], lengths=[7], checksums=[2**64 - 1])
+    assert service.commit(p.Commit(scopes=[held]), now).scopes[0].states == [p.Settled.DONE]
+keys = [f"{name}{i}" for name in before for i in range(100)]
+(found,) = service.lookup(p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=keys)]), now).scopes
+assert -1 not in found.slots and set(found.lengths) <= {7}
+assert set(found.checksums) <= {2**64 - 1}
+(status,) = service.list_scopes().scopes
+assert (status.identity, status.geometry, status.model) == ("i", "g", "org/model")
+new = p.ReserveScope(scope="0:kv", keys=[f"{name}{i}" for i in range(100)])
+(given,) = service.reserve(p.Reserve(scopes=[new]), now).scopes
+done = p.CommitScope(
+    scope="0:kv", leases=given.leases[:99], lengths=[7] * 99, checksums=[2**64 - 1] * 99
+)
+service.commit(p.Commit(scopes=[done]), now)
+store.write(service.take_changes())
+print(json.dumps([given.leases[99], hicache_metadata_server.__file__]), flush=True)
+if killed:
+    os._exit(0)
+while store.wants_compaction(idle=True):
+    store.compact(store.collect(service.scope_of), now)
+store.close()
+"""
+"""Open the store, find all pages of the sessions before, commit the lease of the last one, write a
+hundred pages, and hold the lease of one."""
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "closed"])
+def test_an_upgrade_to_this_version_and_the_rollback(tmp_path, killed):
+    """A store of the last release serves this version, and what this one has written the last."""
+    with zipfile.ZipFile(RELEASE) as archive:
+        assert len(archive.comment) == 40, "git has put the commit there"
+    lease, before = 0, list[str]()
+    for name, is_old in (("a", True), ("b", False), ("c", True), ("d", False)):
+        path = {"PYTHONPATH": f"{RELEASE}/metadata_server"} if is_old else {}
+        done = run_python(SESSION, json.dumps([str(tmp_path), name, before, lease, killed]), **path)
+        lease, file = json.loads(done.stdout)
+        assert (RELEASE.name in file) == is_old
+        before.append(name)

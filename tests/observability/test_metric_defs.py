@@ -123,6 +123,7 @@ async def test_a_server_exports_what_is_defined(tmp_path):
     store = SlowStore()
     store.sizes = lambda: {"log": 1}
     service = MetadataService(durability=store.durability)
+    service.url = "http://one"
     security = Security(service)
     security.tls = ServerTls(*Authority(tmp_path).sign("server"))
     security.tokens.replace_records(

@@ -108,7 +108,7 @@ def test_engine_client_and_server_are_one_trace_at_the_receiver(tmp_path, monkey
     named = {(service, span.name): span for service, span in receiver.spans}
     root, put = named["engine", "prefill"], named["engine", "hicache.batch_set"]
     assert put.parent_span_id == root.span_id
-    for route in ("/v2/lookup", "/v2/reserve", "/v2/commit"):
+    for route in ("/v2/reserve", "/v2/commit"):
         client, server = (
             named["engine", f"hicache.metadata {route}"],
             named["hicache-metadata", f"POST {route}"],

@@ -243,7 +243,6 @@ def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
     assert {request_id for path, request_id in named[:-1]} == {b"chat-7"}
     assert {path for path, _ in named[:-1]} == {
         "/v2/initialize",
-        "/v2/lookup",
         "/v2/reserve",
         "/v2/commit",
     }

@@ -47,6 +47,8 @@ class Hf3fsStorage(ObjectStorage):
     it is visible in this process only.
     """
 
+    writes_find_existing = True
+
     def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
         remote = bool(config.metadata_url)
         super().__init__(

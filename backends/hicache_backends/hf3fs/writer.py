@@ -64,6 +64,7 @@ class _BatchProgress:
     waiting: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
     """Pages that another writer holds, or for which there is no slot yet."""
     existing: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
+    """Pages that are there and have to be replaced."""
 
     def unsettled(self, settled: set[int]) -> list[int]:
         """Leases to give back: neither settled nor of a write in doubt."""
@@ -119,21 +120,25 @@ class PageWriter:
 
     def _pass(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> bool:
         """Store what can be stored now. True if the next pass can begin without a pause."""
-        self._reserve(batches, call)
+        self._reserve(batches, outcome, call)
         try:
             self._put(batches, outcome, call)
         except BaseException:
             # Otherwise other writers would wait for these keys until the leases end.
             self._abort(batches, set())
             raise
-        replaced = self._settle_existing(batches, outcome, call)
+        again = self._delete_existing(batches, call)
         for batch in batches:
-            batch.left = [write for write in batch.left if write in replaced] + batch.waiting
-        return bool(replaced)
+            # In their order, in which each page is a prefix of the next.
+            kept = {*batch.existing, *batch.waiting}
+            batch.left = [write for write in batch.left if write in kept]
+        return again
 
     # Leases.
 
-    def _reserve(self, batches: Sequence[_BatchProgress], call: Call) -> None:
+    def _reserve(
+        self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call
+    ) -> None:
         config = self._store.config
         named = [
             (batch.scope.name, metadata_keys([write.key for write in batch.left]))
@@ -173,8 +178,11 @@ class PageWriter:
                             write, batch.scope.file, slot, until, ends=ends, generation=generation
                         )
                     )
-                elif state is Reserved.EXISTS:
+                elif state is Reserved.EXISTS and write.replaces and write not in batch.deleted:
                     batch.existing.append(write)
+                elif state is Reserved.EXISTS:
+                    write.existed = True
+                    outcome.stored.add(write)
                 elif state is Reserved.BUSY or room > 0:
                     room -= state is Reserved.FULL
                     batch.waiting.append(write)
@@ -301,36 +309,35 @@ class PageWriter:
 
     # Existing pages.
 
-    def _settle_existing(
-        self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call
-    ) -> set[ObjectWrite]:
-        """Count existing pages as stored; delete those to be replaced. Returns the latter."""
+    def _delete_existing(self, batches: Sequence[_BatchProgress], call: Call) -> bool:
+        """Delete the pages that are to be replaced; True if there are any."""
         if not any(batch.existing for batch in batches):
-            return set()
+            return False
         asked = [
             LookupScope(scope=batch.scope.name, keys=metadata_keys([w.key for w in batch.existing]))
             for batch in batches
         ]
         found = self._store.metadata.lookup(asked, call, touch=False)
-        going, again = list[DeleteScope](), set[ObjectWrite]()
+        going = list[DeleteScope]()
         for batch, part in zip(batches, found.scopes, strict=True):
-            keys, generations = list[str](), list[int]()
-            for write, slot, generation, length in zip(
-                batch.existing, part.slots, part.generations, part.lengths, strict=True
-            ):
-                is_whole = slot >= 0 and length == batch.scope.namespace.object_bytes
-                if is_whole and (not write.replaces or write in batch.deleted):
-                    outcome.stored.add(write)
-                    continue
-                again.add(write)
-                batch.deleted.add(write)
-                if slot >= 0:
-                    keys.append(metadata_key(write.key))
-                    generations.append(generation)
-            going.append(DeleteScope(scope=batch.scope.name, keys=keys, generations=generations))
+            there = [
+                (metadata_key(write.key), generation)
+                for write, slot, generation in zip(
+                    batch.existing, part.slots, part.generations, strict=True
+                )
+                if slot >= 0
+            ]
+            batch.deleted.update(batch.existing)
+            going.append(
+                DeleteScope(
+                    scope=batch.scope.name,
+                    keys=[key for key, _ in there],
+                    generations=[generation for _, generation in there],
+                )
+            )
         if any(part.keys for part in going):
             self._store.metadata.delete(going, call)
-        return again
+        return True
 
     def _fitting(
         self, batch: WriteBatch, scope: SlotScope, outcome: WriteOutcome

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS: Final = 20.0
 IDLE_SECONDS: Final = 1.0
+MOVED: Final = 307
+MAX_REDIRECTS: Final = 5
 """A connection that has rested longer is not used again: the server may be closing it just now."""
 SHOWN: Final = 200
 
@@ -54,7 +56,10 @@ class Reply:
 
 
 class HttpClient:
-    """Requests of one client; each thread has a connection of its own."""
+    """Requests of one client; each thread has a connection of its own.
+
+    A redirection to another server that serves the same route is followed.
+    """
 
     def __init__(self, url: str, token: str = "", answer_seconds: float = ANSWER_SECONDS) -> None:
         parts = urlsplit(url)
@@ -70,6 +75,8 @@ class HttpClient:
         # threads of a case overlap, as several engines do.
         self._local = threading.local()
         self._open: list[http.client.HTTPConnection] = []
+        self._owners: dict[str, HttpClient] = {}
+        """Clients of the servers to which this one has sent requests, by address."""
 
     def get(self, path: str) -> Reply:
         """Fetch something."""
@@ -89,6 +96,7 @@ class HttpClient:
         *,
         content_type: str = JSON,
         headers: Mapping[str, str] | None = None,
+        redirects: int = MAX_REDIRECTS,
     ) -> Reply:
         """Send any bytes.
 
@@ -113,6 +121,17 @@ class HttpClient:
         if response.will_close or response.status >= 500 or response.status == 413:
             # After these servers close the connection, and not all of them say so.
             self.drop()
+        location = response.headers.get("Location", "")
+        if response.status == MOVED and redirects and location.endswith(path):
+            owner = self._owner(location.removesuffix(path))
+            return owner.send(
+                method,
+                path,
+                body,
+                content_type=content_type,
+                headers=headers,
+                redirects=redirects - 1,
+            )
         kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         return Reply(asked, response.status, kind, content)
 
@@ -130,6 +149,13 @@ class HttpClient:
             connection.close()
         self._open.clear()
         self._local = threading.local()
+        for owner in self._owners.values():
+            owner.close()
+
+    def _owner(self, url: str) -> HttpClient:
+        if url not in self._owners:
+            self._owners[url] = HttpClient(url, self.token, self.answer_seconds)
+        return self._owners[url]
 
     def _connection(self) -> http.client.HTTPConnection:
         if time.monotonic() - getattr(self._local, "used", 0.0) > IDLE_SECONDS:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hicache_storage.tools.doctor.finding import DoctorTarget, Finding
 
 CLEAN_UP: Final = (
-    "nothing, it is empty; the next run removes it (`hicache metadata drop` does, too)"
+    "nothing, it is empty; the next run removes it (`hicache metadata scopes delete` does, too)"
 )
 LEFTOVER_SECONDS: Final = 1.0
 """Time to remove the namespace of an earlier run, in seconds.

@@ -119,6 +119,18 @@ ALERTS: Final = (
         "configuration knows how many there are: `up == 0` of their job tells.",
     ),
     Alert(
+        "HiCacheScopesUnowned",
+        f"max({v.UNOWNED_SCOPES.name}) > 0",
+        "1m",
+        "critical",
+        "{{ $value }} scopes on the shared Redis have no owner.",
+        "Requests about them are answered 503 `moving`, and are misses. A server takes a free scope "
+        "within seconds, unless it cannot read it.",
+        "A line `store_failing` in the log of a server names a scope that cannot be read; `hicache "
+        "metadata scopes --json` has the owner of each. Stop all servers and remove that scope: "
+        "`hicache metadata scopes delete SCOPE --force --store URL`.",
+    ),
+    Alert(
         "HiCacheServerDraining",
         f"{v.DRAINING.name} == 1",
         "30m",

@@ -14,12 +14,14 @@ from hicache_metadata_server.core.export import CHUNK_SLOTS, export_slots
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.core.snapshot_parts import ScopeHeader
+from hicache_metadata_server.storage.address import is_shared
 from hicache_metadata_server.storage.factory import MEMORY, SQLITE, open_store
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from hicache_metadata_server.core.snapshot_parts import SnapshotPart
+    from hicache_metadata_server.storage.store import MetadataStore
 
 
 @contextmanager
@@ -34,14 +36,8 @@ def opened_store(
         StoreError: the store cannot be read, or a server has it open.
         ValueError: the address is not that of a store.
     """
-    if url == MEMORY:
-        raise StoreError(
-            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
-        )
-    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
-        # `open_store` would create it, and a mistyped path would be an empty store.
-        raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
-    store, now = open_store(url), time.time()
+    check_exists(url)
+    store, now = open_any_store(url), time.time()
     try:
         limits = structs.replace(DEFAULTS, max_lease_seconds=max_lease_seconds)
         service = MetadataService(limits, durability=store.durability)
@@ -49,6 +45,36 @@ def opened_store(
         yield service
     finally:
         store.close()
+
+
+def check_exists(url: str) -> None:
+    """Check that a SQLite store exists, before it is opened.
+
+    Raises:
+        StoreError: it does not.
+    """
+    if url.startswith(SQLITE) and not Path(url.removeprefix(SQLITE)).is_file():
+        # `open_store` would create it, and a mistyped path would be an empty store.
+        raise StoreError(f"there is no store {url.removeprefix(SQLITE)}")
+
+
+def open_any_store(url: str) -> MetadataStore:
+    """Open a store that no server has open: a SQLite file, or all scopes of a Redis.
+
+    Raises:
+        StoreError: the store cannot be opened, or a server has it open.
+        ValueError: the address is not that of a store.
+    """
+    if url == MEMORY:
+        raise StoreError(
+            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
+        )
+    if is_shared(url):
+        # Needs a library of its own.
+        from hicache_metadata_server.shared.offline import OfflineScopes
+
+        return OfflineScopes(url)
+    return open_store(url)
 
 
 def snapshot_of(service: MetadataService, now: float) -> Iterator[SnapshotPart]:

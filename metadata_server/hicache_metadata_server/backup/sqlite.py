@@ -81,7 +81,7 @@ class SqliteTarget:
         store = SqliteStore(str(self._incoming))
         try:
             store.recover(time.time())
-            for changes in _changes(parts):
+            for changes in changes_of_snapshot(parts):
                 store.write(changes)
         finally:
             store.close()
@@ -128,7 +128,7 @@ class SqliteTarget:
             self._lock.release()
 
 
-def _changes(parts: Iterable[SnapshotPart]) -> Iterator[Changes]:
+def changes_of_snapshot(parts: Iterable[SnapshotPart]) -> Iterator[Changes]:
     """Yield the changes that a server would have written."""
     number, epoch = 0, 0
     for part in parts:

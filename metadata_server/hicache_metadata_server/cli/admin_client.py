@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound="Answer")
 # An fsck of a large store is one request, and takes its time.
 ANSWER_SECONDS: Final = 60.0
+MOVED: Final = 307
+MAX_MOVES: Final = 5
 TOKEN: Final = "--token-file FILE, or HICACHE_METADATA_TOKEN"
 CERTIFICATE: Final = "--certificate FILE, or HICACHE_METADATA_CERTIFICATE"
 
@@ -60,9 +62,14 @@ class AdminClient:
         Raises:
             RemoteError: there is no answer, or it is a refusal.
         """
-        status, body = self._send(
-            ROUTES[path].method, path, None if request is None else encode(request)
-        )
+        method, sent = ROUTES[path].method, None if request is None else encode(request)
+        status, body, location = self._send(method, path, sent)
+        # Servers that share a Redis name the owner of a scope.
+        for _ in range(MAX_MOVES):
+            if status != MOVED:
+                break
+            owner = AdminClient(location.removesuffix(path), self._token, self._tls)
+            status, body, location = owner._send(method, path, sent)
         if status != 200:
             raise self._refused(status, body)
         try:
@@ -74,16 +81,17 @@ class AdminClient:
 
     def is_ready(self) -> tuple[bool, str]:
         """Return True if the server is ready, else False and the reason."""
-        status, body = self._send("GET", "/readyz", None)
+        status, body, _ = self._send("GET", "/readyz", None)
         return status == 200, "" if status == 200 else str(self._refused(status, body))
 
     def is_draining(self) -> bool:
         """Return True if an operator has drained the server."""
         # Not ready has other causes too, such as a full disk.
-        status, body = self._send("GET", "/readyz", None)
+        status, body, _ = self._send("GET", "/readyz", None)
         return status == 503 and self._refused(status, body).code == "draining"
 
-    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes, str]:
+        """Return status, body and the header `Location`."""
         # JSON rather than MessagePack: speed does not matter here, and a proxy's log is readable.
         headers = {"Content-Type": JSON}
         if self._token:
@@ -92,7 +100,7 @@ class AdminClient:
             with closing(self._connection()) as connection:
                 connection.request(method, path, body, headers)
                 response = connection.getresponse()
-                return response.status, response.read()
+                return response.status, response.read(), response.getheader("Location", "")
         except (OSError, http.client.HTTPException) as error:
             # A server that requires a client certificate closes the connection without saying
             # why.

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from hicache_metadata_server.backup.page_checks import PageChecker
-    from hicache_metadata_server.backup.redis import SharedStoreClient
     from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
     from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.snapshot_parts import SnapshotPart, Tally
@@ -97,7 +96,6 @@ def copy(
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
-    from hicache_metadata_server.storage.address import is_shared
 
     names, dropped = set(without or ()), Counter[str]()
     with (
@@ -106,11 +104,7 @@ def copy(
         ExitStack() as stack,
     ):
         begin = time.monotonic()
-        if is_shared(source):
-            snapshot = stack.enter_context(_spooled(stack.enter_context(_shared(source))))
-            tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
-            _check_unchanged(snapshot)
-        elif source.startswith(HTTP):
+        if source.startswith(HTTP):
             remote = open_client(source, token_file, ca, certificate)
             # Spooled before it drains, so that clients can write during the long first pass.
             snapshot = stack.enter_context(_spooled(remote))
@@ -149,19 +143,14 @@ def backup(
     """
     from hicache_metadata_server.backup.backup_file import write_backup
     from hicache_metadata_server.backup.frames import BackupHeader
-    from hicache_metadata_server.storage.address import is_shared
 
     with exit_on_error(), ExitStack() as stack:
         if file.exists() and not replace:
             raise FileExistsError(f"{file} exists already; --replace replaces it")
-        begin, online = time.monotonic(), source.startswith(HTTP) or is_shared(source)
+        begin, online = time.monotonic(), source.startswith(HTTP)
         parts: Iterable[SnapshotPart]
         if online:
-            remote = (
-                stack.enter_context(_shared(source))
-                if is_shared(source)
-                else open_client(source, token_file, ca, certificate)
-            )
+            remote = open_client(source, token_file, ca, certificate)
             # The spool is as large as the backup: where that fits, a spool most likely fits too,
             # unlike in a small /tmp.
             parts = stack.enter_context(_spooled(remote, file.absolute().parent)).parts(
@@ -216,12 +205,6 @@ def restore(
     hours = (time.time() - found.origin.created) / 3600
     _print(tally, f"restored from {found.origin.source} as it was {hours:.1f} hours ago")
     _print_dropped(dropped)
-
-
-def _shared(url: str) -> SharedStoreClient:
-    from hicache_metadata_server.backup.redis import SharedStoreClient
-
-    return SharedStoreClient(url)
 
 
 def _checker(files: Path) -> PageChecker:

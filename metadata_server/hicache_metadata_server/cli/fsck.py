@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hicache_metadata_server.cli.admin_client import AdminClient
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.core.snapshot_parts import SnapshotPart
+    from hicache_metadata_server.protocol import FsckReport
 
 Files = Annotated[
     Path | None,
@@ -67,9 +68,10 @@ def fsck_with_files(
     """Check a store that no server has open, or the server at `url`; return the exit status."""
     from hicache_metadata_server.storage.address import is_shared
 
-    # A repair rewrites the whole store, which needs it to be locked; Redis has no lock for that.
-    if is_shared(store):
-        fail("a shared store is checked while servers use it: name one of them by --url")
+    if repair and is_shared(store):
+        fail(
+            "a Redis is not repaired in place: copy it to a sqlite:///FILE, repair that, copy back"
+        )
     if store and scopes:
         fail("a store is checked as a whole: leave the scopes out, or ask a server")
     if store:
@@ -80,6 +82,19 @@ def fsck_with_files(
             "no server has open by --store"
         )
     return fsck_server(url, access, scopes, files, sample, repair=repair)
+
+
+def fsck_each(remote: AdminClient, scopes: Sequence[str]) -> FsckReport:
+    """Let servers check scopes, each at its owner, or all that there are."""
+    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
+
+    wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
+    slots, problems = 0, list[str]()
+    for name in wanted:
+        checked = remote.call("/v2/fsck", Fsck(scopes=[name]), FsckReport)
+        slots += checked.slots
+        problems += checked.problems
+    return FsckReport(slots=slots, problems=problems)
 
 
 def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bool) -> int:
@@ -97,7 +112,7 @@ def fsck_store(store: str, files: Path | None, sample: int | None, *, repair: bo
             found = _checked(snapshot_of(service, time.time()), files, sample)
         # The store is closed by now, and its lock released: a server may open it before the repair
         # locks it again. The stamp shows that.
-        stamp = StoreStamp.of(store)
+        stamp = StoreStamp.of(store) if repair else None
         _print_report(problems, found)
         # A rewrite ends leases and pins, so that a store without problems stays untouched.
         if repair and (problems or (found and found.defects)):
@@ -118,11 +133,11 @@ def fsck_server(
     exit status."""
     from hicache_metadata_server.backup.page_checks import check_snapshot, open_page_checker
     from hicache_metadata_server.backup.remote import served
-    from hicache_metadata_server.protocol import Fsck, FsckReport, Scopes
+    from hicache_metadata_server.protocol import Scopes
 
     with exit_on_error():
         remote = open_client(url, *access)
-        problems = remote.call("/v2/fsck", Fsck(scopes=list(scopes)), FsckReport).problems
+        problems = fsck_each(remote, scopes).problems
         wanted = scopes or [scope.scope for scope in remote.call("/v2/scopes", None, Scopes).scopes]
         with closing(open_page_checker(files)) as checker:
             found = check_snapshot(_some(served(remote, wanted), sample), checker)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from hicache_metadata_server.cli import backup as backup_commands
@@ -27,14 +26,12 @@ from hicache_metadata_server.cli.options import (
     exit_on_error,
     fail,
     open_client,
+    opened_service,
 )
 from hicache_metadata_server.cli.token import app as token_app
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from hicache_metadata_server.cli.admin_client import AdminClient
-    from hicache_metadata_server.core.service import MetadataService
 
 app = typer.Typer(
     help="Run and administer the metadata server of the 3FS driver. Commands exit with 2 on "
@@ -43,7 +40,6 @@ app = typer.Typer(
 )
 for _command in (
     scope_commands.clear,
-    scope_commands.drop,
     backup_commands.copy,
     backup_commands.backup,
     backup_commands.restore,
@@ -55,6 +51,9 @@ POLL_SECONDS: Final = 0.1
 OFFLINE: Final = "Check this store instead: a sqlite:///FILE that no server has open, or a Redis."
 
 app.add_typer(token_app, name="token")
+app.add_typer(scope_commands.app, name="scopes")
+config = typer.Typer(help="Check the settings of a server.", no_args_is_help=True)
+app.add_typer(config, name="config")
 
 
 @app.command()
@@ -125,7 +124,9 @@ def serve(
     ] = None,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Check settings, files and store, write nothing, and exit."),
+        typer.Option(
+            "--check", hidden=True, help="Check settings, files and store, write nothing, and exit."
+        ),
     ] = False,
 ) -> None:
     """Run a server until SIGTERM or SIGINT.
@@ -165,12 +166,32 @@ def serve(
         )
         # The settings themselves are validated in both cases, by the line above.
         if check:
-            server.check(settings)
+            unknown = server.check(settings)
+            for variable, nearest in unknown:
+                meant = f": {nearest} is" if nearest else ""
+                typer.echo(f"{variable} is no setting{meant}", err=True)
             typer.echo("a server would start with these settings")
-        else:
-            server.serve(settings)
+            raise typer.Exit(FOUND_PROBLEMS if unknown else 0)
+        server.serve(settings)
     except (StoreError, ValueError, OSError) as error:
         fail(_settings_error(error))
+
+
+@config.command(
+    "check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def config_check(context: typer.Context) -> None:
+    """Check the settings, files and store of a server without starting it.
+
+    Takes the options of `serve` and the environment. Writes nothing. Exits with 1 if a variable is
+    misspelt, and with 2 if the server would not start.
+    """
+    assert context.parent is not None, "below `config`"
+    assert context.parent.parent is not None, "below `metadata`"
+    group: Any = context.parent.parent.command
+    command = group.get_command(context, "serve")
+    with command.make_context("check", [*context.args, "--check"], parent=context.parent) as made:
+        command.invoke(made)
 
 
 @app.command()
@@ -211,55 +232,6 @@ def status(
     console.print("ready" if ready else Text(f"not ready: {reason}", "yellow"))
     # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
     raise typer.Exit(0 if ready else FOUND_PROBLEMS)
-
-
-@app.command()
-def scopes(
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print all fields, also identity, tenant, hits, misses: one JSON object a line.",
-        ),
-    ] = False,
-    url: Url = LOCAL,
-    token_file: Token = None,
-    ca: Ca = None,
-    certificate: Certificate = None,
-) -> None:
-    """List every scope with its slots by state."""
-    import msgspec
-
-    from hicache_metadata_server.protocol import Scopes
-
-    with exit_on_error():
-        found = (
-            open_client(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
-        )
-    if as_json:
-        for one in found:
-            typer.echo(msgspec.json.encode(one).decode())
-        return
-    # Folded rather than cut: `clear` and `inspect` need the whole name.
-    name = Column("scope", overflow="fold")
-    table = Table(
-        name,
-        "slots",
-        "live",
-        "leased",
-        "quarantined",
-        "free",
-        "slot bytes",
-        Column("model", overflow="fold"),
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-    )
-    for one in found:
-        numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
-        # A client chooses this text: as `Text` it cannot inject markup.
-        table.add_row(one.scope, *(f"{number:,}" for number in numbers), Text(one.model))
-    Console(highlight=False).print(table)
 
 
 @app.command()
@@ -316,7 +288,7 @@ def fsck(
 
     Exits with 1 if it finds a problem.
     """
-    from hicache_metadata_server.protocol import Fsck, FsckReport
+    from hicache_metadata_server.protocol import Fsck
 
     # Without files and repair a server checks itself, faster than a client could read its slots.
     if files is not None or repair:
@@ -326,11 +298,10 @@ def fsck(
             )
         )
     with exit_on_error():
-        request = Fsck(scopes=scope or [])
         checked = (
-            _fsck_store(store, request)
+            _fsck_store(store, Fsck(scopes=scope or []))
             if store
-            else open_client(url, token_file, ca, certificate).call("/v2/fsck", request, FsckReport)
+            else fsck_commands.fsck_each(open_client(url, token_file, ca, certificate), scope or [])
         )
     for problem in checked.problems:
         typer.echo(problem)
@@ -417,27 +388,16 @@ def _wait_until_ready(remote: AdminClient, until: float) -> None:
 
 def _import(store: str, scopes: Any, tenant: str) -> None:
     from hicache_metadata_server.core.sglang_import import import_scopes
-    from hicache_metadata_server.storage.address import is_shared
 
-    if is_shared(store):
-        from hicache_metadata_server.shared.offline import import_into_store
-
-        import_into_store(store, scopes, tenant)
-        return
-    with _opened(store) as (service, write):
+    with opened_service(store, create=True) as (service, write):
         import_scopes(service, scopes, time.time(), tenant)
         write()
 
 
 def _fsck_store(store: str, request: Any) -> Any:
     from hicache_metadata_server.protocol import FsckReport
-    from hicache_metadata_server.storage.address import is_shared
 
-    if is_shared(store):
-        from hicache_metadata_server.shared.offline import fsck_store
-
-        return fsck_store(store, request)
-    with _opened(store) as (service, _):
+    with opened_service(store) as (service, _):
         # The service yields between chunks, for a server's other requests: the last value counts.
         checked = FsckReport(slots=0, problems=[])
         for piece in service.fsck(request):
@@ -445,26 +405,6 @@ def _fsck_store(store: str, request: Any) -> Any:
         return FsckReport(
             slots=checked.slots, problems=[*service.recovery_problems, *checked.problems]
         )
-
-
-@contextmanager
-def _opened(store: str) -> Generator[tuple[MetadataService, Any]]:
-    """Return the service that a store recovers to, and the function that writes its changes."""
-    from hicache_metadata_server.core.errors import StoreError
-    from hicache_metadata_server.core.service import MetadataService
-    from hicache_metadata_server.storage.factory import MEMORY, open_store
-
-    if store == MEMORY:
-        raise StoreError(
-            "nothing is kept in memory: name a sqlite:///FILE or a redis://HOST:PORT/DB"
-        )
-    opened, now = open_store(store), time.time()
-    try:
-        service = MetadataService(durability=opened.durability)
-        service.restore(opened.recover(now), opened.rows, now)
-        yield service, lambda: opened.write(service.take_changes())
-    finally:
-        opened.close()
 
 
 def _settings_error(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, NoReturn
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from hicache_metadata_server.cli.admin_client import AdminClient
+    from hicache_metadata_server.core.service import MetadataService
 
 FOUND_PROBLEMS: Final = 1
 FAILED: Final = 2
@@ -70,6 +72,30 @@ def open_client(
         if url.startswith("https:")
         else None,
     )
+
+
+@contextmanager
+def opened_service(
+    store: str, *, create: bool = False
+) -> Generator[tuple[MetadataService, Callable[[], None]]]:
+    """Return the service that a store recovers to, and the function that writes its changes.
+
+    Args:
+        store: a store that no server has open.
+        create: a SQLite store that does not exist is created.
+    """
+    from hicache_metadata_server.backup.offline import check_exists, open_any_store
+    from hicache_metadata_server.core.service import MetadataService
+
+    if not create:
+        check_exists(store)
+    opened, now = open_any_store(store), time.time()
+    try:
+        service = MetadataService(durability=opened.durability)
+        service.restore(opened.recover(now), opened.rows, now)
+        yield service, lambda: opened.write(service.take_changes())
+    finally:
+        opened.close()
 
 
 @contextmanager

@@ -1,11 +1,15 @@
-"""`hicache metadata clear` and `hicache metadata drop`."""
+"""`hicache metadata clear`, and `hicache metadata scopes` with `scopes delete`."""
 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
 
 from hicache_metadata_server.cli.options import (
     LOCAL,
@@ -14,13 +18,76 @@ from hicache_metadata_server.cli.options import (
     Token,
     Url,
     exit_on_error,
+    fail,
     open_client,
+    opened_service,
 )
 
+app = typer.Typer()
 ScopeNames = Annotated[
     list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
 ]
 POLL_SECONDS: Final = 0.2
+FORCED_WAIT_SECONDS: Final = 60.0
+
+
+@app.callback(invoke_without_command=True)
+def scopes(
+    context: typer.Context,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print all fields, also identity, tenant, owner, hits, misses: one JSON object a "
+            "line.",
+        ),
+    ] = False,
+    url: Url = LOCAL,
+    token_file: Token = None,
+    ca: Ca = None,
+    certificate: Certificate = None,
+) -> None:
+    """List every scope with its slots by state; `scopes delete` removes some."""
+    import msgspec
+
+    from hicache_metadata_server.protocol import Scopes
+
+    if context.invoked_subcommand is not None:
+        if any(
+            getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+            for name in context.params
+        ):
+            # They would not reach it, and it would ask another server.
+            fail(f"options belong behind `{context.invoked_subcommand}`")
+        return
+    with exit_on_error():
+        found = (
+            open_client(url, token_file, ca, certificate).call("/v2/scopes", None, Scopes).scopes
+        )
+    if as_json:
+        for one in found:
+            typer.echo(msgspec.json.encode(one).decode())
+        return
+    # Folded rather than cut: `clear` and `inspect` need the whole name.
+    name = Column("scope", overflow="fold")
+    table = Table(
+        name,
+        "slots",
+        "live",
+        "leased",
+        "quarantined",
+        "free",
+        "slot bytes",
+        Column("model", overflow="fold"),
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
+    for one in found:
+        numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
+        # A client chooses this text: as `Text` it cannot inject markup.
+        table.add_row(one.scope, *(f"{number:,}" for number in numbers), Text(one.model))
+    Console(highlight=False).print(table)
 
 
 def clear(
@@ -34,46 +101,94 @@ def clear(
     from hicache_metadata_server.protocol import Clear, Cleared
 
     with exit_on_error():
-        cleared = open_client(url, token_file, ca, certificate).call(
-            "/v2/clear", Clear(scopes=scope), Cleared
-        )
-    for name, pages in zip(scope, cleared.pages, strict=True):
-        typer.echo(f"{name}: {pages:,} pages removed")
+        remote = open_client(url, token_file, ca, certificate)
+        # One by one: scopes that are named together get one owner, where servers share a Redis.
+        for name in scope:
+            (pages,) = remote.call("/v2/clear", Clear(scopes=[name]), Cleared).pages
+            typer.echo(f"{name}: {pages:,} pages removed")
 
 
-def drop(
+@app.command()
+def delete(
     scope: ScopeNames,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also scopes with pages and leases, which are forgotten."),
+    ] = False,
     wait: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="SECONDS",
+            show_default="0, with --force 60",
             help="Time to wait until leased and quarantined slots are free.",
         ),
-    ] = 0.0,
+    ] = None,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
     certificate: Certificate = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Delete from this store instead: a sqlite:///FILE that no server has open, or a "
+            "Redis that no server uses. With --force at once, also what cannot be read.",
+        ),
+    ] = "",
 ) -> None:
-    """Remove empty scopes from the list of scopes, all or none: `clear` them first.
+    """Remove scopes, one after another: those that are empty, or with --force any.
 
-    An engine that still uses one creates it again.
+    Data files stay. An engine that still uses a scope creates it again.
     """
     from hicache_metadata_server.cli.admin_client import RefusalError
-    from hicache_metadata_server.protocol import Drop, Dropped
+    from hicache_metadata_server.protocol import Clear, Cleared, Drop, Dropped
 
-    until = time.monotonic() + wait
     with exit_on_error():
+        if store:
+            _delete_from_store(store, list(dict.fromkeys(scope)), force=force)
+            return
         remote = open_client(url, token_file, ca, certificate)
-        while True:
-            try:
-                remote.call("/v2/drop", Drop(scopes=scope), Dropped)
-                break
-            except RefusalError as error:
-                # Leases and quarantines end by themselves; other refusals do not.
-                if error.code != "in_use" or time.monotonic() >= until:
-                    raise
-            time.sleep(POLL_SECONDS)
-    # The server drops a scope that is named twice once.
-    for name in dict.fromkeys(scope):
-        typer.echo(f"{name}: dropped")
+        until = time.monotonic() + (
+            (FORCED_WAIT_SECONDS if force else 0.0) if wait is None else wait
+        )
+        for name in dict.fromkeys(scope):
+            if force:
+                remote.call("/v2/clear", Clear(scopes=[name]), Cleared)
+            while True:
+                try:
+                    remote.call("/v2/drop", Drop(scopes=[name]), Dropped)
+                    break
+                except RefusalError as error:
+                    # Leases and quarantines end by themselves; other refusals do not.
+                    if error.code != "in_use" or time.monotonic() >= until:
+                        raise
+                time.sleep(POLL_SECONDS)
+            typer.echo(f"{name}: deleted")
+
+
+def _delete_from_store(store: str, names: list[str], *, force: bool) -> None:
+    from hicache_metadata_server.core.errors import StoreError
+    from hicache_metadata_server.protocol import Drop
+    from hicache_metadata_server.storage.address import is_shared, redacted
+
+    def check(known: list[str]) -> None:
+        for name in names:
+            if name not in known:
+                raise StoreError(f"{redacted(store)} has no scope {name!r}")
+
+    if force and is_shared(store):
+        from hicache_metadata_server.shared.offline import OfflineScopes
+
+        with closing(OfflineScopes(store)) as scopes_of_redis:
+            check(scopes_of_redis.names)
+            scopes_of_redis.remove(names)
+    else:
+        with opened_service(store) as (service, write):
+            check(list(service.scopes))
+            if force:
+                service.remove(names)
+            else:
+                service.drop(Drop(scopes=names), time.time())
+            write()
+    for name in names:
+        typer.echo(f"{name}: deleted")

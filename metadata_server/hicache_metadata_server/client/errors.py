@@ -29,6 +29,17 @@ class InUseError(MetadataError):
     code = "metadata-in-use"
 
 
+class MovedError(MetadataError):
+    """Another server owns the scopes of the request."""
+
+    code = "metadata-moved"
+
+    def __init__(self, message: str, url: str) -> None:
+        super().__init__(message)
+        self.url = url
+        """Address of that server."""
+
+
 class RetryableError(MetadataError):
     """A failure that another attempt may not have, at this server or at another one."""
 
@@ -45,6 +56,12 @@ class BusyError(RetryableError):
     """A failure that a later attempt may not have; other servers would answer alike now."""
 
     code = "metadata-busy"
+
+
+class NoOwnerError(RetryableError):
+    """This server does not own the scopes now, or cannot write; another one may own them soon."""
+
+    code = "metadata-no-owner"
 
 
 class DrainingError(MetadataError):
@@ -81,6 +98,8 @@ def error_of_response(status: int, code: str, message: str) -> MetadataError:
         return RateLimitedError(text)
     if code == "quota":
         return QuotaError(text)
+    if status == 503 and code in ("moving", "unavailable"):
+        return NoOwnerError(text)
     if status == 408:
         return BusyError(text)
     if code == "draining":

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Final
 from yarl import URL
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.errors import BusyError, DrainingError, NoResponseError
+from hicache_metadata_server.client.errors import (
+    BusyError,
+    DrainingError,
+    NoOwnerError,
+    NoResponseError,
+)
 
 if TYPE_CHECKING:
     import random
@@ -29,6 +34,9 @@ MIN_ATTEMPT_SECONDS: Final = 0.25
 eight busy clients answered half of its lookups in 2 ms, and 99.9 % of them within 234 ms."""
 FIRST_BACKOFF_SECONDS: Final = 0.25
 MAX_BACKOFF_SECONDS: Final = 16.0
+OWNER_SECONDS: Final = 4.0
+"""A lease, and the time in which the other servers notice its end."""
+MAX_SERVERS: Final = 64
 MAX_DOUBLINGS: Final = 10
 """Bound of the exponent: a server that is down for a day fails thousands of times."""
 
@@ -42,6 +50,7 @@ class ServerEndpoint:
 
     __slots__ = (
         "backoff_until",
+        "failed_at",
         "failed_over",
         "failures",
         "in_backoff",
@@ -49,6 +58,7 @@ class ServerEndpoint:
         "routes",
         "silent_since",
         "url",
+        "was_silent",
     )
 
     def __init__(self, url: str) -> None:
@@ -60,6 +70,9 @@ class ServerEndpoint:
         """Failures since the last answered request."""
         self.in_backoff = False
         """The server has failed. Only its probe asks it, unless no other server is healthy."""
+        self.failed_at = 0.0
+        self.was_silent = False
+        """The last failure was no response, which costs a request an attempt's time."""
         self.backoff_until = 0.0
         self.failed_over = False
         """The failover was logged, so the return is logged too."""
@@ -71,6 +84,16 @@ class ServerEndpoint:
     def is_healthy(self) -> bool:
         """True if the last request was answered, and the server is not in backoff."""
         return not self.failures and not self.in_backoff
+
+    @property
+    def may_own(self) -> bool:
+        """True if it is worth asking where another server names it as an owner.
+
+        A server that is down is named for a lease more. One that refused or reset connections
+        refuses at once if it still does.
+        """
+        is_old = time.monotonic() - self.failed_at > OWNER_SECONDS
+        return not self.in_backoff or not self.was_silent or is_old
 
 
 class ServerPool:
@@ -121,9 +144,20 @@ class ServerPool:
         ready = (server for server in others if not server.in_backoff)
         return next(ready, None) or min(others, key=_backoff_end, default=None)
 
-    def plan(self) -> AttemptPlan:
-        """An attempt plan for one request."""
-        return AttemptPlan(self)
+    def plan(self, owner: ServerEndpoint | None = None) -> AttemptPlan:
+        """An attempt plan for one request, which begins with the owner of its scopes."""
+        return AttemptPlan(self, self.first if owner is None or owner.in_backoff else owner)
+
+    def at(self, url: str) -> ServerEndpoint:
+        """The server at an address. An owner may be a server that the client was not told of."""
+        for server in self._all:
+            if server.url == url:
+                return server
+        found = ServerEndpoint(url)
+        # Bounded: the address comes from a server.
+        if len(self._all) < MAX_SERVERS:
+            self._all.append(found)
+        return found
 
     def describe(self) -> str:
         """The server in use, and the number of servers in backoff."""
@@ -147,10 +181,12 @@ class ServerPool:
         silent_since = server.silent_since
         # One short deadline says nothing about the server; silence over several requests does.
         if silent_since is not None and time.monotonic() - silent_since >= MIN_ATTEMPT_SECONDS:
-            self.record_failure(server, "it does not answer")
+            self.record_failure(server, NoResponseError("it does not answer"))
 
     def record_failure(self, server: ServerEndpoint, reason: object) -> None:
         """Put a server in backoff and start its probe."""
+        server.failed_at = time.monotonic()
+        server.was_silent = isinstance(reason, NoResponseError)
         if server.in_backoff or len(self._all) == 1 or self._closed:
             return
         self._draw_backoff(server)
@@ -200,21 +236,36 @@ class ServerPool:
 class AttemptPlan:
     """Order and timeouts of one request's attempts."""
 
-    __slots__ = ("_all_asked", "_asked", "_attempts", "_current", "_servers", "needs_pause")
+    __slots__ = (
+        "_all_asked",
+        "_asked",
+        "_attempts",
+        "_current",
+        "_servers",
+        "needs_pause",
+        "seeks_owner",
+    )
 
-    def __init__(self, servers: ServerPool) -> None:
+    def __init__(self, servers: ServerPool, first: ServerEndpoint) -> None:
         self._servers = servers
-        self._current = servers.first
+        self._current = first
         self._asked = list[ServerEndpoint]()
         self._attempts = 1
         self._all_asked = False
         self.needs_pause = False
         """The next attempt is at a server that was asked before, and follows a pause."""
+        self.seeks_owner = False
+        """A server has refused that is not, or not any more, the owner of the scopes. One that is
+        cut off from the store cannot name the new owner."""
 
     @property
     def server(self) -> ServerEndpoint:
         """The server of the current attempt."""
         return self._current
+
+    def move_to(self, server: ServerEndpoint) -> None:
+        """Go on at the owner of the scopes, within the same attempt."""
+        self._current = server
 
     def timeout(self, left: float) -> float:
         """Seconds for the current attempt: an equal share of `left` for each server not asked yet.
@@ -248,13 +299,16 @@ class AttemptPlan:
         if self._all_asked and isinstance(error, DrainingError):
             return False
         self._current = following
-        self.needs_pause = self._all_asked
+        self.seeks_owner = self.seeks_owner or isinstance(error, NoOwnerError)
+        # Owners change within seconds, not at once.
+        self.needs_pause = self._all_asked or self.seeks_owner
         return True
 
     def _record(self, error: MetadataError) -> None:
         if isinstance(error, NoResponseError):
             self._servers.record_timeout(self._current)
-        elif not isinstance(error, BusyError):
+        # A server whose store takes no changes answers lookups.
+        elif not isinstance(error, (BusyError, NoOwnerError)):
             self._servers.record_failure(self._current, error)
 
 

@@ -15,8 +15,10 @@ from multidict import CIMultiDict
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.client.addresses import addresses
 from hicache_metadata_server.client.errors import (
+    BusyError,
     DrainingError,
     MetadataError,
+    MovedError,
     RetryableError,
     UnknownScopeError,
 )
@@ -51,6 +53,8 @@ CLOSE_SECONDS: Final = 2.0
 UNAWAITED_SECONDS: Final = 2.0
 """Deadline of requests that no caller waits for."""
 INITIALIZE: Final = "/v2/initialize"
+MAX_MOVES: Final = 4
+"""Redirections of one attempt."""
 
 
 class HttpMetadataClient(MetadataClient):
@@ -109,6 +113,8 @@ class HttpMetadataClient(MetadataClient):
         self._about: p.About | None = None
         self._initialized_at = ""
         """URL of the server that has initialized scopes last."""
+        self._owners: dict[str, ServerEndpoint] = {}
+        """Owners of scopes, as servers have named them. One that is wrong by now names another."""
 
     @property
     def about(self) -> p.About:
@@ -152,7 +158,8 @@ class HttpMetadataClient(MetadataClient):
         self._loop_thread.start()
         try:
             with request_span(path):
-                pending, plan = self._pending(path, request, response_type), self._servers.plan()
+                pending = self._pending(path, request, response_type)
+                plan = self._servers.plan(self._owners.get(pending.scope))
                 first_error: MetadataError | None = None
                 if plan.server.is_healthy and self._inline_loop.try_acquire():
                     try:
@@ -178,19 +185,35 @@ class HttpMetadataClient(MetadataClient):
             # One key for all attempts: servers make the change once, whichever of them has seen it.
             headers[p.IDEMPOTENCY_HEADER] = secrets.token_hex(16)
         body = None if request is None else msgspec.msgpack.encode(request)
-        return PendingRequest(path, headers, body, response_type)
+        return PendingRequest(path, headers, body, response_type, _scope_of(request))
 
     # In either event loop.
 
     async def _attempt(
         self, transport: HttpTransport, pending: PendingRequest[T], plan: AttemptPlan, left: float
     ) -> T:
-        server = plan.server
-        try:
-            response = await transport.send(server, pending, min(left, plan.timeout(left)))
-        except UnknownScopeError:
-            self._warn_of_separate_stores(server)
-            raise
+        until, moves = time.monotonic() + min(left, plan.timeout(left)), 0
+        while True:
+            server = plan.server
+            try:
+                response = await transport.send(server, pending, until - time.monotonic())
+                break
+            except MovedError as moved:
+                # Servers that disagree about the owner would send the client back and forth.
+                if moves == MAX_MOVES:
+                    raise BusyError(str(moved)) from moved
+                moves += 1
+                owner = self._servers.at(moved.url)
+                # Its scopes get another owner once its lease has ended.
+                if not owner.may_own:
+                    raise BusyError(str(moved)) from moved
+                plan.move_to(owner)
+                self._owners[pending.scope] = owner
+            except UnknownScopeError:
+                self._warn_of_separate_stores(server)
+                raise
+        if plan.seeks_owner:
+            self._owners[pending.scope] = server
         # Remembered for the warning above only.
         if pending.path == INITIALIZE:
             self._initialized_at = server.url
@@ -253,7 +276,10 @@ class HttpMetadataClient(MetadataClient):
             pending = self._pending(path, request, p.Answer)
             try:
                 await self._request(
-                    pending, self._servers.plan(), time.monotonic() + UNAWAITED_SECONDS, None
+                    pending,
+                    self._servers.plan(self._owners.get(pending.scope)),
+                    time.monotonic() + UNAWAITED_SECONDS,
+                    None,
                 )
             except (MetadataError, TimeoutError):
                 return
@@ -268,3 +294,10 @@ class HttpMetadataClient(MetadataClient):
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         await self._transport.close()
+
+
+def _scope_of(request: p.Request | None) -> str:
+    """The first scope that a request names; empty for none."""
+    named = getattr(request, "scopes", None) or [getattr(request, "scope", "")]
+    first: str = getattr(named[0], "scope", named[0])
+    return first

@@ -11,7 +11,12 @@ import aiohttp
 import msgspec
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.client.errors import NoResponseError, RetryableError, error_of_response
+from hicache_metadata_server.client.errors import (
+    MovedError,
+    NoResponseError,
+    RetryableError,
+    error_of_response,
+)
 from hicache_storage.observability import tracing
 from hicache_storage.observability.request_ids import HEADER, RequestScope, call_request_id
 
@@ -39,12 +44,19 @@ EMPTY: Final = msgspec.msgpack.encode({})
 class PendingRequest(Generic[T]):
     """A request as it is sent to each server in turn, with the type of its response."""
 
-    __slots__ = ("body", "headers", "path", "response_type")
+    __slots__ = ("body", "headers", "path", "response_type", "scope")
 
     def __init__(
-        self, path: str, headers: CIMultiDict[str], body: bytes | None, response_type: type[T]
+        self,
+        path: str,
+        headers: CIMultiDict[str],
+        body: bytes | None,
+        response_type: type[T],
+        scope: str = "",
     ) -> None:
         self.path = path
+        self.scope = scope
+        """The first scope that it names; empty for none."""
         self.headers = headers
         self.body = body
         self.response_type = response_type
@@ -67,6 +79,7 @@ class HttpTransport:
 
         Raises:
             NoResponseError: no response within `seconds`.
+            MovedError: another server owns the scopes.
             RetryableError: the connection failed, or the response is malformed.
             MetadataError: the server refuses.
         """
@@ -146,6 +159,13 @@ def _decoded(response: aiohttp.ClientResponse, body: bytes, response_type: type[
         MetadataError: the server refuses.
         ValueError: the response is malformed.
     """
+    if response.status == 307:
+        location = response.headers.get("Location", "")
+        # The same path: a request must not be sent to another route.
+        if not location.endswith(response.url.raw_path):
+            raise ValueError(f"a redirection to {location!r}")
+        message = f"another metadata server owns the scopes: {location}"
+        raise MovedError(message, location.removesuffix(response.url.raw_path))
     if response.status >= 400:
         try:
             problem = p.decode(body, p.Problem, response.content_type)

@@ -38,6 +38,8 @@ class AnswerRecord(msgspec.Struct, frozen=True):
     content_type: str
     status: int
     body: bytes
+    scope: str = ""
+    """The first scope of the request, whose owner keeps the answer; empty for none."""
 
 
 @dataclass(slots=True)

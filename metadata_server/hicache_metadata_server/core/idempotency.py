@@ -89,6 +89,11 @@ class IdempotencyCache:
             if self._kept.get(record.idempotency_key) is record:
                 del self._kept[record.idempotency_key]
 
+    def release(self, scope: str) -> None:
+        """Drop the answers of a scope that another server will own."""
+        self._kept = {key: one for key, one in self._kept.items() if one.scope != scope}
+        self.added = [one for one in self.added if one.scope != scope]
+
     def _keep(self, record: AnswerRecord) -> None:
         self._kept[record.idempotency_key] = record
         # Ordered by time without a heap: every answer is kept equally long.

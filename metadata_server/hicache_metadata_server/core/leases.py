@@ -247,6 +247,11 @@ class IdAllocator:
         self.ceiling = self._next
         """No id from here on was ever given, as far as the store can know."""
 
+    def skip_to(self, ceiling: int) -> None:
+        """Allocate no id below the ceiling of another server."""
+        self._next = max(self._next, ceiling)
+        self.ceiling = max(self.ceiling, ceiling)
+
     def take(self, count: int) -> int:
         """Allocate `count` consecutive ids and return the first."""
         first = self._next

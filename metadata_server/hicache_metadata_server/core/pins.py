@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Container, Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,11 @@ class PinRecord:
     until: float
     slots: dict[int, list[int]]
     """By the number of their scope."""
+
+    def without(self, scopes: Container[int]) -> PinRecord | None:
+        """The pin on other scopes than these; None if there are none."""
+        slots = {number: some for number, some in self.slots.items() if number not in scopes}
+        return PinRecord(self.pin, self.until, slots) if slots else None
 
 
 class SlotPins:
@@ -61,11 +66,21 @@ class PinTable:
         return len(self._pins)
 
     def add(self, record: PinRecord, *, remember: bool = True) -> None:
-        """Add a pin; `remember` if it is not durable yet."""
+        """Add a pin, or slots of further scopes to it; `remember` if it is not durable yet."""
+        if (known := self._pins.get(record.pin)) is not None:
+            record = PinRecord(record.pin, record.until, known.slots | record.slots)
         self._pins[record.pin] = record
         heapq.heappush(self._ends, (record.until, record.pin))
         if remember:
             self.added[record.pin] = record
+
+    def release(self, scope: int) -> None:
+        """Drop what is not durable yet of a scope that another server will own."""
+        self.added = {
+            pin: record
+            for pin, one in self.added.items()
+            if (record := one.without({scope})) is not None
+        }
 
     def find(self, pins: Iterable[int]) -> list[PinRecord]:
         """Find the pins that exist."""

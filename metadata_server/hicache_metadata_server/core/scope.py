@@ -143,7 +143,7 @@ class Scope:
     def close_until(self, until: float) -> None:
         """Give no slot of a new scope before `until`, the end of leases of an earlier server."""
         self.closed_until = until
-        # Only `cleared_until` is durable; a restart derives `closed_until` from it.
+        # Of a new scope only `cleared_until` is durable; a restart derives `closed_until` from it.
         self.cleared_until = until
 
     @property
@@ -318,8 +318,8 @@ class Scope:
         quarantine until then.
         """
         self.settle(now)
-        if self.closed_until:
-            # The scope is still empty. A new epoch would let a restart open it early.
+        if self.closed_until and not len(self.table):
+            # A new epoch would let a restart open it early.
             return 0
         pages = len(self.lru)
         self.in_quarantine += pages + len(self.leases)

@@ -7,7 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from hicache_metadata_server import protocol as p
-from hicache_metadata_server.core.changes import Changes, ScopeRecord
+from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
 from hicache_metadata_server.core.codec import changes_of, slots_of
 from hicache_metadata_server.core.errors import (
     draining,
@@ -39,7 +39,6 @@ from hicache_metadata_server.core.tenants import ANYBODY, Caller, Tenants, may_u
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from hicache_metadata_server.core.changes import Recovered
     from hicache_metadata_server.core.limits import Columns
     from hicache_metadata_server.core.restore import SlotRows
 
@@ -73,6 +72,7 @@ class MetadataService:
         durability: p.StoreDurability = p.StoreDurability.NONE,
         name: str = "hicache-storage",
         max_scopes: int = MAX_SCOPES,
+        shares_store: bool = False,
     ) -> None:
         self.limits = limits
         self.about = p.About(
@@ -85,6 +85,8 @@ class MetadataService:
         self.max_scopes = max_scopes
         self.scopes: dict[str, Scope] = {}
         self.tenants = Tenants()
+        self.elsewhere: dict[str, tuple[p.ScopeGeometry, str]] = {}
+        """Scopes of other servers on the same store, with their tenants, for the quotas."""
         self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
         self.recovery_problems: list[str] = []
@@ -93,7 +95,10 @@ class MetadataService:
         """Numbers of scopes in the store, by name."""
         self._by_number: dict[int, Scope] = {}
         self._leases = IdAllocator()
-        self._pin_numbers = IdAllocator()
+        # Servers that share a store hand pins over with their scopes, so no two may draw one number.
+        self._pin_numbers = IdAllocator(1 + secrets.randbelow(1 << 52) if shares_store else 1)
+        self.first_pin = self._pin_numbers.ceiling
+        """Number from which this process counts pins."""
         self._pins = PinTable()
         self._changed: dict[str, Scope] = {}
         self._made: dict[str, Scope] = {}
@@ -101,10 +106,17 @@ class MetadataService:
         self._dropped: list[int] = []
         self._gone = set[int]()
         """Numbers of all scopes that were dropped by this process."""
+        self._released: dict[int, str] = {}
+        """Names of scopes that other servers own by now, by their number here."""
         self._last_number = 0
         """Number of the newest scope."""
         self._started: float | None = None
         """Time since which this service has known every lease of its scopes."""
+        self._shares_store = shares_store
+        self.url = ""
+        """Address of this server, if servers share a store: the owner of its scopes."""
+        self.log_bytes: Callable[[int], int] = lambda number: 0
+        """Length of the log of a scope, by its number, if servers share a store."""
         self._longest = math.ceil(limits.max_lease_seconds + limits.quarantine_seconds)
         """Seconds of the longest lease and quarantine that this store has seen. Leases outlive a
         restart, and the restart may have shorter limits."""
@@ -122,6 +134,31 @@ class MetadataService:
         self, request: p.Initialize, now: float, caller: Caller = ANYBODY
     ) -> p.Initialized:
         """Create scopes, or check that existing ones match: all or none."""
+        wanted, created, earlier = self.check_initialize(request)
+        new = [part for name, part in wanted.items() if name not in self.scopes]
+        self.check_room(new, caller, "scopes")
+        # Another server may have given leases of the scope until now, if they share a store.
+        if self._started is None or self._shares_store:
+            self._started = now
+        for part in new:
+            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
+            until = (
+                self._started
+                + min(seconds, self.limits.max_lease_seconds)
+                + self.limits.quarantine_seconds
+            )
+            if seconds > 0 and until > now:
+                scope.close_until(until)
+        return p.Initialized(created=created)
+
+    def check_initialize(
+        self, request: p.Initialize
+    ) -> tuple[dict[str, p.ScopeGeometry], list[bool], dict[str, float]]:
+        """Check that scopes may be created, but for limits of their number, or match.
+
+        Returns:
+            The scopes by name, whether each of the request is new, and seconds of earlier leases.
+        """
         measure = Measure(self.limits)
         measure.scopes(request.scopes)
         earlier = check_earlier_leases(request)
@@ -145,32 +182,70 @@ class MetadataService:
                         f"scopes[{i}].{name}",
                     )
             wanted.setdefault(part.scope, part)
-        new = [part for name, part in wanted.items() if name not in self.scopes]
-        self.check_room(new, caller, "scopes")
-        self._started = now if self._started is None else self._started
-        for part in new:
-            scope, seconds = self.add_scope(part, caller.tenant), earlier.get(part.scope, 0.0)
-            until = (
-                self._started
-                + min(seconds, self.limits.max_lease_seconds)
-                + self.limits.quarantine_seconds
-            )
-            if seconds > 0 and until > now:
-                scope.close_until(until)
-        return p.Initialized(created=created)
+        return wanted, created, earlier
 
     def add_scope(self, geometry: p.ScopeGeometry, tenant: str = "") -> Scope:
         """Create a scope that does not exist."""
         scope = Scope(geometry, self.limits.quarantine_seconds)
         self.scopes[geometry.scope] = scope
         self.tenants.of_scope[geometry.scope] = tenant
-        # Numbers are never reused: the log may still have blocks of a dropped scope.
-        self._last_number += 1
-        number = self._last_number
+        number = self.new_number()
         self._numbers[geometry.scope] = number
         self._by_number[number] = scope
         self._made[geometry.scope] = scope
         return scope
+
+    def new_number(self) -> int:
+        """Allocate the number of a scope."""
+        # Numbers are never reused: the log may still have blocks of a dropped scope.
+        self._last_number += 1
+        return self._last_number
+
+    # Scopes of a store that servers share come and go.
+
+    def adopt(self, recovered: Recovered, scope: Scope) -> None:
+        """Serve a scope that `restored_scope` has restored.
+
+        Args:
+            recovered: one scope, under a `new_number`, with its pins, answers and counters.
+            scope: its slots.
+        """
+        (record,) = recovered.scopes
+        name = record.geometry.scope
+        self._by_number[record.number] = scope
+        self._numbers[name] = record.number
+        self.scopes[name] = scope
+        self.tenants.of_scope[name] = record.tenant
+        for pin in recovered.pins:
+            self._pins.add(pin, remember=False)
+        self.answers.restore(recovered.answers)
+        self._leases.skip_to(recovered.counters.get("lease", 1))
+        self._longest = max(self._longest, recovered.counters.get(LONGEST, 0))
+
+    def release(self, name: str) -> None:
+        """Forget a scope, with its answers and unwritten changes: another server owns it."""
+        number = self._forget(name)
+        del self._by_number[number]
+        self._released[number] = name
+        self._pins.release(number)
+        self.answers.release(name)
+
+    @property
+    def max_hold_seconds(self) -> int:
+        """Seconds of the longest lease and quarantine that its scopes have seen."""
+        return self._longest
+
+    def number_of(self, name: str) -> int:
+        """Number of a scope."""
+        return self._numbers[name]
+
+    def _forget(self, name: str) -> int:
+        number = self._numbers.pop(name)
+        del self.scopes[name], self.tenants.of_scope[name]
+        self._made.pop(name, None)
+        self._changed.pop(name, None)
+        self._gone.add(number)
+        return number
 
     def describe(self, request: p.Describe, now: float) -> None:
         """Set the name of the model whose pages a scope holds; the last name stays."""
@@ -222,18 +297,22 @@ class MetadataService:
                 raise in_use(
                     scope.geometry.scope, used, self.limits.quarantine_seconds, f"scopes[{i}]"
                 )
-        for name in dict.fromkeys(request.scopes):
-            scope = self.scopes.pop(name)
-            number = self._numbers.pop(name)
-            self._made.pop(name, None)
-            self._changed.pop(name, None)
-            del self.tenants.of_scope[name]
+        self.remove(request.scopes)
+        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove scopes, whatever is in them.
+
+        Without a restart afterwards, their leased slots must be free: clients that find their scope
+        gone after a restart wait for earlier leases (`earlier_lease_seconds`).
+        """
+        for name in dict.fromkeys(names):
+            scope = self.scopes[name]
+            number = self._forget(name)
             # An empty scope stays under the number: the store may still have to compact blocks of
             # it before it deletes them.
             self._by_number[number] = Scope(scope.geometry, self.limits.quarantine_seconds)
-            self._gone.add(number)
             self._dropped.append(number)
-        return p.Dropped(slots=[scope.geometry.slots for scope in scopes])
 
     # Pages. A request is checked as a whole by `check`. Its chunks (`core.chunking`) are then done
     # by the `do_` methods, which check no limits: a chunk that is refused would leave the request
@@ -346,6 +425,16 @@ class MetadataService:
                 record.pin for record in self._pins.find(pins) if self._may_unpin(caller, record)
             ]
         self._release_pins(self._pins.remove(pins), now)
+
+    def pins_elsewhere(self, request: p.Unpin) -> dict[int, str]:
+        """Pins that do not exist here, with their scope if this server has released it."""
+        known = {record.pin: record for record in self._pins.find(request.pins)}
+        found = dict.fromkeys([pin for pin in request.pins if pin not in known], "")
+        for pin, record in known.items():
+            names = [self._released[one] for one in record.slots if one in self._released]
+            if names:
+                found[pin] = names[0]
+        return found
 
     def touch(self, request: p.Touch, now: float) -> p.Marked:
         """Mark pages as used."""
@@ -525,7 +614,8 @@ class MetadataService:
             if slots.leases.keys:
                 scope.leased.append(slots_of(slots.leases.slots, len(slots.leases.keys)))
         for pin in changes.pins:
-            self._pins.added.setdefault(pin.pin, pin)
+            if (kept := pin.without(self._gone)) is not None:
+                self._pins.added.setdefault(pin.pin, kept)
         self._pins.removed = changes.unpinned + self._pins.removed
         for name in changes.counters:
             # Differs from every value, so that the counter is written again.
@@ -555,30 +645,48 @@ class MetadataService:
             "scope": self._last_number,
             LONGEST: kept,
         }
+        pins, answers = recovered.pins, recovered.answers
         for record in recovered.scopes:
-            name = record.geometry.scope
-            scope = Scope(record.geometry, self.limits.quarantine_seconds)
-            self.scopes[name] = scope
-            self._by_number[record.number] = scope
-            self._numbers[name] = record.number
-            scope.epoch = record.epoch
-            scope.cleared_until = record.cleared_until
-            # In epoch 0 this is the time until which a new scope is closed, see `close_until`.
-            if not record.epoch and record.cleared_until > now:
-                scope.close_until(min(record.cleared_until, now + self._longest))
-            self.tenants.of_scope[name] = record.tenant
-            scope.model = record.model
-        for pin in recovered.pins:
+            scope = self.restored_scope(record, pins, rows(record.number), now)
+            self.adopt(Recovered(scopes=[record]), scope)
+        for pin in pins:
             self._pins.add(pin, remember=False)
-            for number, slots in pin.slots.items():
-                # If the clock was set back, an ended pin is back, but its scope may be dropped.
-                if number in self._by_number:
-                    self._by_number[number].pin(pin.pin, slots, pin.until)
-        # After the pins: a pinned slot stays in quarantine.
-        for number, scope in self._by_number.items():
-            problems = restore(scope, rows(number), now, self._longest)
-            self.recovery_problems += [f"{scope.geometry.scope}: {problem}" for problem in problems]
-        self.answers.restore(recovered.answers)
+        self.answers.restore(answers)
+
+    def restored_scope(
+        self,
+        record: ScopeRecord,
+        pins: Sequence[PinRecord],
+        rows: Iterable[SlotRows],
+        now: float,
+        longest: int = 0,
+    ) -> Scope:
+        """Restore a scope. May run in a thread: requests do not see the scope before `adopt`.
+
+        Args:
+            record: everything but slots.
+            pins: pins, also of other scopes.
+            rows: its slots.
+            now: current time.
+            longest: seconds of the longest lease and quarantine that its store has seen.
+        """
+        scope, longest = (
+            Scope(record.geometry, self.limits.quarantine_seconds),
+            max(self._longest, longest),
+        )
+        scope.epoch = record.epoch
+        scope.cleared_until = record.cleared_until
+        # In epoch 0 this is the time until which a new scope is closed, see `close_until`.
+        if not record.epoch and record.cleared_until > now:
+            scope.close_until(min(record.cleared_until, now + longest))
+        scope.model = record.model
+        # Before the slots: a pinned slot stays in quarantine.
+        for pin in pins:
+            if record.number in pin.slots:
+                scope.pin(pin.pin, pin.slots[record.number], pin.until)
+        problems = restore(scope, rows, now, longest)
+        self.recovery_problems += [f"{record.geometry.scope}: {problem}" for problem in problems]
+        return scope
 
     # Shared with `core.sglang` and `core.sglang_import`.
 
@@ -609,17 +717,18 @@ class MetadataService:
         Raises:
             RequestError: 413 or 403, a limit of the server or a quota of the tenant is exceeded.
         """
-        if new and len(self.scopes) + len(new) > self.max_scopes:
+        if new and len(self.scopes.keys() | self.elsewhere.keys()) + len(new) > self.max_scopes:
             raise too_large(f"this server keeps {self.max_scopes} scopes", field)
         self.tenants.check_quota(caller.tenant, self.held_by(caller.tenant), new, field)
 
     def held_by(self, tenant: str) -> Iterator[p.ScopeGeometry]:
         """Geometries of the scopes of one tenant, "" for scopes without tenant."""
-        return (
-            self.scopes[name].geometry
-            for name, holder in self.tenants.of_scope.items()
-            if holder == tenant
-        )
+        for name, holder in self.tenants.of_scope.items():
+            if holder == tenant:
+                yield self.scopes[name].geometry
+        for name, (geometry, holder) in self.elsewhere.items():
+            if holder == tenant and name not in self.scopes:
+                yield geometry
 
     def _forget_answers_and_pins(self) -> None:
         self.answers.added = []
@@ -691,6 +800,8 @@ class MetadataService:
             tenant=self.tenants.of_scope[geometry.scope],
             expired_leases=scope.expired,
             model=scope.model,
+            owner=self.url,
+            log_bytes=self.log_bytes(self._numbers[geometry.scope]),
         )
 
 

@@ -146,8 +146,9 @@ class Tenants:
         quota = self.quotas.of(tenant)
         if quota is NO_QUOTA or not new:
             return
-        if quota.beyond(TenantUsage.of(held), new):
-            raise beyond_quota(tenant, quota, TenantUsage.of(held), new, field)
+        usage = TenantUsage.of(held)
+        if quota.beyond(usage, new):
+            raise beyond_quota(tenant, quota, usage, new, field)
 
 
 def beyond_quota(

@@ -95,8 +95,6 @@ def _add_pages(app: FastAPI, server: ServerRuntime) -> None:
         return Response(p.encode(p.Problem(code=code, message=problem)), 503, media_type=p.JSON)
 
     async def metrics() -> PlainTextResponse:
-        # Other servers on the same store may have changed the scopes since.
-        await server.handlers.refresh()
         return PlainTextResponse(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def history(request: Request) -> Response:

@@ -252,6 +252,10 @@ class ProtocolApp:
         except Exception:  # noqa: BLE001 - as above
             return self._internal_error(head)
 
+    async def hand_over(self) -> None:
+        """Give everything to other servers that they can serve; called before the end."""
+        await self._handlers.hand_over()
+
     def commit(self) -> asyncio.Future[None] | None:
         """Commit all changes so far; None if they are durable already."""
         return self._handlers.commit()
@@ -339,6 +343,8 @@ def response_headers(response: Response, request_id: str) -> list[tuple[bytes, b
         (b"content-length", b"%d" % len(response.body)),
         request_id_header,
     ]
+    if response.location:
+        headers.append((b"location", response.location.encode()))
     if response.ends_connection:
         headers.append((b"connection", b"close"))
     elif response.status == 401:

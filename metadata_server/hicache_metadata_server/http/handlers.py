@@ -80,6 +80,8 @@ class Response:
     body: bytes
     retry_seconds: int = 0
     """For the header `Retry-After`; 0 omits it."""
+    location: str = ""
+    """For the header `Location`; empty omits it."""
 
     @property
     def ends_connection(self) -> bool:
@@ -119,7 +121,7 @@ class Handlers:
         self.service = service
         self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._sglang = self._sglang_service()
+        self._sglang = SglangService(service)
         self._long = asyncio.Lock()
         self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
         self._operations = {name: self._sglang_body(name) for name in p.SGLANG_ROUTES}
@@ -212,7 +214,7 @@ class Handlers:
             # A refused confirm of the SGLang protocol has confirmed the other pages, so there may
             # be changes to commit even so.
             return Result(refusal(refused, request.content_type), changes)
-        self._keep_answer(request.idempotency_key, request.digest, response)
+        self._keep_answer(request, request.idempotency_key, response)
         return Result(response, changes)
 
     async def run_in_slices(self, request: DecodedRequest) -> Response:
@@ -246,12 +248,15 @@ class Handlers:
 
     # Background work and state. The handlers of a shared store override these.
 
+    def fenced(self, scopes: Sequence[str]) -> None:
+        """Forget scopes that another server owns by now; called by the group commit."""
+
     async def tick(self, slots: int) -> bool:
         """Expire leases and quarantines of about `slots` slots; True if more are due."""
         return self.service.settle(self.clock(), slots)
 
-    async def refresh(self) -> None:
-        """Bring `service.list_scopes` up to date; a service in this process always is."""
+    async def hand_over(self) -> None:
+        """Give everything to other servers that they can serve; connections are closed later."""
 
     async def close(self) -> None:
         """Commit the remaining changes; called after the last request."""
@@ -264,12 +269,9 @@ class Handlers:
             return f"changes are refused: {self.group_commit.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
-    def store_problem(self) -> str:
-        """Last error of a store without a group commit, or ""."""
-        return ""
-
-    def _sglang_service(self) -> Any:
-        return SglangService(self.service)
+    def unowned_scopes(self) -> int:
+        """Number of scopes in the store that no server serves."""
+        return 0
 
     def _check_tenant(self, endpoint: Endpoint, message: Any, caller: Caller) -> None:
         if caller.sees_all:
@@ -296,7 +298,7 @@ class Handlers:
                 return kept
             check(request.message)
             response = self._response(await self._run_chunks(request), request.content_type)
-            self._keep_answer(request.idempotency_key, request.digest, response)
+            self._keep_answer(request, request.idempotency_key, response)
         return response
 
     async def _fsck(self, request: p.Fsck, caller: Caller) -> p.FsckReport:
@@ -338,7 +340,7 @@ class Handlers:
         if kept is not None:
             return msgspec.msgpack.decode(kept.body, type=p.ROUTES[request.endpoint.name].answer)
         answer = do(piece, self.clock())
-        self._keep_answer(idempotency_key, request.digest, self._response(answer, p.MSGPACK))
+        self._keep_answer(request, idempotency_key, self._response(answer, p.MSGPACK))
         return answer
 
     async def _wait_for_commit(self) -> None:
@@ -359,17 +361,20 @@ class Handlers:
             else None
         )
 
-    def _keep_answer(self, idempotency_key: str, digest: bytes, response: Response) -> None:
-        if digest:
+    def _keep_answer(
+        self, request: DecodedRequest, idempotency_key: str, response: Response
+    ) -> None:
+        if request.digest:
             until = self.clock() + self.service.answers.seconds
             self.service.answers.add(
                 AnswerRecord(
                     idempotency_key,
                     until,
-                    digest,
+                    request.digest,
                     response.content_type,
                     response.status,
                     response.body,
+                    next(iter(self.names(request)), ""),
                 )
             )
 
@@ -459,7 +464,11 @@ class Handlers:
 def refusal(refused: RequestError, content_type: str) -> Response:
     """Response for a refused request."""
     return Response(
-        refused.status, content_type, p.encode(refused.problem, content_type), refused.retry_seconds
+        refused.status,
+        content_type,
+        p.encode(refused.problem, content_type),
+        refused.retry_seconds,
+        refused.location,
     )
 
 

@@ -58,9 +58,8 @@ class Metrics:
         self._children: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self.group_commit: GroupCommit | None = None
         self.security: Security | None = None
-        self.store_problem: Callable[[], str] | None = None
-        """Last error of a store without group commit, or "". None for a store with one."""
         self.store_sizes: Callable[[], dict[str, int]] = dict
+        self.unowned_scopes: Callable[[], int] = int
         self._service = service
         self._problem = problem
         self._scopes = set[str]()
@@ -100,6 +99,7 @@ class Metrics:
         for part, size in self.store_sizes().items():
             sizes.add_metric([part], size)
         yield sizes
+        yield scalar(v.UNOWNED_SCOPES, self.unowned_scopes())
         yield scalar(v.QUARANTINE_SECONDS, self._service.limits.quarantine_seconds)
         yield scalar(v.READY, not self._problem())
         yield scalar(v.DRAINING, self._service.draining)
@@ -110,19 +110,22 @@ class Metrics:
             durations = histogram(v.TRANSACTION_SECONDS)
             add_latency(durations, v.TRANSACTION_SECONDS, [], self.group_commit.durations)
             yield durations
-        if self.store_problem is not None:
-            yield scalar(v.STORE_FAILING, bool(self.store_problem()))
         if self.security is not None:
             yield from self.security.families()
 
     def _scope_families(self) -> Iterator[Metric]:
         slots, evicted = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
         asked, expired = defaultdict[tuple[str, str], int](int), defaultdict[str, int](int)
-        info = scalars(v.SCOPE_INFO)
+        info, owners = scalars(v.SCOPE_INFO), scalars(v.SCOPE_OWNER)
+        logs = defaultdict[str, int](int)
         for status in self._service.list_scopes().scopes:
             scope = self._label(status)
             if status.model and scope != v.OTHER_SCOPES:
                 info.add_metric([scope, status.model], 1)
+            if status.owner:
+                logs[scope] += status.log_bytes
+                if scope != v.OTHER_SCOPES:
+                    owners.add_metric([scope, status.owner], 1)
             for state in SlotState:
                 slots[scope, state] += getattr(status, state)
             for result, keys in zip(RESULTS, (status.hits, status.misses), strict=True):
@@ -130,12 +133,17 @@ class Metrics:
             evicted[scope] += status.evicted
             expired[scope] += status.expired_leases
         yield info
+        yield owners
         for metric, by_labels in ((v.SLOTS, slots), (v.LOOKED_UP_KEYS, asked)):
             family = scalars(metric)
             for labels, value in by_labels.items():
                 family.add_metric(labels, value)
             yield family
-        for metric, by_scope in ((v.SCOPE_EVICTED_PAGES, evicted), (v.EXPIRED_LEASES, expired)):
+        for metric, by_scope in (
+            (v.SCOPE_EVICTED_PAGES, evicted),
+            (v.EXPIRED_LEASES, expired),
+            (v.SCOPE_LOG_BYTES, logs),
+        ):
             family = scalars(metric)
             for scope, value in by_scope.items():
                 family.add_metric([scope], value)

@@ -55,9 +55,7 @@ class ServerRuntime:
         self.security = self.metrics.security = security
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
-        # Handlers of a shared store have no group commit, whose error the metrics would show.
-        if handlers is not None:
-            self.metrics.store_problem = handlers.store_problem
+        self.metrics.unowned_scopes = self.handlers.unowned_scopes
         self._stopping = False
         spans = tracing.spans()
         # None where it has nothing to do: then a request pays for one comparison only.
@@ -73,7 +71,7 @@ class ServerRuntime:
         # Here and not in `__init__`: both need the running event loop.
         if self.store.durability is not p.StoreDurability.NONE:
             self.handlers.group_commit = self.metrics.group_commit = GroupCommit(
-                self.service, self.store, self.clock
+                self.service, self.store, self.clock, self.handlers.fenced
             )
         ticking = asyncio.create_task(self._tick())
         try:

@@ -73,6 +73,10 @@ class ScopeStatus(Answer, frozen=True, kw_only=True):
     """Leases that were neither committed nor given back in time."""
     model: str = ""
     """Name given by `describe`; empty for none."""
+    owner: str = ""
+    """Address of the server that owns it; empty for none, and where servers share no store."""
+    log_bytes: Natural = 0
+    """Length of its log, which a takeover replays; 0 where servers share no store."""
 
 
 class Scopes(Answer, frozen=True, kw_only=True):

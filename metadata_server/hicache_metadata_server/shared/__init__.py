@@ -1,5 +1,5 @@
-"""Several servers on one Redis or Valkey.
+"""Several servers on one Redis or Valkey: each owns some scopes, and serves them from memory.
 
-Every operation on a scope is a Lua script, which Redis runs atomically. A server keeps no state of
-its own that another server would need.
+Redis has the log and the snapshot of each scope, and who owns it.
+docs/design/metadata-scopes.md has the keys, and why two servers never serve one scope.
 """

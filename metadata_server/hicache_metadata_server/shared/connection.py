@@ -7,6 +7,7 @@ that; `RedisConnection` builds it from `WAIT`, see `_send_replicated`.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import structlog
@@ -15,9 +16,7 @@ from hicache_metadata_server.core.errors import StoreError
 from hicache_metadata_server.storage.address import AddressKind, parse_address
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from hicache_metadata_server.shared.scripts import Script
+    from collections.abc import Sequence
 
 ANSWER_SECONDS: Final = 2.0
 """Timeout of an answer. The commands may have been executed all the same."""
@@ -32,6 +31,18 @@ MARK: Final = b"replicated"
 TLS_END_SECONDS: Final = 0.05
 
 _log = structlog.get_logger()
+
+
+class Script(NamedTuple):
+    """Source of a script, and the SHA-1 under which Redis caches it."""
+
+    source: str
+    sha: str
+
+
+def new_script(source: str) -> Script:
+    """Return a script with its digest."""
+    return Script(source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
 class ScriptCall(NamedTuple):
@@ -105,24 +116,6 @@ class RedisConnection:
         except self._errors() as error:
             raise await self._failed(error) from error
 
-    async def commands(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Send several commands, which are not a transaction; return their answers."""
-        return await self._raise_errors(await self._send(commands))
-
-    async def probe_writes(self, keys: Iterable[bytes]) -> None:
-        """Write a key that nothing reads, in a cluster on each node that has one of these keys.
-
-        A Redis whose memory or disk is full answers reads: only a write finds it out.
-        """
-        if self.is_cluster:
-            try:
-                await self._discover_nodes()
-                # One key for each node: the last one of these keys that it has.
-                keys = {self._client.get_node_from_key(key).name: key for key in keys}.values()
-            except self._errors() as error:
-                raise await self._failed(error) from error
-        await self.commands([("SET", key + b":" + MARK, b"") for key in keys])
-
     async def on_each(self, *parts: str) -> list[Any]:
         """Send a command to every primary; return their answers."""
         if not self.is_cluster:
@@ -147,7 +140,10 @@ class RedisConnection:
         return answers
 
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        if len(commands) == 1 or self.is_cluster:
+        if len(commands) == 1:
+            # Most groups: without `gather`, which makes a task of it.
+            return [await self._send_one(commands[0])]
+        if self.is_cluster:
             # The scopes of a cluster are on several nodes, which work at the same time.
             return list(await asyncio.gather(*(self._send_one(command) for command in commands)))
         return await self._pipelined(commands)

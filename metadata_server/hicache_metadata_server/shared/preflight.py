@@ -16,7 +16,9 @@ from hicache_metadata_server.protocol import StoreDurability
 if TYPE_CHECKING:
     from hicache_metadata_server.shared.connection import RedisConnection
 
-# The first version with GETDEL, which the release of pins needs.
+_OLD_STORE: Final = b"hm:{scopes}"
+"""List of scopes of servers whose state machine ran in Redis."""
+# The first version that removes entries of a stream by their ids.
 _MIN_VERSION: Final = (6, 2)
 _ORDER: Final = (StoreDurability.NONE, StoreDurability.PROCESS, StoreDurability.MACHINE)
 _FIXES: Final = {
@@ -43,6 +45,12 @@ async def check_redis(connection: RedisConnection, wanted: StoreDurability) -> N
                 wanted=connection.replicas,
                 connected=info.get("connected_slaves"),
             )
+    if await connection.command("EXISTS", _OLD_STORE):
+        raise StoreError(
+            f"{connection.redacted}: this store was written by an earlier version of this server: "
+            f"back it up with that version (`hicache metadata backup`), empty it (FLUSHDB), and "
+            f"restore it with this one"
+        )
     try:
         policies = await _config(connection, "maxmemory-policy")
         files, fsyncs = (

@@ -32,6 +32,8 @@ class CompactionBatch(NamedTuple):
     """Bytes of these groups in the log."""
     rest: Changes
     """Everything but slots of these groups."""
+    scope: int = 0
+    """Number of the scope, in a store with a log for each scope."""
 
 
 @dataclass(slots=True)

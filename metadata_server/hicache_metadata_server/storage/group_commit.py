@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
-from hicache_metadata_server.core.errors import StoreError
+from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
@@ -49,11 +49,17 @@ class GroupCommit:
     """
 
     def __init__(
-        self, service: MetadataService, store: MetadataStore, clock: Callable[[], float]
+        self,
+        service: MetadataService,
+        store: MetadataStore,
+        clock: Callable[[], float],
+        on_fenced: Callable[[Sequence[str]], None] = lambda scopes: None,
     ) -> None:
         self._service = service
         self._store = store
         self._clock = clock
+        self._on_fenced = on_fenced
+        """Called with the names of scopes that this server has lost, before the next group."""
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group-commit")
         self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -107,6 +113,11 @@ class GroupCommit:
         waiter = self._loop.create_future()
         waiter.set_exception(self.error)
         return waiter
+
+    def refuse_waiting(self, error: StoreError) -> None:
+        """End the requests that wait for the next group, whose changes were discarded."""
+        group, self._open = self._open, []
+        _resolve(group, error)
 
     async def close(self) -> None:
         """Write and compact the rest, and end the threads. No change may follow."""
@@ -196,7 +207,9 @@ class GroupCommit:
                 # The blocks may have changes of the group that was not written.
                 self._store.put_back(self._batch)
                 self._batch = None
-        _resolve(group, self.error)
+        _resolve(group, error or self.error)
+        if isinstance(error, FencedError):
+            self._on_fenced(error.scopes)
         self._checkpoint_if_due(idle=False)
         if self._store.is_quick:
             # In a later turn of the loop: responses are sent first.
@@ -207,12 +220,12 @@ class GroupCommit:
     def _note(self, step: _Step, error: StoreError | None) -> None:
         """Record the result of a step, and log when the store begins to fail or serves again."""
         was = self.error
-        if error is None:
+        if error is None or isinstance(error, FencedError):
             self._failed.pop(step, None)
         else:
             self._failed[step] = error
             self._next_try = self._loop.time() + RETRY_SECONDS
-        if was is None and error is not None:
+        if was is None and self.error is not None:
             _log.error("store_failing", step=step, error=str(error))
         elif was is not None and self.error is None:
             _log.info("store_serving")
@@ -245,7 +258,10 @@ class GroupCommit:
 
     def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
         self._busy = False
-        self._note("compact", done.result())
+        error = done.result()
+        self._note("compact", error)
+        if isinstance(error, FencedError):
+            self._on_fenced(error.scopes)
         # Waiting requests first.
         self._seal()
         self._compact_while_idle()

@@ -10,12 +10,21 @@ import time
 from collections.abc import Callable
 
 from hicache_conformance.injectors.servers import stand_still
+from hicache_conformance.model.violation import Violation
+from hicache_conformance.protocol.http_client import HttpClient
+from hicache_metadata_server import protocol as p
 from hicache_metadata_server.cli.admin_client import AdminClient, RemoteError
+from hicache_metadata_server.client.failover import FIRST_BACKOFF_SECONDS
+from tests.backends.hf3fs.forwards import Manner
 
 PATIENCE_SECONDS = 60.0
 PAUSE_SECONDS = 0.4
 """Between strikes, and until what was killed is started again."""
 SUSPENDED_SECONDS = 1.0
+BACKOFF_SECONDS = 2 * FIRST_BACKOFF_SECONDS
+"""After which a client asks a server again that was silent, and its probe is answered."""
+LEASE_SECONDS = 3.0
+"""`ownership_seconds` of a server."""
 
 
 class Strikes(threading.Thread):
@@ -33,8 +42,7 @@ class Strikes(threading.Thread):
         self.plan = list[Callable[[], None]]()
         """What is to be done in a round; methods of this one."""
         self.outages = list[tuple[int, int]]()
-        """When the store was away: from its end until it and every server say that they are ready,
-        by `time.monotonic_ns()`."""
+        """When scopes may not have been served, by `time.monotonic_ns()`."""
         self.log = list[str]()
         self.over_at = 0
         self._error: BaseException | None = None
@@ -58,28 +66,92 @@ class Strikes(threading.Thread):
             raise self._error
 
     def kill_server(self, server):
-        self._note(f"kill -9 server {server.port}")
-        server.kill()
+        with self._outage(f"kill -9 server {server.port}", until_ready=False):
+            server.kill()
         time.sleep(PAUSE_SECONDS)
         server.start()
         self._wait_until_ready()
 
-    def suspend_server(self, server):
-        self._note(f"suspend server {server.port}")
-        with suspended(server):
-            time.sleep(SUSPENDED_SECONDS)
+    def stop_server(self, server):
+        """Its scopes are handed over at once, but a request may meet the moment."""
+        with self._outage(f"stop server {server.port}", until_ready=False):
+            os.killpg(server._process.pid, signal.SIGTERM)
+            gap = self._max_gap(lambda: server._process.poll() is not None)
+            server.kill()
+            self._note(f"server {server.port} has stopped; a scope was not served for {gap:.2f} s")
+        server.start()
         self._wait_until_ready()
 
+    def suspend_server(self, server, seconds=SUSPENDED_SECONDS):
+        begin = time.monotonic()
+        with self._outage(f"suspend server {server.port} for {seconds} s"), suspended(server):
+            if seconds > 2 * LEASE_SECONDS:
+                # Its scopes are others' meanwhile.
+                self._wait_until_served([one for one in self._servers if one is not server])
+                self._note(f"it is suspended; all is served after {time.monotonic() - begin:.2f} s")
+            time.sleep(max(0.0, seconds - (time.monotonic() - begin)))
+
+    def cut_network(self, server, cut, seconds):
+        """Between a server and its store; what is sent meanwhile arrives afterwards."""
+        begin = time.monotonic()
+        with self._outage(f"cut the store off from server {server.port} for {seconds} s"):
+            cut.manner = Manner.HANGS
+            gap = self._max_gap(lambda: time.monotonic() - begin > seconds)
+            self._note(f"it was cut off; a scope was not served for {gap:.2f} s")
+            cut.manner = Manner.WELL
+
+    def promote_replica(self, nodes):
+        """Kill the primary; the Sentinels promote its replica, which the killed one then follows."""
+        primary = next(node for node in nodes if _role(node) == "master")
+        [replica] = [node for node in nodes if node is not primary]
+        with self._outage(f"kill -9 primary {primary.port}"):
+            primary.kill()
+            _wait_for_role(replica, "master")
+            primary.start()
+            primary.follow(replica)
+
     def kill_store(self, store):
-        self._note(f"kill -9 store {store.port}")
+        with self._outage(f"kill -9 store {store.port}"):
+            store.kill()
+            time.sleep(PAUSE_SECONDS)
+            store.start()
+            self._is_whole()
+
+    @contextlib.contextmanager
+    def _outage(self, what, *, until_ready=True):
+        """What is struck in the block is away until every scope is served again, and every server
+        takes changes."""
         begin = time.monotonic_ns()
-        store.kill()
-        time.sleep(PAUSE_SECONDS)
-        store.start()
-        self._is_whole()
-        self._wait_until_ready()
+        yield
+        self._wait_until_served(self._servers)
+        seconds = (time.monotonic_ns() - begin) / 1e9
+        if until_ready:
+            self._wait_until_ready()
+            # A lease may have ended since: a scope that was served then has no owner for a moment.
+            self._wait_until_served(self._servers)
+            seconds = (time.monotonic_ns() - begin) / 1e9
+        time.sleep(BACKOFF_SECONDS)
         self.outages.append((begin, time.monotonic_ns()))
-        self._note("the store is back")
+        self._note(f"{what}; all is served again after {seconds:.2f} s")
+
+    def _wait_until_served(self, servers):
+        """Wait until each scope is served, by whichever server, as some servers know it."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not any(_serves_all(server) for server in servers):
+            assert time.monotonic() < until, "a scope is not served"
+            time.sleep(0.01)
+
+    def _max_gap(self, is_over):
+        """The longest time until `is_over` in which some scope was not served."""
+        served, longest = time.monotonic(), 0.0
+        while True:
+            if any(_serves_all(server) for server in self._servers):
+                now = time.monotonic()
+                served, longest = now, max(longest, now - served)
+                if is_over():
+                    return longest
+            assert time.monotonic() - served < PATIENCE_SECONDS, "a scope is not served"
+            time.sleep(0.01)
 
     def _wait_until_ready(self):
         until = time.monotonic() + PATIENCE_SECONDS
@@ -99,6 +171,36 @@ def suspended(server):
         yield
     finally:
         os.killpg(server._process.pid, signal.SIGCONT)
+
+
+def _role(node):
+    with node.client() as client:
+        return client.info("replication")["role"]
+
+
+def _wait_for_role(node, role):
+    until = time.monotonic() + PATIENCE_SECONDS
+    while _role(node) != role:
+        assert time.monotonic() < until, f"Redis {node.port} does not become {role}"
+        time.sleep(0.05)
+
+
+def _serves_all(server):
+    with contextlib.closing(HttpClient(server.url, answer_seconds=1.0)) as client:
+        try:
+            scopes = client.get("/v2/scopes")
+            if scopes.status != 200:
+                return False
+            parts = [
+                [p.LookupScope(scope=scope.scope, keys=["none"])]
+                for scope in p.decode(scopes.body, p.Scopes).scopes
+            ]
+            return all(
+                client.post("/v2/lookup", p.Lookup(scopes=part, touch=False)).status == 200
+                for part in parts
+            )
+        except Violation:
+            return False
 
 
 def _is_ready(server):

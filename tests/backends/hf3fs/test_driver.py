@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
@@ -26,11 +27,12 @@ from hicache_storage import create_storage
 from hicache_storage.objects import Call
 from hicache_storage.spec import (
     ConfigError,
+    PoolTransfer,
     StorageTimeoutError,
     StorageUnavailableError,
     parse_config,
 )
-from tests.backends.file.harness import identity
+from tests.backends.file.harness import COMPONENTS, ScratchPool, identity
 from tests.backends.hf3fs.forwards import Forward, Manner
 from tests.backends.hf3fs.harness import chain
 
@@ -59,6 +61,36 @@ def test_pages_come_back_and_others_see_them(mine):
     reader.expect(keys)
     assert reader.storage.delete(keys[:1]) == [True]
     assert writer.hits(keys) == 0
+
+
+def test_a_set_over_several_pools_asks_two_requests(rig, server, monkeypatch):
+    one, keys, sent = rig(metadata_url=server.url), chain("a", 4), list[str]()
+    one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "mamba")
+    send = one.store.metadata.send
+
+    def sending(path, *arguments):
+        sent.append(path)
+        return send(path, *arguments)
+
+    monkeypatch.setattr(one.store.metadata, "send", sending)
+    indices = torch.arange(16, dtype=torch.int64)
+
+    def put(keys):
+        sent.clear()
+        transfers = [
+            PoolTransfer(pool, keys=keys, host_indices=indices[: 4 * len(keys)])
+            for pool in ("kv", "mamba")
+        ]
+        assert one.storage.batch_set_v2(transfers) == dict.fromkeys(
+            ("kv", "mamba"), [True] * len(keys)
+        )
+        return sent
+
+    assert put(chain("b", 1))[0] == "/v2/initialize"
+    assert put(keys[:2]) == ["/v2/reserve", "/v2/commit"]
+    assert put(keys[:2]) == ["/v2/reserve"]
+    assert put(keys) == ["/v2/reserve", "/v2/commit"]
+    assert one.storage.get_stats().pools["kv"].pages_written == 5
 
 
 def test_a_page_whose_slot_was_given_away_is_a_miss_and_no_damage(mine):

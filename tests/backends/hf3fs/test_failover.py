@@ -26,6 +26,7 @@ from hicache_metadata_server.client.errors import (
     BusyError,
     DrainingError,
     MetadataError,
+    NoOwnerError,
     NoResponseError,
     RateLimitedError,
     RetryableError,
@@ -37,6 +38,7 @@ from hicache_metadata_server.client.failover import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
     MIN_ATTEMPT_SECONDS,
+    OWNER_SECONDS,
     ServerPool,
 )
 from hicache_metadata_server.client.http_client import HttpMetadataClient
@@ -385,7 +387,7 @@ class Pair:
 @pytest.mark.parametrize("status", [500, 502, 503, 504])
 def test_what_another_server_may_answer_is_asked_of_it_under_one_key(status):
     with ExitStack() as stack:
-        pair = Pair(stack, problem(status, "unavailable"))
+        pair = Pair(stack, problem(status, "internal"))
         with pytest.raises(RetryableError):
             pair.send("/v2/initialize", p.Initialize(scopes=[geometry()]), p.Initialized)
         assert (pair.asked, len(pair.keys)) == ([2, 2], 1)
@@ -414,6 +416,103 @@ def test_a_refusal_is_taken_from_the_first_server(status, code, error, attempts)
         with pytest.raises(error):
             pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
         assert pair.asked == [0, attempts]
+
+
+FOUND = p.encode(
+    p.LookedUp(
+        scopes=[p.FoundPages(slots=[3], generations=[1], lengths=[1], checksums=[1])],
+        pin=0,
+        pin_seconds=0.0,
+    ),
+    p.MSGPACK,
+)
+
+
+def moved(url):
+    body = msgspec.msgpack.encode({"code": "moved", "message": "no", "field": ""})
+    return reply(b"307 No\r\nLocation: " + f"{url}/v2/lookup".encode(), body)
+
+
+def test_the_owner_of_a_scope_is_asked_first_once_it_is_known():
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, at_server = stack.enter_context(listening(moved(owner)))
+        client = stack.enter_context(closing(HttpMetadataClient(server)))
+        for _ in range(3):
+            found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+
+
+@pytest.mark.parametrize(("error", "asks"), [(RetryableError, True), (NoResponseError, False)])
+def test_an_owner_in_backoff_is_asked_where_that_costs_no_time(error, asks):
+    """It may have been started again since, and another server names it."""
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, _ = stack.enter_context(listening(moved(owner)))
+        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
+        named = client._servers.at(owner)
+        named.in_backoff, named.backoff_until = True, time.monotonic() + PATIENCE_SECONDS
+        named.failed_at, named.was_silent = time.monotonic(), error is NoResponseError
+        request = p.Lookup(scopes=[part])
+        if asks:
+            found = client.send("/v2/lookup", request, p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        else:
+            with pytest.raises(BusyError):
+                client.send("/v2/lookup", request, p.LookedUp, Call(10.0))
+        assert bool(at_owner) == asks
+        named.failed_at -= OWNER_SECONDS
+        assert named.may_own
+
+
+@pytest.mark.parametrize("code", ["moving", "unavailable"])
+def test_a_server_that_is_cut_off_from_the_store_is_not_asked_for_ever(code):
+    """It cannot name the new owner. It is not left for good, since it may serve other scopes."""
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        owner, at_owner = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, at_server = stack.enter_context(listening(problem(503, code)))
+        client = stack.enter_context(closing(HttpMetadataClient([server, owner])))
+        client._owners["0:kv"] = client._servers.at(server)
+        for _ in range(3):
+            found = client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+            assert found.scopes[0].slots == [3]
+        assert [sum(b"/v2/" in data for data in asked) for asked in (at_server, at_owner)] == [1, 3]
+        assert not client._servers.at(server).in_backoff
+
+
+@pytest.mark.parametrize("code", ["moving", "unavailable"])
+def test_every_server_is_asked_for_an_owner(code):
+    with ExitStack() as stack:
+        pair = Pair(stack, problem(503, code))
+        with pytest.raises(NoOwnerError):
+            pair.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp)
+        assert pair.asked == [2, 2]
+
+
+def test_servers_that_disagree_about_an_owner_send_nobody_back_and_forth_for_ever():
+    part = p.LookupScope(scope="0:kv", keys=["a"])
+    with ExitStack() as stack:
+        server, asked = stack.enter_context(listening(moved("http://127.0.0.1:9")))
+        client = stack.enter_context(closing(HttpMetadataClient([server, "http://127.0.0.1:9"])))
+        with pytest.raises(RetryableError):
+            client.send("/v2/lookup", p.Lookup(scopes=[part]), p.LookedUp, Call(10.0))
+        assert 1 <= sum(b"/v2/" in data for data in asked) <= ATTEMPTS + 1
+
+
+def test_a_redirection_to_another_route_is_not_followed():
+    with ExitStack() as stack:
+        elsewhere, asked = stack.enter_context(listening(reply(b"200 OK", FOUND)))
+        server, _ = stack.enter_context(
+            listening(reply(b"307 No\r\nLocation: " + f"{elsewhere}/v2/clear".encode(), b""))
+        )
+        client = stack.enter_context(closing(HttpMetadataClient(server)))
+        with pytest.raises(RetryableError, match="a redirection to"):
+            client.send("/v2/lookup", p.Lookup(scopes=[]), p.LookedUp, Call(10.0))
+        assert not asked
 
 
 def test_each_server_that_drains_is_asked_once():

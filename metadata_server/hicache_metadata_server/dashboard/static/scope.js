@@ -21,6 +21,7 @@ export class ScopeView {
     this.facts = make("div");
     this.ratio = make("span");
     this.gone = make("span");
+    this.log = make("span");
     this.asked = new Chart({ title: "Keys asked for", unit: "per second", format: rate, lines: [
       { name: "hits", style: "one", area: true }, { name: "misses", style: "two dashed" },
     ] });
@@ -67,8 +68,8 @@ export class ScopeView {
     } }, make("label", { for: "key" }, "Key"), key, make("button", {}, "Find"));
   }
 
-  #showFacts({ slots, slot_bytes, geometry, identity, model }) {
-    const said = JSON.stringify([slots, slot_bytes, geometry, identity, model]);
+  #showFacts({ slots, slot_bytes, geometry, identity, model, owner }) {
+    const said = JSON.stringify([slots, slot_bytes, geometry, identity, model, owner]);
     if (this.said === said) return;
     this.said = said;
     this.facts.replaceChildren(facts([
@@ -77,13 +78,15 @@ export class ScopeView {
       slot_bytes ? ["All of it", bytes(slots * slot_bytes)] : null,
       ["Hit ratio", this.ratio],
       ["Evicted", this.gone],
+      owner ? ["Owner", make("code", {}, owner)] : null,
+      owner ? ["Log", this.log] : null,
       ["Model", model || "not named"],
       ["Identity", identity ? make("code", {}, identity) : "none given"],
       ["Geometry", geometry ? make("code", {}, geometry) : "none given"],
     ]));
   }
 
-  #showCounts(poller, { hits, misses, evicted }) {
+  #showCounts(poller, { hits, misses, evicted, log_bytes }) {
     const time = poller.past.offered ? poller.past.now : Date.now() / 1000;
     const last = this.samples.at(-1);
     // After a restart the counters begin at 0 again.
@@ -92,6 +95,7 @@ export class ScopeView {
     this.samples = this.samples.filter((sample) => sample.time > time - WINDOW_SECONDS);
     setText(this.ratio, hits + misses ? `${share(hits, hits + misses)} of ${count(hits + misses)} keys` : "nothing was asked for");
     setText(this.gone, `${count(evicted)} pages`);
+    setText(this.log, bytes(log_bytes ?? 0));
     this.ratio.title = this.gone.title = "since the server's start";
     const steps = this.samples.slice(1).map((sample, i) => ({ sample, before: this.samples[i] }));
     const from = Math.min(this.samples[0].time, time - LEAST_SECONDS);

@@ -1,7 +1,7 @@
 // Table of scopes, with filter, sorting and paging.
 
 import { Rows, make, setText } from "./dom.js";
-import { count, share } from "./format.js";
+import { NONE, bytes, count, share } from "./format.js";
 import { Bar } from "./occupancy.js";
 import { scopeLink } from "./address.js";
 
@@ -21,6 +21,9 @@ const COLUMNS = [
   { name: "occupied", title: "Occupied", value: occupied },
   { name: "hits", title: "Hit ratio", value: hitRatio },
   { name: "evicted", title: "Evicted", value: (scope) => scope.evicted, mid: true },
+  // Of servers that share a store.
+  { name: "owner", title: "Owner", value: (scope) => scope.owner ?? "", wide: true, shared: true },
+  { name: "log", title: "Log", value: (scope) => scope.log_bytes ?? 0, wide: true, shared: true },
 ];
 const NATURALLY = new Intl.Collator("en", { numeric: true });
 
@@ -52,6 +55,7 @@ export class ScopeTable {
   show(scopes) {
     this.scopes = scopes;
     const { filter, sort, order } = this.options;
+    this.table.classList.toggle("of-one", !scopes.some((scope) => scope.owner));
     const column = COLUMNS.find(({ name }) => name === sort) ?? COLUMNS[0];
     const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
     const found = scopes.filter((scope) => words.every((word) => `${scope.scope} ${scope.model ?? ""} ${scope.identity}`.toLowerCase().includes(word)));
@@ -75,14 +79,14 @@ export class ScopeTable {
     });
   }
 
-  #head({ name, title, wide, mid }) {
-    return make("th", { scope: "col", class: wide ? "wide" : mid ? "mid" : null },
-      make("button", { type: "button", onclick: () => this.#sortBy(name) }, title));
+  #head(column) {
+    return make("th", { scope: "col", class: classOf(column) },
+      make("button", { type: "button", onclick: () => this.#sortBy(column.name) }, column.title));
   }
 
   #sortBy(name) {
     const { sort, order } = this.options;
-    const first = name === "scope" || name === "model" ? "up" : "down";
+    const first = ["scope", "model", "owner"].includes(name) ? "up" : "down";
     this.#change({ sort: name, order: sort === name ? (order === "up" ? "down" : "up") : first, page: "1" });
   }
 
@@ -114,7 +118,7 @@ class Pager {
 function makeRow(scope) {
   const bar = new Bar();
   const model = make("td", { class: "wide name" });
-  const numbers = COLUMNS.slice(2).map(({ wide, mid }) => make("td", { class: wide ? "wide" : mid ? "mid" : null }));
+  const numbers = COLUMNS.slice(2).map((column) => make("td", { class: classOf(column) }));
   const occupiedShare = make("span", { class: "figure" });
   numbers[5].classList.add("occupied");
   numbers[5].append(bar.element, occupiedShare);
@@ -127,8 +131,14 @@ function makeRow(scope) {
     ["slots", "live", "leased", "quarantined", "free"].forEach((name, i) => setText(numbers[i], count(now[name])));
     setText(numbers[6], share(now.hits, now.hits + now.misses));
     setText(numbers[7], count(now.evicted));
+    setText(numbers[8], now.owner || "none");
+    setText(numbers[9], now.owner ? bytes(now.log_bytes) : NONE);
   };
   return { row, update };
+}
+
+function classOf({ wide, mid, shared }) {
+  return [wide && "wide", mid && "mid", shared && "shared"].filter(Boolean).join(" ") || null;
 }
 
 function compare(a, b) {

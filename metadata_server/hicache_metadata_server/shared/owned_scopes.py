@@ -1,0 +1,309 @@
+"""Request handlers of one server among several, and its assembly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any, Final
+
+import structlog
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.errors import (
+    FencedError,
+    StoreError,
+    moved,
+    moving,
+    unknown_scope,
+)
+from hicache_metadata_server.core.leases import SteadyClock
+from hicache_metadata_server.core.service import MAX_SCOPES, MetadataService
+from hicache_metadata_server.core.tenants import Caller, may_use
+from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.http.handlers import DecodedRequest, Handlers, Response, Result
+from hicache_metadata_server.shared.assembly import open_connection
+from hicache_metadata_server.shared.ownership import LEASE_SECONDS
+from hicache_metadata_server.shared.scope_log import ScopeLogStore
+from hicache_metadata_server.shared.scope_owner import BEAT_SECONDS, ScopeOwner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from hicache_metadata_server.auth.security import Security
+    from hicache_metadata_server.http.asgi import ProtocolApp
+
+CREATING: Final = ("/v2/initialize", "/{rank}/initialize")
+"""Routes that create scopes."""
+LISTING: Final = "/v2/scopes"
+DROPPING: Final = "/v2/drop"
+UNPINNING: Final = "/v2/unpin"
+WITH_MAP: Final = (LISTING, DROPPING, UNPINNING)
+"""Routes that use the map of all scopes."""
+
+_log = structlog.get_logger()
+
+
+class OwnerHandlers(Handlers):
+    """Answers requests about scopes that this server owns, and says who owns the others.
+
+    A request about scopes of this server takes the same way as in a server of its own store.
+    """
+
+    def __init__(
+        self, service: MetadataService, clock: Callable[[], float], owner: ScopeOwner
+    ) -> None:
+        super().__init__(service, clock)
+        self.owner = owner
+        owner.flush = self.commit
+        owner.discarded = self._refuse_waiting
+        self._creating = asyncio.Lock()
+        self._beating: asyncio.Task[None] | None = None
+        self._leaves = False
+        self._problem = "it has no lease yet"
+
+    def start(self, request: DecodedRequest) -> Result | None:
+        """Run a request at once if this server owns its scopes."""
+        names = self.names(request)
+        if request.endpoint.name in WITH_MAP or (names and not self.owner.serves(names)):
+            return None
+        return super().start(request)
+
+    async def run_in_slices(self, request: DecodedRequest) -> Response:
+        """Find the owner of the scopes, or create them; then run the request as any other."""
+        names = self.names(request)
+        if request.endpoint.name == LISTING:
+            return self._response(await self._listed(request.caller), request.content_type)
+        if request.endpoint.name == UNPINNING:
+            elsewhere = self.service.pins_elsewhere(request.message)
+            answer = await self._run(request)
+            # What is left may be another server's; what was released here is unknown there.
+            for pin, scope in elsewhere.items():
+                if url := self.owner.keeper_of(pin, scope):
+                    raise moved(url + UNPINNING)
+            return answer
+        if not names or self.owner.serves(names):
+            return await self._run(request)
+        if request.endpoint.name in CREATING:
+            return await self._create(request, names)
+        if url := await self.owner.admit(names):
+            raise moved(url + _path_of(request, names))
+        if not self.owner.serves(names):
+            self._raise_unknown(request)
+        return await self._run(request)
+
+    def fenced(self, scopes: Sequence[str]) -> None:
+        """Forget scopes that another server owns by now."""
+        self.owner.drop(scopes)
+
+    async def tick(self, slots: int) -> bool:
+        """Expire leases and quarantines, and begin the heartbeats."""
+        if self._beating is None and not self._leaves:
+            self._beating = asyncio.create_task(self._beat())
+        return await super().tick(slots)
+
+    async def hand_over(self) -> None:
+        """Give all scopes back, and take none any more."""
+        # Also a flag: redis-py may lose the cancellation, see `ServerRuntime`.
+        self._leaves = True
+        if self._beating is not None:
+            self._beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beating
+        # The others take no scope from a server that looks as if it would serve it again.
+        self.service.draining = True
+        if not self.service.scopes:
+            return
+        try:
+            await self.owner.give_back(list(self.service.scopes))
+        except StoreError as error:
+            # Their leases end by themselves.
+            _log.error("scopes_kept", error=str(error))
+
+    async def close(self) -> None:
+        """Give all scopes back, and write the remaining changes."""
+        await self.hand_over()
+        await super().close()
+        await self.owner.close()
+
+    def problem(self) -> str:
+        """Reason why the server is not ready, or ""."""
+        return self._problem or super().problem()
+
+    def unowned_scopes(self) -> int:
+        """Number of scopes that have no owner."""
+        return self.owner.unowned()
+
+    async def _beat(self) -> None:
+        while not self._leaves:
+            try:
+                await self.owner.beat()
+                problem = ""
+            except StoreError as error:
+                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - without heartbeats no scope would be served
+                _log.exception("beat_failed")
+                problem = f"{type(error).__name__}: {error}"
+            if bool(problem) != bool(self._problem):
+                event = "store_failing" if problem else "store_serving"
+                _log.info(event, error=problem)
+            self._problem = problem
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await self.owner.wanted.wait()
+                # Not at once: clients that wait ask again and again.
+                await asyncio.sleep(BEAT_SECONDS / 5)
+            self.owner.wanted.clear()
+
+    async def _run(self, request: DecodedRequest) -> Response:
+        """Run a request about scopes that this server serves."""
+        started = Handlers.start(self, request)
+        if started is None:
+            return await super().run_in_slices(request)
+        if started.changes:
+            await self._wait_for_commit()
+        if request.endpoint.name == DROPPING and started.response.status == 200:
+            await self.owner.forget(self.names(request))
+        return started.response
+
+    def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:
+        # Between two chunks the lease may have ended, or the scope was given back.
+        if not self.owner.serves(self.names(request)):
+            raise moving()
+        return super()._run_chunk(request, piece, idempotency_key)
+
+    def _refuse_waiting(self, scopes: Sequence[str]) -> None:
+        if self.group_commit is not None:
+            self.group_commit.refuse_waiting(FencedError(scopes))
+
+    async def _listed(self, caller: Caller) -> p.Scopes:
+        """Scopes of all servers; those of the others as they were up to a second ago."""
+        # Another server may just have made one.
+        await self.owner.poll()
+        own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
+        others = {
+            status.scope: status
+            for status in await self.owner.other_statuses()
+            if may_use(caller, status.tenant)
+        }
+        found = others | own
+        return p.Scopes(scopes=[found[name] for name in sorted(found)])
+
+    async def _create(self, request: DecodedRequest, names: Sequence[str]) -> Response:
+        """Create scopes here, or send the client to where they are, or should be."""
+        geometries = _geometries(request, names)
+        # One at a time: a second request must not find a scope between its two steps.
+        async with self._creating:
+            if not self.owner.serves(names):
+                await self.owner.poll()
+            try:
+                while not await self._have_heads(request, names, geometries):
+                    await self.owner.poll()
+                started = super().start(request)
+            finally:
+                self.owner.attach()
+        assert started is not None, "a request that creates scopes is short"
+        if started.changes:
+            await self._wait_for_commit()
+        return started.response
+
+    async def _have_heads(
+        self, request: DecodedRequest, names: Sequence[str], geometries: dict[str, p.ScopeGeometry]
+    ) -> bool:
+        """Own the scopes that exist, and those that do not; False if they have changed meanwhile."""
+        known = [name for name in geometries if name in self.owner.entries]
+        if known:
+            if url := await self.owner.admit(known):
+                raise moved(url + _path_of(request, names))
+            if not self.owner.serves(known):
+                return False
+        new = [part for name, part in geometries.items() if name not in known]
+        if not new:
+            return True
+        field = "namespace"
+        if isinstance(request.message, p.Initialize):
+            # Before other servers see the scopes.
+            self.service.check_initialize(request.message)
+            field = "scopes"
+        self.service.check_room(new, request.caller, field)
+        if not known and (url := self.owner.less_loaded()):
+            raise moved(url + _path_of(request, names))
+        group = self.owner.entries[known[0]].group if known else ""
+        return await self.owner.create(new, request.caller.tenant, group)
+
+    def _raise_unknown(self, request: DecodedRequest) -> None:
+        """Name the first scope that does not exist."""
+        assert request.endpoint.names is not None, "it names scopes"
+        names, field = request.endpoint.names(request.message)
+        for i, name in enumerate(names):
+            if name not in self.owner.entries:
+                raise unknown_scope(name, field.format(i))
+
+
+def _path_of(request: DecodedRequest, names: Sequence[str]) -> str:
+    return request.endpoint.name.replace("{rank}", names[0].partition(":")[0])
+
+
+def _geometries(request: DecodedRequest, names: Sequence[str]) -> dict[str, p.ScopeGeometry]:
+    message: Any = request.message
+    if isinstance(message, p.Initialize):
+        return {part.scope: part for part in reversed(message.scopes)}
+    return {names[0]: p.ScopeGeometry(scope=names[0], slots=message.num_pages)}
+
+
+def owner_service(
+    limits: p.Limits,
+    durability: p.StoreDurability,
+    *,
+    name: str = "hicache-storage",
+    max_scopes: int = MAX_SCOPES,
+) -> MetadataService:
+    """Service of one server among several, without scopes yet."""
+    return MetadataService(
+        limits, durability=durability, name=name, max_scopes=max_scopes, shares_store=True
+    )
+
+
+def owner_app(
+    service: MetadataService,
+    store_url: str,
+    url: str,
+    *,
+    replicas: int = 0,
+    lease_seconds: float = LEASE_SECONDS,
+    security: Security | None = None,
+    slow_seconds: float = 0.0,
+) -> ProtocolApp:
+    """Application of one server among several.
+
+    Args:
+        service: of `owner_service`.
+        store_url: address of Redis.
+        url: address of this server for clients.
+        replicas: number of replicas that have a change before it is acknowledged.
+        lease_seconds: time after which the others take the scopes of a silent server.
+        security: access control.
+        slow_seconds: slower requests are logged; 0 for none.
+
+    Raises:
+        StoreError: the client library is not installed.
+        ValueError: the address is not valid.
+    """
+    clock = SteadyClock()
+    # Two connections: the thread of the group commit has an event loop of its own.
+    store = ScopeLogStore(open_connection(store_url, replicas), clock)
+    owner = ScopeOwner(
+        open_connection(store_url, replicas),
+        service,
+        store,
+        url=url,
+        now=clock,
+        lease_seconds=lease_seconds,
+    )
+    return create_app(
+        service,
+        store,
+        security=security,
+        clock=clock,
+        handlers=OwnerHandlers(service, clock, owner),
+        slow_seconds=slow_seconds,
+    )

@@ -1,0 +1,635 @@
+"""The store of one of several servers: a log and a snapshot in Redis for each scope it owns.
+
+Each write is a script that writes only while this server's fencing token is the scope's.
+docs/design/metadata-scopes.md has the keys, and why no acknowledged change is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import zlib
+from array import array
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from hicache_metadata_server.core.changes import Changes, Recovered, ScopeRecord
+from hicache_metadata_server.core.errors import FencedError, StoreError
+from hicache_metadata_server.core.pins import PinRecord
+from hicache_metadata_server.core.service import LONGEST
+from hicache_metadata_server.protocol import StoreDurability
+from hicache_metadata_server.shared.connection import Script, ScriptCall, new_script
+from hicache_metadata_server.storage.blocks import BLOCK, SlotBlock, changed_blocks
+from hicache_metadata_server.storage.compaction import BATCH_BLOCKS, CompactionBatch, DirtyBlocks
+from hicache_metadata_server.storage.replay import replayed
+from hicache_metadata_server.storage.schema import BLOCK_MASK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+
+    from hicache_metadata_server.core.codec import SlotChanges
+    from hicache_metadata_server.core.restore import SlotRows
+    from hicache_metadata_server.core.scope import Scope
+    from hicache_metadata_server.shared.connection import RedisConnection
+
+T = TypeVar("T")
+
+MAX_LOG_BYTES: Final = 16 << 20
+"""Length of a scope's log from which each write also compacts."""
+IDLE_LOG_BYTES: Final = 1 << 20
+"""The same in an idle server. A takeover replays what is left within milliseconds."""
+PAGE_ENTRIES: Final = 64
+"""Entries of the log, and blocks, that a takeover reads with one command: less than a megabyte."""
+COMPRESSION: Final = 1
+SCOPE: Final = b"scope"
+"""Field of `rest` with the scope's record and its counters; the other fields are windows."""
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CHANGES: Final = msgspec.msgpack.Decoder(Changes)
+
+_CHECKED: Final = """
+local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'taken')
+local seq = tonumber(head[2] or '0')
+if head[1] ~= ARGV[1] then
+  -- Taken without writes that this owner knows to be confirmed: a failover has lost them.
+  if head[3] and tonumber(head[3]) < tonumber(ARGV[3]) then return 'LOST' end
+  return 'FENCED'
+end
+if seq >= tonumber(ARGV[2]) then return 'LATE' end
+if seq < tonumber(ARGV[3]) then return 'LOST' end
+redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
+"""
+"""Begin of each write: the token, and the number of the write, must be greater than all before."""
+
+
+_APPEND: Final = new_script(
+    _CHECKED + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return 'OK'"
+)
+_COMPACT: Final = new_script(
+    _CHECKED
+    + """
+local blocks, rest = 7 + ARGV[6], 7 + ARGV[6] + ARGV[7]
+if blocks > 7 then redis.call('HSET', KEYS[3], unpack(ARGV, 8, blocks)) end
+if rest > blocks then redis.call('HSET', KEYS[4], unpack(ARGV, blocks + 1, rest)) end
+if #ARGV > rest then redis.call('HDEL', KEYS[4], unpack(ARGV, rest + 1, #ARGV)) end
+if ARGV[5] ~= '' then redis.call('XTRIM', KEYS[2], 'MINID', ARGV[5]) end
+return 'OK'
+"""
+)
+_DROP: Final = new_script(_CHECKED + "redis.call('DEL', unpack(KEYS)) return 'OK'")
+_TAKE: Final = new_script(
+    """
+local head = redis.call('HMGET', KEYS[1], 'token', 'owner', 'seq', 'clock', 'closed', 'taken')
+for i = 1, 6 do head[i] = head[i] or '' end
+if head[1] ~= ARGV[1] then return {'', unpack(head)} end
+local token = string.format('%.0f-%s', (string.match(head[1], '^%d+') or 0) + 1, ARGV[2])
+local taken = head[3] ~= '' and head[3] or '0'
+redis.call('HSET', KEYS[1], 'token', token, 'owner', ARGV[3], 'taken', taken)
+return {token, unpack(head)}
+"""
+)
+# The token was written by the take, so a Redis that has it has everything before.
+_READ: Final = new_script(
+    """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return {0, ''} end
+return {1, redis.call(ARGV[2], KEYS[2], unpack(ARGV, 3))}
+"""
+)
+_REVOKE: Final = new_script(
+    """
+local head = redis.call('HMGET', KEYS[1], 'token', 'seq', 'clock', 'closed')
+if not head[1] then return 'GONE' end
+local token = string.format('%.0f-%s', string.match(head[1], '^%d+') + 1, ARGV[1])
+redis.call('HSET', KEYS[1], 'token', token, 'taken', head[2] or '0')
+if tonumber(head[4] or '0') < (head[3] or 0) + ARGV[2] then
+  redis.call('HSET', KEYS[1], 'closed', string.format('%.6f', (head[3] or 0) + ARGV[2]))
+end
+return 'OK'
+"""
+)
+_RELEASE: Final = new_script(
+    """
+if redis.call('HGET', KEYS[1], 'token') ~= ARGV[1] then return 'FENCED' end
+redis.call('HSET', KEYS[1], 'owner', '')
+return 'OK'
+"""
+)
+
+
+class ScopeHead(NamedTuple):
+    """Owner of a scope, and the last write."""
+
+    token: bytes
+    """Empty for a scope without owner that never had one."""
+    owner: str
+    """Incarnation of a server; empty for none."""
+    seq: int
+    clock: float
+    """Scope time of the last write."""
+    closed: float
+    """Scope time before which no slot is given; 0 for none."""
+    taken: int
+    """Number of the last write before the owner took it."""
+
+
+@dataclass(slots=True)
+class ScopeLog:
+    """Log of one scope that this server owns."""
+
+    name: str
+    number: int
+    """Number of the scope in this server's service."""
+    token: bytes
+    seq: int
+    """Number of the last write, confirmed or not."""
+    offset: float
+    """Scope time minus the time of this server."""
+    confirmed: int = 0
+    """Number of the last write that Redis has confirmed."""
+    record: ScopeRecord | None = None
+    counters: dict[str, int] = field(default_factory=dict[str, int])
+    """Counters in the log."""
+    dirty: DirtyBlocks = field(default_factory=DirtyBlocks)
+    log_bytes: int = 0
+    windows: deque[tuple[int, float]] = field(default_factory=deque[tuple[int, float]])
+    """Windows in `rest`, with the scope time at which all their pins and answers have ended."""
+    pinned_until: float = 0.0
+    """Scope time at which the last pin ends."""
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Head, log, blocks and rest."""
+        return scope_keys(self.name)
+
+    def note(self, size: int, group: int, changes: Changes) -> None:
+        """Record a group that is in the log."""
+        self.log_bytes += size
+        self.counters |= changes.counters
+        if changes.scopes:
+            self.record = changes.scopes[-1]
+        self.pinned_until = max([self.pinned_until, *(pin.until for pin in changes.pins)])
+        places = [block for slots in changes.slots.values() for block in changed_blocks(slots)]
+        self.dirty.mark(places, group, size, changes)
+
+    def end_of(self, changes: Changes) -> float:
+        """Scope time at which the pins and answers of a window have ended."""
+        pins = self.pinned_until if changes.pins or changes.unpinned else 0.0
+        return max([pins, *(answer.until for answer in changes.answers)])
+
+
+class LoadedScope(NamedTuple):
+    """Snapshot and log of a scope, as Redis has them."""
+
+    blocks: dict[int, bytes]
+    rest: dict[bytes, bytes]
+    groups: list[tuple[int, bytes]]
+
+
+def scope_keys(name: str) -> tuple[bytes, ...]:
+    """Keys of a scope: head, log, blocks and rest."""
+    return tuple(f"hm:{{{name}}}:{part}".encode() for part in ("head", "log", "blocks", "rest"))
+
+
+# What an owner does to the head, on a connection of the event loop.
+
+
+async def take(
+    connection: RedisConnection, name: str, expected: bytes, owner: str
+) -> tuple[bytes, ScopeHead]:
+    """Make `owner` the owner of a scope whose token is `expected`.
+
+    Returns:
+        Its token, empty if it is not the owner, and the head as it was before.
+    """
+    # A failover can take the count of a token back; the random part is never drawn again.
+    call = ScriptCall(_TAKE, scope_keys(name)[:1], (expected, secrets.token_hex(8), owner))
+    ((token, *head),) = await connection.run([call])
+    return token, _head_of(head)
+
+
+async def revoke(connection: RedisConnection, name: str, seconds: int) -> None:
+    """Let a scope that has lost writes give no slot for a time.
+
+    Its owner finds another token with its next write, and takes the scope again.
+    """
+    call = ScriptCall(_REVOKE, scope_keys(name)[:1], (secrets.token_hex(8), seconds))
+    await connection.run([call])
+
+
+async def read_head(connection: RedisConnection, name: str) -> ScopeHead:
+    """Read the head of a scope."""
+    key = scope_keys(name)[0]
+    return _head_of(await connection.command("HMGET", key, *ScopeHead._fields))
+
+
+def _head_of(values: Sequence[bytes | None]) -> ScopeHead:
+    token, owner, *numbers = (value or b"" for value in values)
+    seq, clock, closed, taken = (number or b"0" for number in numbers)
+    return ScopeHead(token, owner.decode(), int(seq), float(clock), float(closed), int(taken))
+
+
+async def remove(connection: RedisConnection, log: ScopeLog) -> None:
+    """Remove a scope that was taken and holds nothing."""
+    log.seq += 1
+    arguments = (log.token, log.seq, log.confirmed, "0")
+    await connection.run([ScriptCall(_DROP, log.keys, arguments)])
+
+
+async def release(connection: RedisConnection, logs: Iterable[ScopeLog]) -> None:
+    """Give scopes back, after their last write."""
+    await connection.run([ScriptCall(_RELEASE, log.keys[:1], (log.token,)) for log in logs])
+
+
+async def load(connection: RedisConnection, name: str, token: bytes) -> LoadedScope:
+    """Read a scope that was taken: nobody else writes it any more.
+
+    Raises:
+        FencedError: the token is not the scope's where it was read. It belongs to another server by
+            now, or a connection has led to a Redis that is no primary any more.
+    """
+    keys = scope_keys(name)
+
+    async def read(place: int, *command: bytes | int | str) -> Any:
+        call = ScriptCall(_READ, (keys[0], keys[place]), (token, *command))
+        ((found, answer),) = await connection.run([call])
+        if not found:
+            raise FencedError([name])
+        return answer
+
+    rest = await read(3, "HGETALL")
+    blocks, cursor = dict[int, bytes](), b"0"
+    while True:
+        cursor, found = await read(2, "HSCAN", cursor, "COUNT", PAGE_ENTRIES)
+        blocks |= {int(number): blob for number, blob in _paired(found)}
+        if cursor == b"0":
+            break
+    groups, first = list[tuple[int, bytes]](), b"-"
+    while page := await read(1, "XRANGE", first, "+", "COUNT", PAGE_ENTRIES):
+        groups += [(int(key.partition(b"-")[0]), fields[1]) for key, fields in page]
+        first = b"(" + page[-1][0]
+    return LoadedScope(blocks, dict(_paired(rest)), groups)
+
+
+def _paired(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def recovered(
+    log: ScopeLog, loaded: LoadedScope, now: float
+) -> tuple[Recovered, Iterable[SlotRows]]:
+    """Merge snapshot and log of a scope that was taken, for `MetadataService.restored_scope`.
+
+    Returns:
+        Everything but slots, in the time of this server, and the slots. No scope is in it if the
+        scope's first group was never written.
+
+    Raises:
+        StoreError: snapshot or log cannot be read.
+    """
+    everything = Changes()
+    try:
+        for key in sorted(loaded.rest, key=_window_of):
+            window = _CHANGES.decode(loaded.rest[key])
+            everything.add_all_but_slots(window)
+            log.pinned_until = max([log.pinned_until, *(pin.until for pin in window.pins)])
+            if key != SCOPE:
+                log.windows.append((int(key), log.end_of(window)))
+        blocks = {place: zlib.decompress(blob) for place, blob in loaded.blocks.items()}
+
+        def read(place: int) -> SlotBlock | None:
+            return SlotBlock.decode(blocks[place]) if place in blocks else None
+
+        for batch in replayed(iter(loaded.groups), read):
+            blocks.update(batch.blocks)
+            everything.add_all_but_slots(batch.rest)
+        for group, payload in loaded.groups:
+            log.note(len(payload), group, _CHANGES.decode(payload))
+    except (msgspec.DecodeError, ValueError, zlib.error) as error:
+        raise StoreError(f"scope {log.name} cannot be read: {error}") from error
+    log.counters = dict(everything.counters)
+    if everything.scopes:
+        log.record = everything.scopes[-1]
+    unpinned = set(everything.unpinned)
+    pins = [pin for pin in everything.pins if pin.pin not in unpinned]
+    local = _shifted(
+        Changes(scopes=everything.scopes[-1:], pins=pins, answers=everything.answers),
+        -log.offset,
+        log.number,
+    )
+    alive = [answer for answer in local.answers if answer.until > now]
+    found = Recovered(
+        local.scopes, [pin for pin in local.pins if pin.until > now], alive, everything.counters
+    )
+    return found, _rows(blocks, -log.offset)
+
+
+def max_hold_of(found: Recovered) -> int:
+    """Seconds of the longest lease and quarantine of a scope."""
+    return found.counters.get(LONGEST, 0)
+
+
+def _window_of(key: bytes) -> int:
+    return -1 if key == SCOPE else int(key)
+
+
+def _rows(blocks: dict[int, bytes], offset: float) -> Iterator[SlotRows]:
+    for number in sorted(blocks):
+        block = SlotBlock.decode(blocks[number])
+        block.until = _moved(block.until, offset)
+        rows = block.rows(number * BLOCK)
+        if rows is not None:
+            yield rows
+
+
+def _moved(until: array[float], offset: float) -> array[float]:
+    # 0 is the end of slots that have none.
+    return array("d", [end + offset if end else 0.0 for end in until]) if any(until) else until
+
+
+def _shifted(changes: Changes, offset: float, number: int) -> Changes:
+    """Changes of one scope, under another number and with times of another clock."""
+    return Changes(
+        scopes=[
+            replace(
+                one,
+                number=number,
+                cleared_until=one.cleared_until + offset if one.cleared_until else 0.0,
+            )
+            for one in changes.scopes
+        ],
+        slots=dict(
+            zip(
+                [number],
+                [_shifted_slots(one, offset) for one in changes.slots.values()],
+                strict=False,
+            )
+        ),
+        pins=[
+            PinRecord(pin.pin, pin.until + offset, {number: slots})
+            for pin in changes.pins
+            for slots in pin.slots.values()
+        ],
+        unpinned=changes.unpinned,
+        answers=[
+            msgspec.structs.replace(answer, until=answer.until + offset)
+            for answer in changes.answers
+        ],
+        counters=changes.counters,
+    )
+
+
+def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
+    states = changes.states
+    if not states.until or not offset:
+        return changes
+    until = _moved(array("d", states.until), offset).tobytes()
+    return changes._replace(states=states._replace(until=until))
+
+
+class ScopeLogStore:
+    """The logs of the scopes that one server owns, as the store of its group commit.
+
+    The group commit uses it in its thread, with a connection and an event loop of its own.
+
+    Args:
+        connection: used by no other event loop.
+        clock: seconds; the times in changes are of this clock.
+    """
+
+    is_quick = False
+
+    durability = StoreDurability.PROCESS
+    """Redis has what the process has written. What Redis itself survives is its setting."""
+
+    def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
+        self._connection = connection
+        self._clock = clock
+        # Not `asyncio.Runner`, which looks at signal handlers at each call.
+        self._loop = asyncio.new_event_loop()
+        self._logs: dict[int, ScopeLog] = {}
+        """By the number of the scope in this server."""
+        self._counters: dict[str, int] = {}
+        self._pinned: dict[int, tuple[int, ...]] = {}
+        """Scopes of each pin."""
+        self.lost = set[str]()
+        """Scopes whose log has lost writes that were acknowledged."""
+
+    # Called by the owner, in the event loop.
+
+    def attach(self, log: ScopeLog, pins: Iterable[PinRecord] = ()) -> None:
+        """Write changes of a scope to its log from now on."""
+        self._logs[log.number] = log
+        for pin in pins:
+            self._pinned[pin.pin] = (*self._pinned.get(pin.pin, ()), log.number)
+
+    def detach(self, number: int) -> ScopeLog | None:
+        """Write nothing to a scope any more; returns its log."""
+        return self._logs.pop(number, None)
+
+    def logs(self) -> list[ScopeLog]:
+        """Logs of all owned scopes."""
+        return list(self._logs.values())
+
+    def log_bytes(self, number: int) -> int:
+        """Length of the log of a scope."""
+        log = self._logs.get(number)
+        return log.log_bytes if log is not None else 0
+
+    # `MetadataStore`.
+
+    def recover(self, now: float) -> Recovered:
+        """Recover nothing: scopes are taken one by one."""
+        return Recovered()
+
+    def rows(self, scope: int) -> Iterable[SlotRows]:
+        """Read nothing, as `recover`."""
+        return ()
+
+    def write(self, changes: Changes) -> None:
+        """Append to the log of each changed scope.
+
+        Raises:
+            FencedError: another server owns some of the scopes.
+            StoreError: some of the scopes may not have it.
+        """
+        self._counters |= changes.counters
+        now = self._clock()
+        for record in changes.scopes:
+            if record.number not in self._logs:
+                raise StoreError(f"scope {record.geometry.scope} has no log")
+        split, logs = self._split(changes), self._logs.copy()
+        parts = [(logs[number], part) for number, part in split.items() if number in logs]
+        calls = list[ScriptCall]()
+        written = list[tuple[ScopeLog, int, Changes]]()
+        for log, part in parts:
+            part.counters = {
+                name: ceiling
+                for name, ceiling in self._counters.items()
+                if log.counters.get(name) != ceiling
+            }
+            there = _shifted(part, log.offset, 0)
+            payload = _ENCODER.encode(there)
+            log.seq += 1
+            calls.append(self._call(_APPEND, log, log.keys[:2], now, payload))
+            written.append((log, len(payload), there))
+        dropped = [logs[number] for number in changes.dropped if number in logs]
+        for log in dropped:
+            log.seq += 1
+            calls.append(self._call(_DROP, log, log.keys, now))
+        answers = self._run(calls) if calls else []
+        for (log, size, there), answer in zip(written, answers, strict=False):
+            if answer == b"OK":
+                log.confirmed = log.seq
+                log.note(size, log.seq, there)
+        for log, answer in zip(dropped, answers[len(written) :], strict=True):
+            if answer == b"OK":
+                self.detach(log.number)
+        self._check([*(log for log, _, _ in written), *dropped], answers)
+        if len(parts) < len(split):
+            # Detached since the changes were taken, so they are nowhere.
+            raise FencedError([])
+        for pin in changes.pins:
+            self._pinned[pin.pin] = tuple(pin.slots)
+        for number in changes.unpinned:
+            self._pinned.pop(number, None)
+
+    def wants_compaction(self, *, idle: bool) -> bool:
+        """True if the log of a scope is long; shorter ones count in an idle server."""
+        return self._longest(idle=idle) is not None
+
+    def collect(self, scope_of: Callable[[int], Scope]) -> CompactionBatch:
+        """Encode the next dirty blocks of the scope with the longest log."""
+        log = self._longest(idle=True)
+        assert log is not None, "asked `wants_compaction` before"
+
+        def read(place: int) -> bytes:
+            block = SlotBlock.of(scope_of(log.number), place & BLOCK_MASK)
+            block.until = _moved(block.until, log.offset)
+            return block.encode()
+
+        batch = log.dirty.take(BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES), read)
+        return batch._replace(scope=log.number)
+
+    def compact(self, batch: CompactionBatch, now: float) -> None:
+        """Write blocks, and with the last ones of a window everything else of it."""
+        log = self._logs.get(batch.scope)
+        if log is None:
+            # Another server owns it by now.
+            return
+        # Compressed here and not in `collect`, which runs in the event loop.
+        blocks = [
+            part
+            for place, blob in batch.blocks
+            for part in (b"%d" % place, zlib.compress(blob, COMPRESSION))
+        ]
+        rest, gone, kept = list[bytes](), list[bytes](), b""
+        ended = 0
+        if batch.last_group:
+            kept = b"%d-0" % (batch.last_group + 1)
+            scopes = [log.record] if log.record else []
+            rest += [SCOPE, _ENCODER.encode(Changes(scopes=scopes, counters=log.counters))]
+            window = replace(batch.rest, scopes=[], counters={}, dropped=[])
+            if window:
+                rest += [b"%d" % batch.last_group, _ENCODER.encode(window)]
+            while ended < len(log.windows) and log.windows[ended][1] <= now + log.offset:
+                gone.append(b"%d" % log.windows[ended][0])
+                ended += 1
+        parts: list[bytes | int] = [kept, len(blocks), len(rest), *blocks, *rest, *gone]
+        log.seq += 1
+        try:
+            answers = self._run([self._call(_COMPACT, log, log.keys, now, *parts)])
+            self._check([log], answers)
+        except BaseException:
+            log.dirty.put_back(batch)
+            raise
+        log.confirmed = log.seq
+        log.log_bytes -= batch.log_bytes
+        for _ in range(ended):
+            log.windows.popleft()
+        if len(rest) > 2:
+            log.windows.append((batch.last_group, log.end_of(batch.rest)))
+
+    def put_back(self, batch: CompactionBatch) -> None:
+        """Queue the blocks of a batch again."""
+        if log := self._logs.get(batch.scope):
+            log.dirty.put_back(batch)
+
+    def wants_checkpoint(self, *, idle: bool) -> bool:
+        """False: Redis has no step after a compaction."""
+        return False
+
+    def checkpoint(self) -> None:
+        """Do nothing."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of all logs that are not compacted."""
+        return {"log": sum(log.log_bytes for log in self.logs())}
+
+    def close(self) -> None:
+        """Close the connection."""
+        try:
+            self._do(self._connection.close())
+        finally:
+            self._loop.close()
+
+    # Implementation.
+
+    def _split(self, changes: Changes) -> dict[int, Changes]:
+        """Changes by scope."""
+        parts = dict[int, Changes]()
+
+        def part(number: int) -> Changes:
+            return parts.setdefault(number, Changes())
+
+        for record in changes.scopes:
+            part(record.number).scopes.append(record)
+        for number, slots in changes.slots.items():
+            part(number).slots[number] = slots
+        for pin in changes.pins:
+            for number, slots_of_pin in pin.slots.items():
+                part(number).pins.append(PinRecord(pin.pin, pin.until, {number: slots_of_pin}))
+        for pin_number in changes.unpinned:
+            for number in self._pinned.get(pin_number, ()):
+                if number in self._logs:
+                    part(number).unpinned.append(pin_number)
+        if changes.answers:
+            numbers = {log.name: log.number for log in self.logs()}
+            for answer in changes.answers:
+                if answer.scope in numbers:
+                    part(numbers[answer.scope]).answers.append(answer)
+        for number in changes.dropped:
+            parts.pop(number, None)
+        return parts
+
+    def _call(
+        self,
+        script: Script,
+        log: ScopeLog,
+        keys: tuple[bytes, ...],
+        now: float,
+        *arguments: bytes | int,
+    ) -> ScriptCall:
+        clock = repr(now + log.offset)
+        return ScriptCall(script, keys, (log.token, log.seq, log.confirmed, clock, *arguments))
+
+    def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run_until_complete(coroutine)
+
+    def _run(self, calls: list[ScriptCall]) -> list[Any]:
+        return self._do(self._connection.run(calls))
+
+    def _check(self, logs: list[ScopeLog], answers: list[Any]) -> None:
+        refused = [log for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]
+        self.lost |= {
+            log.name for log, answer in zip(logs, answers, strict=True) if answer == b"LOST"
+        }
+        if refused:
+            # Not those that this server has taken again meanwhile.
+            raise FencedError([log.name for log in refused if self._logs.get(log.number) is log])
+
+    def _longest(self, *, idle: bool) -> ScopeLog | None:
+        longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)
+        limit = IDLE_LOG_BYTES if idle else MAX_LOG_BYTES
+        return longest if longest is not None and longest.log_bytes > limit else None

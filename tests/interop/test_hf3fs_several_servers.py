@@ -1,0 +1,95 @@
+"""SGLang's own client of the metadata server, on two servers that share a Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+from sglang.srt.mem_cache.storage.hf3fs.mini_3fs_metadata_server import Hf3fsGlobalMetadataClient
+
+from hicache_conformance.harness.ports import free_ports
+from hicache_conformance.protocol.server import Served
+from tests.interop.metadata import SERVE, live
+
+pytestmark = [pytest.mark.interop, pytest.mark.slow(seconds=15)]
+
+PATIENCE_SECONDS = 60.0
+RANKS, PAGES = range(4), 100
+# redis-py is an extra of the server, which an environment of SGLang need not have.
+PYTHON = (
+    sys.executable
+    if importlib.util.find_spec("redis")
+    else str(Path(__file__).parents[2] / ".venv/bin/python")
+)
+
+
+@pytest.fixture
+def redis(tmp_path):
+    [port] = free_ports(1)
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with (tmp_path / "redis.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "--appendonly", "yes", "--appendfsync", "always", "--dir", str(tmp_path)],
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            assert time.monotonic() < until, (tmp_path / "redis.log").read_text()
+            time.sleep(0.02)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait(PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def servers(redis):
+    command = SERVE.replace(sys.executable, PYTHON).replace("sqlite:///", redis)
+    with Served(command=command) as one, Served(command=command) as other:
+        yield one, other
+
+
+def keys_of(rank):
+    return [f"{rank}-{number}" for number in range(PAGES)]
+
+
+def test_each_server_sends_it_to_the_owner_and_a_killed_one_is_replaced(servers):
+    one, other = servers
+    clients = [Hf3fsGlobalMetadataClient(server.url) for server in servers]
+    pages = {}
+    for rank in RANKS:
+        client, keys = clients[rank % 2], keys_of(rank)
+        client.initialize(rank, 200, "kv")
+        reserved = client.reserve_and_allocate_page_indices(rank, [(key, "") for key in keys], "kv")
+        pages[rank] = [slot for _, slot in reserved]
+        client.confirm_write(rank, list(zip(keys, pages[rank], strict=True)), [], "kv")
+    assert set(live(other.url)) == {f"{rank}:kv" for rank in RANKS}
+
+    def found(client):
+        return {rank: client.get_page_indices(rank, keys_of(rank), "kv") for rank in RANKS}
+
+    assert found(clients[0]) == found(clients[1]) == pages
+    one.kill()
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        with contextlib.suppress(requests.RequestException):
+            assert found(clients[1]) == pages
+            break
+        assert time.monotonic() < until, "the other server does not take the scopes"
+        time.sleep(0.1)
+    client = clients[1]
+    assert client.exists(0, [*keys_of(0), "never"], "kv") == [True] * PAGES + [False]
+    client.delete_keys(0, keys_of(0)[:10], "kv")
+    assert client.exists(0, keys_of(0), "kv") == [False] * 10 + [True] * (PAGES - 10)

@@ -1,0 +1,363 @@
+"""Logs of scopes in Redis: what comes back after a change of owner, and what is fenced."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from redis import Redis
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.core.changes import AnswerRecord
+from hicache_metadata_server.core.errors import FencedError, StoreError
+from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.core.service import MetadataService
+from hicache_metadata_server.shared import scope_log
+from hicache_metadata_server.shared.connection import RedisConnection
+from hicache_metadata_server.shared.scope_log import (
+    ScopeLog,
+    ScopeLogStore,
+    load,
+    read_head,
+    recovered,
+    scope_keys,
+    take,
+)
+from hicache_metadata_server.storage import compaction, replay
+from tests.metadata_server.redis_servers import redis_server
+from tests.metadata_server.test_stores import STRANGE, commit, initialize, reserve, state
+
+NOW = 1_700_000_000.0
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def empty(redis):
+    with redis.client() as client:
+        client.flushall()
+
+
+class Owner:
+    """A server with its own clock, `ahead` of the others'."""
+
+    def __init__(self, redis, name, *, ahead=0.0):
+        self.redis, self.name, self.now = redis, name, NOW + ahead
+        self.store = ScopeLogStore(RedisConnection(redis.url), lambda: self.now)
+        self.service = MetadataService(
+            DEFAULTS, durability=p.StoreDurability.PROCESS, shares_store=True
+        )
+
+    def do(self, coroutine):
+        return self.store._do(coroutine)
+
+    def make(self, scope, *, slots=1000):
+        """Create a scope."""
+        token, head = self.do(take(self.store._connection, scope, b"", self.name))
+        assert token
+        initialize(self.service, scope, slots=slots)
+        self.store.attach(ScopeLog(scope, self.service.number_of(scope), token, head.seq, 0.0))
+        self.write()
+
+    def take(self, scope):
+        """Take a scope from its owner."""
+        connection = self.store._connection
+        expected = self.do(read_head(connection, scope)).token
+        token, head = self.do(take(connection, scope, expected, self.name))
+        assert token, head
+        log = ScopeLog(scope, self.service.new_number(), token, head.seq, 0.0, head.seq)
+        log.offset = head.clock - self.now
+        found, rows = recovered(log, self.do(load(connection, scope, token)), self.now)
+        restored = self.service.restored_scope(found.scopes[0], found.pins, rows, self.now)
+        self.service.adopt(found, restored)
+        self.store.attach(log, found.pins)
+
+    def write(self):
+        changes = self.service.take_changes()
+        try:
+            self.store.write(changes)
+        except StoreError:
+            self.service.put_back(changes)
+            raise
+
+    def compact(self):
+        while self.store.wants_compaction(idle=True):
+            self.store.compact(self.store.collect(self.service.scope_of), self.now)
+
+
+@pytest.fixture
+def owner(redis):
+    made = list[Owner]()
+
+    def new(name, **options):
+        made.append(Owner(redis, name, **options))
+        return made[-1]
+
+    yield new
+    for one in made:
+        one.store.close()
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("ahead", [0.0, 86_400.0, -86_400.0])
+def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compacted, ahead):
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    one, other = owner("one"), owner("other", ahead=ahead)
+    one.make("0:kv")
+    commit(one.service, reserve(one.service, STRANGE, prefixes=["", *STRANGE[:-1]]).leases)
+    held = reserve(one.service, ["held"])
+    pinned = one.service.lookup(
+        p.Lookup(scopes=[p.LookupScope(scope="0:kv", keys=["a"])], pin_seconds=9), NOW
+    )
+    one.service.delete(p.Delete(scopes=[p.DeleteScope(scope="0:kv", keys=["a"])]), NOW)
+    one.service.answers.add(AnswerRecord("once", NOW + 9, b"digest", p.MSGPACK, 200, b"b", "0:kv"))
+    one.write()
+    if compacted:
+        one.compact()
+        with one.redis.client() as client:
+            assert client.xlen("hm:{0:kv}:log") == 0
+    other.take("0:kv")
+    assert other.service.recovery_problems == []
+    assert state(other.service, other.now) == state(one.service, one.now)
+    assert other.service.answers.find("once", b"digest", other.now).body == b"b"
+    status = other.service.inspect(
+        p.Inspect(scope="0:kv", slots=[pinned.scopes[0].slots[0]]), other.now
+    ).slots[0]
+    assert (status.pins, status.state) == (1, p.SlotState.QUARANTINED)
+    assert commit(other.service, held.leases, now=other.now).scopes[0].states == [p.Settled.DONE]
+    assert min(reserve(other.service, ["new"], now=other.now).leases) > max(held.leases)
+    other.service.unpin(p.Unpin(pins=[pinned.pin]), other.now)
+    other.write()
+    third = owner("third", ahead=2 * ahead)
+    third.take("0:kv")
+    assert state(third.service, third.now) == state(other.service, other.now)
+    # A pin that was let go stays so.
+    assert (
+        third.service.inspect(p.Inspect(scope="0:kv", slots=[pinned.scopes[0].slots[0]]), third.now)
+        .slots[0]
+        .pins
+        == 0
+    )
+
+
+def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    one, other = owner("one"), owner("other")
+    one.make("0:kv")
+    one.make("1:kv")
+    commit(one.service, reserve(one.service, ["kept"]).leases)
+    one.write()
+    batch = one.store.collect(one.service.scope_of)
+    other.take("0:kv")
+    before = state(other.service, NOW)
+    reserve(one.service, ["late"])
+    reserve(one.service, ["else"], "1:kv")
+    with pytest.raises(FencedError) as fenced:
+        one.write()
+    assert fenced.value.scopes == ["0:kv"]
+    with pytest.raises(FencedError):
+        one.store.compact(batch, NOW)
+    number = one.service.number_of("0:kv")
+    one.service.release("0:kv")
+    one.store.detach(number)
+    # What belongs to the other scope is written with the next group.
+    one.write()
+    third = owner("third")
+    third.take("0:kv")
+    assert state(third.service, NOW) == before
+    third.take("1:kv")
+    assert third.service.scopes["1:kv"].slot_of("else") >= 0
+
+
+def test_a_take_of_another_token_changes_nothing(owner):
+    one, other = owner("one"), owner("other")
+    one.make("0:kv")
+    connection = other.store._connection
+    token, head = other.do(take(connection, "0:kv", b"", "other"))
+    assert (token, head.owner) == (b"", "one")
+    reserve(one.service, ["a"])
+    one.write()
+
+
+def test_a_delayed_write_does_not_overwrite_a_later_one(owner):
+    """Redis may execute a write whose answer was given up for lost."""
+    one, other = owner("one"), owner("other")
+    one.make("0:kv")
+    leases = reserve(one.service, ["a"]).leases
+    sent, connection = [], one.store._connection
+
+    async def lose(calls):
+        sent.extend(calls)
+        raise StoreError("no answer")
+
+    run, connection.run = connection.run, lose
+    with pytest.raises(StoreError, match="no answer"):
+        one.write()
+    connection.run = run
+    commit(one.service, leases)
+    one.write()
+    assert one.do(run(sent)) == [b"LATE"]
+    other.take("0:kv")
+    assert other.service.scopes["0:kv"].lru.slots(["a"]) == [0]
+
+
+def test_lost_writes_are_noticed(owner, redis):
+    one = owner("one")
+    one.make("0:kv")
+    reserve(one.service, ["a"])
+    one.write()
+    with redis.client() as client:
+        client.hset("hm:{0:kv}:head", "seq", 1)
+    reserve(one.service, ["b"])
+    with pytest.raises(FencedError):
+        one.write()
+    assert one.store.lost == {"0:kv"}
+
+
+def test_a_takeover_that_a_failover_has_lost_is_found(owner, redis):
+    """The replica has the scope as an earlier owner left it, and somebody takes it again."""
+    one, other, third = owner("one"), owner("other"), owner("third")
+    one.make("0:kv")
+    with redis.client() as client:
+        older = client.hgetall("hm:{0:kv}:head")
+        other.take("0:kv")
+        reserve(other.service, ["a"])
+        other.write()
+        client.delete("hm:{0:kv}:head")
+        client.hset("hm:{0:kv}:head", mapping=older)
+        client.xtrim("hm:{0:kv}:log", maxlen=1)
+    third.take("0:kv")
+    assert third.store.logs()[0].token != other.store.logs()[0].token
+    reserve(other.service, ["b"])
+    with pytest.raises(FencedError):
+        other.write()
+    assert other.store.lost == {"0:kv"}
+    reserve(one.service, ["c"])
+    with pytest.raises(FencedError):
+        one.write()
+    assert one.store.lost == set(), "everything that it wrote is there"
+
+
+def test_nothing_is_read_where_the_take_is_unknown(owner, redis):
+    """A connection may still lead to the primary before a failover."""
+    one = owner("one")
+    one.make("0:kv")
+    with redis.client() as client:
+        client.hset("hm:{0:kv}:head", "token", "1-of-the-old-primary")
+    with pytest.raises(FencedError):
+        one.do(load(one.store._connection, "0:kv", one.store.logs()[0].token))
+
+
+def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
+    one = owner("one")
+    one.make("0:kv")
+    one.make("1:kv")
+    reserve(one.service, ["a"])
+    reserve(one.service, ["a"], "1:kv")
+    changes = one.service.take_changes()
+    one.store.detach(one.service.number_of("0:kv"))
+    one.service.release("0:kv")
+    with pytest.raises(FencedError):
+        one.store.write(changes)
+    one.service.put_back(changes)
+    one.write()
+    assert not one.service.take_changes()
+
+
+def test_a_dropped_scope_leaves_no_key(owner, redis, monkeypatch):
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    one = owner("one")
+    one.make("0:kv")
+    one.compact()
+    with redis.client() as client:
+        assert client.exists(*scope_keys("0:kv")) == 3
+        one.service.drop(p.Drop(scopes=["0:kv"]), NOW)
+        one.write()
+        assert client.keys() == []
+    assert one.store.logs() == []
+
+
+@pytest.mark.parametrize("damaged", ["hm:{0:kv}:blocks", "hm:{0:kv}:rest"])
+def test_a_damaged_snapshot_is_refused(owner, redis, monkeypatch, damaged):
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    one, other = owner("one"), owner("other")
+    one.make("0:kv")
+    reserve(one.service, ["a"])
+    one.write()
+    one.compact()
+    with redis.client() as client:
+        client.hset(damaged, "0", b"nothing")
+    with pytest.raises(StoreError, match="scope 0:kv cannot be read"):
+        other.take("0:kv")
+
+
+@pytest.mark.parametrize(("size", "batch"), [(20, 4), (300, 60)])
+def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
+    """The owner changes after every few groups, compacted or half compacted."""
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    monkeypatch.setattr(scope_log, "BATCH_BLOCKS", 1)
+    monkeypatch.setattr(compaction, "WINDOW_BYTES", 2000)
+    monkeypatch.setattr(replay, "BYTES", 3000)
+    chance, scopes = random.Random(5), ("0:kv", "0:mamba")
+    one = owner("one")
+    for scope in scopes:
+        one.make(scope, slots=size)
+    for _ in range(150):
+        service, store, scope = one.service, one.store, chance.choice(scopes)
+        keys = [f"k{chance.randrange(size * 3 // 2)}" for _ in range(batch)]
+        prefixes = (
+            [f"k{chance.randrange(size)}" for _ in range(batch)] if chance.random() < 0.5 else ()
+        )
+        leases = [
+            lease for lease in reserve(service, keys, scope, one.now, prefixes).leases if lease
+        ]
+        if chance.random() < 0.8:
+            commit(service, leases, scope, one.now)
+        if chance.random() < 0.3:
+            part = p.DeleteScope(scope=scope, keys=keys[: batch // 2])
+            service.delete(p.Delete(scopes=[part]), one.now)
+        if chance.random() < 0.05:
+            service.clear(p.Clear(scopes=[scope]), one.now)
+        changes, compacted = service.take_changes(), None
+        if store.wants_compaction(idle=True) and chance.random() < 0.6:
+            compacted = store.collect(service.scope_of)
+        store.write(changes)
+        if compacted is not None and chance.random() < 0.8:
+            store.compact(compacted, one.now)
+        elif compacted is not None:
+            store.put_back(compacted)
+        one.now += chance.choice((0.0, 1.0, 3.0))
+        if chance.random() < 0.2:
+            service.settle(one.now, 10**5)
+            # A last write, so that the scope's time is that of this owner.
+            for name in scopes:
+                if len(service.scopes[name].table):
+                    service.scopes[name].changed.append([0])
+                    service._changed[name] = service.scopes[name]
+            one.write()
+            before = state(service, one.now)
+            one = owner("another", ahead=chance.uniform(-1e6, 1e6))
+            for name in scopes:
+                one.take(name)
+            assert one.service.recovery_problems == []
+            for (name, slots, live), (again, restored, alive) in zip(
+                before, state(one.service, one.now), strict=True
+            ):
+                assert (name, live) == (again, alive)
+                owned = [slot for slot in slots if slot.state in ("live", "leased")]
+                there = [slot for slot in restored if slot.state in ("live", "leased")]
+                for slot, same in zip(owned, there, strict=True):
+                    assert slot.seconds_left == pytest.approx(same.seconds_left, abs=1e-3)
+                    assert (slot.slot, slot.key, slot.generation) == (
+                        same.slot,
+                        same.key,
+                        same.generation,
+                    )
+                assert [slot.generation for slot in slots] == [slot.generation for slot in restored]
+    with one.redis.client() as client:
+        assert isinstance(client, Redis)
+        assert client.xlen("hm:{0:kv}:log") < 100
