@@ -46,6 +46,7 @@ def test_the_package_is_well_formed(tmp_path, name):
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.long
 def test_the_package_is_typed(tmp_path):
     make_package(check_name("acme-kv"), tmp_path / "made")
     # The cache is worth 10 s: torch is looked into otherwise.

@@ -167,6 +167,7 @@ def test_the_driver_conforms(author):
     assert "conformant: every rule" in done.stdout
 
 
+@pytest.mark.long
 def test_the_author_s_own_pytest_agrees(author):
     done = author.shell(
         "pytest example/tests -q -p no:cacheprovider --hicache-level core --hicache-profile smoke"
@@ -177,9 +178,10 @@ def test_the_author_s_own_pytest_agrees(author):
 
 @pytest.mark.parametrize(
     ("driver", "level", "rule", "page"),
-    [FAULTS[0], *(pytest.param(*fault, marks=pytest.mark.long) for fault in FAULTS[1:])],
+    FAULTS,
     ids=[fault[0] for fault in FAULTS],
 )
+@pytest.mark.long
 def test_a_planted_fault_is_found(author, driver, level, rule, page):
     done = author.shell(f"hicache conformance run {driver} --level {level} {SMOKE}")
     assert done.returncode == 1, done.stdout

@@ -110,7 +110,9 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_a_run_that_is_interrupted_leaves_its_report_and_nothing_else(
     site, tmp_path, results, number
 ):
@@ -147,6 +149,7 @@ def _outcomes(scratch):
     )
 
 
+@pytest.mark.long
 def test_a_terminal_shows_level_case_and_time_left(site):
     ours, theirs = pty.openpty()
     shown = b""

@@ -91,7 +91,7 @@ def test_a_wrong_driver_exits_1(site, tmp_path, results):
     ("driver", "case", "rule", "words"),
     [
         ("Rewrites", "test_single_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
-        (
+        pytest.param(
             "AnswersOneTruth",
             "test_pages_read_back",
             "SET-1",
@@ -99,12 +99,14 @@ def test_a_wrong_driver_exits_1(site, tmp_path, results):
                 "and a get answers False; answered as a miss: TypeError: batch_get_v1 answered True, "
                 "not a list with one answer for each page"
             ),
+            marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             "SetsAnswerOneTruth",
             "test_pages_read_back",
             "SET-1",
             "TypeError: batch_set_v1 answered True, not a list with one answer for each page",
+            marks=pytest.mark.long,
         ),
         (
             "ClearKeepsTheReadCache",
@@ -123,7 +125,9 @@ def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, ca
     assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
 
 
-@pytest.mark.parametrize("driver", ["ClearsNothing", "HasAnEmptyClear"])
+@pytest.mark.parametrize(
+    "driver", [pytest.param("ClearsNothing", marks=pytest.mark.long), "HasAnEmptyClear"]
+)
 def test_a_clear_that_promises_no_more_than_the_base_class_is_not_declared(
     site, tmp_path, results, driver
 ):
@@ -133,6 +137,7 @@ def test_a_clear_that_promises_no_more_than_the_base_class_is_not_declared(
     assert outcomes(results(tmp_path))[case] == ("not declared", ""), ran.output
 
 
+@pytest.mark.long
 def test_a_window_has_a_page_at_least_as_the_engine_s_have(site, tmp_path, results):
     case = "test_one_side_pool"
     arguments = (*SGLANG, "--case", case, "--report", str(tmp_path))

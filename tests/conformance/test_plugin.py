@@ -61,6 +61,7 @@ def test_a_rule_s_cases_can_be_chosen(site, project):
     assert "\nincomplete: " in ran.output
 
 
+@pytest.mark.long
 def test_workers_report_to_one_verdict(site, project, alone, results):
     spread = site.pytest(
         *CORE,
@@ -127,6 +128,7 @@ def test_two_drivers_two_reports(site, project, results):
     } == {"memory", "Objects"}
 
 
+@pytest.mark.long
 def test_bad_options_are_usage_errors(site, project):
     for option, words in (
         ("--hicache-level=cor", "unknown level 'cor'"),

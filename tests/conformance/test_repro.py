@@ -174,6 +174,7 @@ def test_the_shown_command_works_anywhere_fails_again_and_shrinks(site, flawed, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_a_replay_shows_calls_and_the_bytes_that_differ(site, tmp_path):
     case = ("--case", "test_misuse_is_no_fault_of_the_store")
     ran = site.hicache(
@@ -397,6 +398,7 @@ def test_servers_that_cannot_be_exit_2(site, serve, port, words):
     assert words in ran.output.replace("\n", " ")
 
 
+@pytest.mark.long
 def test_a_class_names_its_servers(site, tmp_path, results):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_networked.py").write_text(

@@ -220,6 +220,7 @@ def test_what_is_no_result_file_exits_2(site, tmp_path, text, words):
     assert words in ran.output
 
 
+@pytest.mark.long
 def test_hidden_options_have_to_be_given_again(site, copied):
     rewrite(copied, replay__options={"store": "***"})
     ran = site.hicache(*VERIFY, str(copied))

@@ -279,7 +279,7 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     ("driver", "kind"),
     [
         ("hf3fs", "mamba"),
-        ("mooncake", "mamba"),
+        pytest.param("mooncake", "mamba", marks=pytest.mark.long),
         pytest.param("mooncake", "dsa", marks=pytest.mark.long),
     ],
 )

@@ -83,6 +83,7 @@ def test_our_server_conforms_with_nothing_untested(seed, tokens):
     conforms_entirely(judged(start_server=command, seed=seed, tokens=True))
 
 
+@pytest.mark.long
 def test_with_fsync_too():
     judgement = judged(
         start_server=f"{DURABLE} --durability machine",

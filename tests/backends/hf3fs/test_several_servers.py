@@ -53,7 +53,11 @@ class Store:
     replicas: int = 0
 
 
-STORES = ["one Redis", "a cluster of three", *(["a Redis with a replica"] if SECONDS else [])]
+STORES = [
+    "one Redis",
+    pytest.param("a cluster of three", marks=[] if SECONDS else [pytest.mark.long]),
+    *(["a Redis with a replica"] if SECONDS else []),
+]
 
 
 @pytest.fixture(params=STORES)

@@ -35,6 +35,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 def test_the_driver_conforms_on_two_servers_and_a_redis():
     settings = Settings.fresh(1, "smoke", tuple(Level))
     ran = run(
