@@ -346,8 +346,9 @@ def test_a_worker_process_s_exceptions_reach_the_case(monkeypatch):
     from hicache_conformance.processes.worker import WorkerProcess
 
     log = CauseLog()
-    worker = SimpleNamespace(_log=log, busy=True)
+    worker = SimpleNamespace(_log=log, busy=True, swallowed=0)
     WorkerProcess.note(worker, Swallowed(causes=[bug()]))
     assert log.causes == [bug()]
+    assert worker.swallowed == 1
     # It is no answer: the request is still being worked on.
     assert worker.busy

@@ -142,7 +142,7 @@ def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
         *RUN, "Hangs", "--level", "core", *SMOKE, "--case-seconds", "15", "--report", str(tmp_path)
     )
     assert ran.status == 1
-    assert "FT-3: on an empty store, batch_get_v2() has not come back after 15 s" in ran.output
+    assert "FT-3: on an empty store, batch_get_v2() has not come back after 12 s" in ran.output
     assert results(tmp_path)["reason"] == "breaks FT-3; the driver hangs in batch_get_v2()"
 
 

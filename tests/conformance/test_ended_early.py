@@ -61,7 +61,7 @@ def test_a_driver_that_always_hangs_is_judged_at_once(site, tmp_path, results, d
         for case in each["cases"]
         if case["outcome"] == "fail"
     ]
-    assert "has not come back after 3 s" in case["reason"]
+    assert "has not come back after 2 s" in case["reason"]
     # The driver's frames come first.
     assert frame in case["detail"].split("File ")[1]
     assert "time.sleep(3600)" in case["detail"]

@@ -9,6 +9,7 @@ import contextlib
 import tempfile
 import threading
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -79,7 +80,9 @@ def check_driver(
     try:
         if not run.interface:
             _check_class(run.driver)
-        with tempfile.TemporaryDirectory(prefix="hicache-preflight-") as directory:
+        # In the run's directory: it is removed too where the driver hangs and this process is killed.
+        home = Path(run.stream).parent
+        with tempfile.TemporaryDirectory(prefix="preflight-", dir=home) as directory:
             options = NO_LAYERS if run.interface else None
             commands = commands_of(owner.driver, owner.config, owner.services)
             name = f"{owner.__module__}.{owner.__qualname__}"
@@ -165,7 +168,9 @@ class _Watchdog:
         # What foreign interfaces promise of it is that calls end.
         rule = "FT-3" if self._run.interface else rule
         limit = FOREIGN_SECONDS if self._run.interface else OPEN_SECONDS
-        seconds = min(limit, self._run.case_seconds)
+        # The process that follows the run counts from the first of these calls, and must not be
+        # the first to end it: it knows less about what hangs.
+        seconds = min(limit, 0.8 * self._run.case_seconds)
         timer = threading.Timer(seconds, self._end, (rule, name, seconds, caller))
         timer.daemon = True
         timer.start()
