@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.hf3fs.config import Hf3fsConfig
+    from hicache_backends.hf3fs.slots.scopes import SlotScope
     from hicache_storage.objects import LookupBatch, Namespace, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
@@ -47,6 +48,7 @@ class Hf3fsStorage(ObjectStorage):
     it is visible in this process only.
     """
 
+    caches_lookups = True
     writes_find_existing = True
 
     def __init__(self, identity: StorageIdentity, config: Hf3fsConfig) -> None:
@@ -115,20 +117,22 @@ class Hf3fsStorage(ObjectStorage):
             ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}"
         )
 
+    def objects_exist_cached(
+        self, batches: Sequence[LookupBatch], call: Call
+    ) -> list[list[bool]] | None:
+        store = self.store
+        if not store.is_embedded:
+            return None
+        scopes = store.known_scopes([batch.namespace for batch in batches])
+        if scopes is None:
+            return None
+        lengths = store.metadata.lengths_from_memory(_lookups(scopes, batches))
+        return None if lengths is None else _stored(lengths, batches)
+
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])
-        # Once for the shards of a pool, which are asked for the same keys.
-        distinct = {id(batch.keys): batch.keys for batch in batches}
-        keys = {number: metadata_keys(some) for number, some in distinct.items()}
-        asked = [
-            p.LookupScope(scope=scope.name, keys=keys[id(batch.keys)])
-            for scope, batch in zip(scopes, batches, strict=True)
-        ]
-        found = self.store.metadata.lookup(asked, call)
-        return [
-            _equal(part.lengths, batch.namespace.object_bytes)
-            for part, batch in zip(found.scopes, batches, strict=True)
-        ]
+        found = self.store.metadata.lookup(_lookups(scopes, batches), call)
+        return _stored([part.lengths for part in found.scopes], batches)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         outcome = self._reader.read(batches, call)
@@ -214,6 +218,23 @@ class Hf3fsStorage(ObjectStorage):
 
     def _count_evicted(self, namespace: Namespace, pages: int) -> None:
         self.recorder.count(namespace.pool, pages_evicted=pages)
+
+
+def _lookups(scopes: Sequence[SlotScope], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:
+    # Once for the shards of a pool, which are asked for the same keys.
+    distinct = {id(batch.keys): batch.keys for batch in batches}
+    keys = {number: metadata_keys(some) for number, some in distinct.items()}
+    return [
+        p.LookupScope(scope=scope.name, keys=keys[id(batch.keys)])
+        for scope, batch in zip(scopes, batches, strict=True)
+    ]
+
+
+def _stored(lengths: Sequence[list[int]], batches: Sequence[LookupBatch]) -> list[list[bool]]:
+    return [
+        _equal(some, batch.namespace.object_bytes)
+        for some, batch in zip(lengths, batches, strict=True)
+    ]
 
 
 def _equal(lengths: Sequence[int], expected: int) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
@@ -50,6 +50,7 @@ class Store:
         self._create()
         mount = mount_of(self.path)
         self.is_local = mount.is_local
+        self.is_embedded = not config.metadata_urls
         self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
         self.metadata = self._open_metadata(count_failover)
@@ -69,6 +70,11 @@ class Store:
         return [
             self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
         ]
+
+    def known_scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope] | None:
+        """Return the scopes of namespaces, without I/O; None if one is new."""
+        scopes = [self._scopes.get(namespace.name) for namespace in namespaces]
+        return None if None in scopes else cast("list[SlotScope]", scopes)
 
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""

@@ -19,7 +19,7 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from hicache_storage.objects import Call
 
@@ -79,16 +79,29 @@ class _State:
         return self._service.about
 
     def execute(self, path: str, request: p.Request) -> Any:
-        with self._lock:
-            now = self._clock()
-            # A server does this in the background; here, only calls do work.
-            self._service.settle(now, MAX_EXPIRIES)
+        with self._settled() as now:
             try:
                 return self._operations[path](request, now)
             except RequestError as error:
                 raise error_of_response(
                     error.status, error.problem.code, error.problem.message
                 ) from error
+
+    def lengths(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
+        with self._settled():
+            if not all(part.scope in self._service.scopes for part in scopes):
+                return None
+            return [self._service.lengths(part.scope, part.keys) for part in scopes]
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[float]:
+        """Hold the lock, with the state as it is now, and yield the time."""
+        with self._lock:
+            now = self._clock()
+            # A server does this in the background; here, only calls do work.
+            self._service.settle(now, MAX_EXPIRIES)
+            try:
+                yield now
             finally:
                 self._service.forget_changes()
 
@@ -134,6 +147,9 @@ class EmbeddedMetadata(MetadataClient):
 
     def refresh(self, call: Call) -> p.About:
         return self.about
+
+    def lengths_from_memory(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
+        return self._open().lengths(scopes)
 
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
         response: A = self._open().execute(path, request)

@@ -107,6 +107,14 @@ class MetadataClient(ABC):
             self._check_slots(part.scope, columns.slots)
         return Located(found, [response.pin for _, response in done if response.pin])
 
+    def lengths_from_memory(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
+        """Look up lengths of pages, 0 for those that are not live, and mark them as used.
+
+        Returns:
+            None where that takes a request to a server.
+        """
+        return None
+
     def unpin(self, pins: Sequence[int]) -> None:
         """Release pins before their end, without waiting for the response."""
         if pins:

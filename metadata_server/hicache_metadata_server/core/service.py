@@ -350,6 +350,13 @@ class MetadataService:
         pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
+    def lengths(self, name: str, keys: Sequence[str]) -> list[int]:
+        """Look up lengths of pages, 0 for those that are not live, and mark them as used."""
+        scope = self.scopes[name]
+        slots = scope.lru.used(keys)
+        scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
+        return scope.table.lengths_of(slots)
+
     def reserve(self, request: p.Reserve, now: float) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""
         self.check(request)

@@ -86,6 +86,13 @@ class SlotTable:
         """Number of slots in a state; a scan of the column, a millisecond for a million."""
         return self.states.count(state)
 
+    def lengths_of(self, slots: Sequence[int]) -> list[int]:
+        """Lengths of live pages; 0 for -1."""
+        lengths, run = self.lengths, as_run(slots)
+        if isinstance(run, range) and run.start >= 0:
+            return lengths[run.start : run.stop].tolist()
+        return [lengths[slot] if slot >= 0 else 0 for slot in slots]
+
     def quarantine_all(self) -> dict[str, int]:
         """Quarantine every live or leased slot; returns the old index by key.
 

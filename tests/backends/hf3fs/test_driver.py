@@ -173,6 +173,28 @@ def test_a_full_store_evicts_tails_and_counts_them(mine):
     assert one.storage.get_stats().pools["kv"].pages_evicted == 4
 
 
+def test_without_a_server_lookups_are_answered_from_memory_and_count_as_uses(rig):
+    one, old, new = rig(file_size="64KiB"), chain("old", 7), chain("new", 7)
+    # The first call of a scope makes a file.
+    assert one.storage.batch_present_cached(old) is None
+    assert all(one.put(old))
+    assert all(one.put(new[:4]))
+    assert one.storage.batch_present_cached(new) == [True] * 4 + [False] * 3
+    assert one.storage.batch_exists_cached(old).kv_hit_pages == 7
+    # 14 slots, and 11 pages: `new` is least recently used now.
+    assert all(one.put(chain("more", 7)))
+    assert one.storage.batch_present_cached(old) == [True] * 7
+    assert one.storage.batch_present_cached(new) == [False] * 7
+    one.storage.clear()
+    assert one.storage.batch_present_cached(old) == [False] * 7
+
+
+def test_with_a_server_lookups_are_not_answered_from_memory(rig, server):
+    one, keys = rig(metadata_url=server.url, lease_seconds=LEASE_SECONDS), chain("a", 2)
+    assert all(one.put(keys))
+    assert one.storage.batch_present_cached(keys) is None
+
+
 def test_a_batch_larger_than_the_store_keeps_its_beginning(mine):
     one, keys = mine(file_size="64KiB"), chain("a", 20)
     answers = one.put(keys)

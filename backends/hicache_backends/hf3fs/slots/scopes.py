@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -96,6 +97,9 @@ def metadata_key(key: str) -> str:
 
 def metadata_keys(keys: Sequence[str]) -> list[str]:
     """Convert the keys of a batch."""
+    # Mostly none is converted, which takes half of the time to find out.
+    if all(keys) and not any(map(str.startswith, keys, repeat(ESCAPE))):
+        return list(keys)
     return [key if key and key[0] != ESCAPE else _escaped(key) for key in keys]
 
 
