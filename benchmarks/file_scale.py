@@ -1,0 +1,335 @@
+"""How the file driver's costs grow: with the pages of a store, and with the processes that use it.
+
+    python benchmarks/file_scale.py [--path DIRECTORY] [--pages 10000 100000 1000000] [--out DIR]
+
+Growth: each store is opened by processes that have not seen it, with its index in the page cache
+and after it was dropped from there; the memory is that of the process that opened it. Sharing:
+processes on the largest store take turns at sets of new pages and gets of pages that are there.
+What a get delivers is compared with what was stored. Writes results.md and results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from interleaved import drop_from_page_cache, machine, table
+
+from hicache_storage import PoolTransfer, StorageIdentity, create_storage
+from hicache_storage.pools import MHAHostPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+    from hicache_storage import HiCacheStorage
+
+BATCH_PAGES = 128
+PROCESSES = (1, 2, 4, 8)
+EXISTS_CALLS = 200
+STORED, NEW = "stored", "new"
+"""Prefixes of keys: of the pages that a store begins with, and of those that processes add."""
+_spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What a process pays that opens a store of so many pages."""
+
+    pages: int
+    kind: str
+    open_ms: list[float]
+    """Until the first exists is answered, one entry a process."""
+    exists_us: list[float]
+    """Of 128 keys, the median of each process."""
+    bytes_a_page: list[float]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What processes did on one store in the same seconds."""
+
+    processes: int
+    seconds: float
+    pages_set: int
+    pages_got: int
+    cpu_seconds: float
+
+    @property
+    def pages_a_second(self) -> float:
+        return (self.pages_set + self.pages_got) / self.seconds
+
+
+class User:
+    """A storage on the store, with a host pool of one batch."""
+
+    def __init__(self, path: Path, page_bytes: int) -> None:
+        self.pool = MHAHostPool(
+            size=BATCH_PAGES,
+            page_size=1,
+            layer_num=1,
+            head_num=1,
+            head_dim=page_bytes // 4,
+            dtype=torch.bfloat16,
+            layout="page_first",
+        )
+        self.indices = torch.arange(BATCH_PAGES)
+        self.memory = [buffer.view(torch.uint8) for buffer in self.pool.buffers]
+        self.storage: HiCacheStorage = create_storage(
+            "file",
+            StorageIdentity(
+                model="benchmark", kv_dtype="bfloat16", page_size=1, layout="page_first"
+            ),
+            {"path": str(path), "capacity": "1TiB"},
+        )
+        self.storage.register_mem_host_pool_v2(self.pool, "kv")
+
+    def set(self, prefix: str, batch: int) -> None:
+        """Store a batch of pages whose bytes follow from its number.
+
+        Raises:
+            AssertionError: a page was not stored.
+        """
+        for memory in self.memory:
+            memory.fill_(batch % 251)
+        transfer = PoolTransfer("kv", self.indices, keys=_keys(prefix, batch))
+        if not all(self.storage.batch_set_v2([transfer])["kv"]):
+            raise AssertionError(f"batch {prefix}{batch} was not stored")
+
+    def get(self, prefix: str, batch: int) -> None:
+        """Read a batch and compare its bytes.
+
+        Raises:
+            AssertionError: a page was not delivered, or has other bytes.
+        """
+        transfer = PoolTransfer("kv", self.indices, keys=_keys(prefix, batch))
+        if not all(self.storage.batch_get_v2([transfer])["kv"]):
+            raise AssertionError(f"batch {prefix}{batch} was not delivered")
+        if not all(bool((memory == batch % 251).all()) for memory in self.memory):
+            raise AssertionError(f"batch {prefix}{batch} has other bytes")
+
+
+def fill(path: Path, page_bytes: int, pages: int) -> None:
+    """Store pages, in whole batches."""
+    user = User(path, page_bytes)
+    with closing(user.storage):
+        for batch in range(-(-pages // BATCH_PAGES)):
+            user.set(STORED, batch)
+
+
+def growth(path: Path, page_bytes: int, pages: int, rounds: int) -> list[Growth]:
+    """Open a store in fresh processes, with its index cached and cold in turns."""
+    measured = {kind: Growth(pages, kind, [], [], []) for kind in ("cached", "cold")}
+    for _ in range(rounds):
+        for kind, found in measured.items():
+            if kind == "cold":
+                drop_from_page_cache(list(path.rglob("*.bundle")))
+            opened, exists, memory = _in_process(_open, path, page_bytes, pages)
+            found.open_ms.append(1e3 * opened)
+            found.exists_us.append(1e6 * exists)
+            found.bytes_a_page.append(memory / pages)
+    return list(measured.values())
+
+
+def sharing(
+    path: Path, page_bytes: int, pages: int, processes: int, seconds: float, turn: int
+) -> Shared:
+    """Let processes set and get in turns, for a while that begins when all are open."""
+    pipes, started = list["Connection"](), list["BaseProcess"]()
+    for number in range(processes):
+        ours, theirs = _spawn.Pipe()
+        first = (turn * max(PROCESSES) + number) << 20
+        process = _spawn.Process(
+            target=_use, args=(theirs, path, page_bytes, pages // BATCH_PAGES, seconds, first)
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        started.append(process)
+    for pipe in pipes:
+        pipe.recv()
+    for pipe in pipes:
+        pipe.send(None)
+    parts = [pipe.recv() for pipe in pipes]
+    for process in started:
+        process.join()
+    return Shared(
+        processes,
+        max(part[0] for part in parts),
+        *(sum(part[column] for part in parts) for column in (1, 2)),
+        cpu_seconds=sum(part[3] for part in parts),
+    )
+
+
+def _keys(prefix: str, batch: int) -> list[str]:
+    """Keys as long as an engine's."""
+    return [
+        hashlib.sha256(f"{prefix}{batch}/{page}".encode()).hexdigest()
+        for page in range(BATCH_PAGES)
+    ]
+
+
+def _in_process(target: Callable[..., None], *arguments: object) -> tuple[float, ...]:
+    """Run a function in a fresh process; return what it sends.
+
+    Raises:
+        EOFError: it ended before.
+    """
+    ours, theirs = _spawn.Pipe()
+    process = _spawn.Process(target=target, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        answer: tuple[float, ...] = ours.recv()
+        return answer
+    finally:
+        process.join()
+
+
+def _open(pipe: Connection, path: Path, page_bytes: int, pages: int) -> None:
+    user, batches = User(path, page_bytes), range(pages // BATCH_PAGES)
+    draw, before = random.Random(os.getpid()), _resident_bytes()
+    with closing(user.storage) as storage:
+        started = time.perf_counter()
+        storage.open()
+        answers = [storage.batch_exists_v2(_keys(STORED, batches[-1])).kv_hit_pages]
+        opened = time.perf_counter() - started
+        seconds = list[float]()
+        for _ in range(EXISTS_CALLS):
+            keys = _keys(STORED, draw.choice(batches))
+            started = time.perf_counter()
+            answers.append(storage.batch_exists_v2(keys).kv_hit_pages)
+            seconds.append(time.perf_counter() - started)
+        if answers != [BATCH_PAGES] * len(answers):
+            raise AssertionError(f"a store of {pages} pages lacks some")
+        pipe.send((opened, statistics.median(seconds), _resident_bytes() - before))
+
+
+def _use(
+    pipe: Connection, path: Path, page_bytes: int, batches: int, seconds: float, first: int
+) -> None:
+    """Set a new batch, get one that is there, and so on; the first numbers are this process'."""
+    user, draw = User(path, page_bytes), random.Random(first)
+    with closing(user.storage):
+        user.get(STORED, 0)
+        pipe.send(None)
+        pipe.recv()
+        cpu, started, calls = time.process_time(), time.perf_counter(), 0
+        while (took := time.perf_counter() - started) < seconds:
+            user.set(NEW, first + calls)
+            user.get(STORED, draw.randrange(batches))
+            calls += 1
+        pipe.send((took, calls * BATCH_PAGES, calls * BATCH_PAGES, time.process_time() - cpu))
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_table(found: Sequence[Growth]) -> str:
+    header = ["pages", "index", "open and first exists", "exists, 128 keys", "memory a page"]
+    rows = [
+        [
+            f"{one.pages:,}",
+            one.kind,
+            f"{_spread(one.open_ms)} ms",
+            f"{_spread(one.exists_us)} us",
+            f"{statistics.median(one.bytes_a_page):.0f} B",
+        ]
+        for one in found
+    ]
+    return table(header, rows)
+
+
+def sharing_table(found: Sequence[Shared]) -> str:
+    header = ["processes", "pages/s", "of one process", "CPU us a page"]
+    rates = {
+        count: [one.pages_a_second for one in found if one.processes == count]
+        for count in dict.fromkeys(one.processes for one in found)
+    }
+    alone = statistics.median(next(iter(rates.values())))
+    rows = [
+        [
+            str(count),
+            _spread(some),
+            f"{statistics.median(some) / alone:.2f}x",
+            f"{statistics.median(1e6 * one.cpu_seconds / (one.pages_set + one.pages_got) for one in found if one.processes == count):.1f}",
+        ]
+        for count, some in rates.items()
+    ]
+    return table(header, rows)
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.0f} ({low:.0f} - {high:.0f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--path", type=Path, default=Path(), help="where to make the stores")
+    parser.add_argument("--out", type=Path, default=Path("out/file-scale"))
+    parser.add_argument("--pages", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--page-bytes", type=int, default=1024, help="a multiple of 4")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of sets and gets")
+    options = parser.parse_args()
+    if min(options.pages) < BATCH_PAGES or options.page_bytes % 4:
+        parser.error(f"--pages are {BATCH_PAGES} at least, --page-bytes a multiple of 4")
+    grown, shared = list[Growth](), list[Shared]()
+    for pages in sorted(options.pages):
+        with tempfile.TemporaryDirectory(prefix="file-scale-", dir=options.path) as directory:
+            path = Path(directory)
+            fill(path, options.page_bytes, pages)
+            grown += growth(path, options.page_bytes, pages, options.rounds)
+            if pages == max(options.pages):
+                shared += [
+                    sharing(path, options.page_bytes, pages, count, options.seconds, turn)
+                    for turn in range(options.rounds)
+                    for count in PROCESSES
+                ]
+    results = f"{growth_table(grown)}\n{sharing_table(sorted(shared, key=_processes))}"
+    print(results)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.md").write_text(results)
+    (options.out / "results.json").write_text(
+        json.dumps(
+            {
+                "machine": machine(),
+                "page_bytes": options.page_bytes,
+                "growth": [asdict(one) for one in grown],
+                "sharing": [asdict(one) for one in shared],
+            },
+            indent=2,
+        )
+    )
+
+
+def _processes(one: Shared) -> int:
+    return one.processes
+
+
+if __name__ == "__main__":
+    main()
