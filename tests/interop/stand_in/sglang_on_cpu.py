@@ -42,8 +42,17 @@ def install() -> None:
     mha.transfer_kv_direct = copy
     mha.transfer_kv_all_layer_direct_lf_pf = to_pages
     mha.transfer_kv_per_layer_direct_pf_lf = from_pages
+    flat_page = mha.MHATokenToKVPoolHost.get_dummy_flat_data_page
+    mha.MHATokenToKVPoolHost.get_dummy_flat_data_page = lambda pool: unlocked(pool, flat_page)
     # It has a branch for CPUs, and takes it on those alone that have AMX.
     layernorm_gated._use_cpu = True
+
+
+def unlocked(pool, flat_page) -> torch.Tensor:
+    """A page of its own that one of SGLang's backends reads into; PyTorch locks no memory without
+    CUDA."""
+    pool.pin_memory = False
+    return flat_page(pool)
 
 
 def keys_and_values_to_host(*, src_k_layers, dst_k, src_v_layers, dst_v, **places) -> None:
