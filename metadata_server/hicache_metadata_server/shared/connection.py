@@ -95,6 +95,8 @@ class RedisConnection:
         client, close = client_of(address, answer_seconds)
         self._client = client
         self._close = close
+        self._kept: Any = None
+        """Connection of the last commands to a single server."""
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Send scripts together, each of which is atomic; return their replies."""
@@ -127,6 +129,7 @@ class RedisConnection:
 
     async def close(self) -> None:
         """Close all connections."""
+        await self._release_kept()
         await self._close()
         if self._is_secure:
             # asyncio finishes the closing handshake of TLS after `close` has returned. An event
@@ -140,15 +143,15 @@ class RedisConnection:
         return answers
 
     async def _send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if not self.is_cluster:
+            return await self._pipelined(commands)
         if len(commands) == 1:
             # Most groups: without `gather`, which makes a task of it.
-            return [await self._send_one(commands[0])]
-        if self.is_cluster:
-            # The scopes of a cluster are on several nodes, which work at the same time.
-            return list(await asyncio.gather(*(self._send_one(command) for command in commands)))
-        return await self._pipelined(commands)
+            return [await self._to_cluster(commands[0])]
+        # The scopes of a cluster are on several nodes, which work at the same time.
+        return list(await asyncio.gather(*(self._to_cluster(command) for command in commands)))
 
-    async def _send_one(self, command: tuple[Any, ...]) -> Any:
+    async def _to_cluster(self, command: tuple[Any, ...]) -> Any:
         from redis.exceptions import NoScriptError
 
         try:
@@ -159,13 +162,45 @@ class RedisConnection:
             raise await self._failed(error) from error
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
+        """Send commands to a single server; an error that one is answered with is its answer."""
+        from redis.exceptions import ResponseError
+
+        pool = self._client.connection_pool
+        # Kept between commands: to take a connection from the pool and to give it back costs more
+        # than a command.
+        kept, self._kept = self._kept, None
+        answers = list[Any]()
         try:
-            return list(await pipeline.execute(raise_on_error=False))
-        except self._errors() as error:
-            raise await self._failed(error) from error
+            if kept is None:
+                kept = await pool.get_connection()
+            else:
+                # Redis may have closed it meanwhile.
+                await pool.ensure_connection(kept)
+            await kept.send_packed_command(kept.pack_commands(commands), check_health=False)
+            for _ in commands:
+                try:
+                    answers.append(await kept.read_response())
+                except ResponseError as error:
+                    answers.append(error)
+        except BaseException as error:
+            if kept is not None:
+                # An answer may be under way.
+                await kept.disconnect(nowait=True)
+                await pool.release(kept)
+            if isinstance(error, self._errors()):
+                raise await self._failed(error) from error
+            raise
+        if self._kept is None:
+            self._kept = kept
+        else:
+            await pool.release(kept)
+        return answers
+
+    async def _release_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            await kept.disconnect(nowait=True)
+            await self._client.connection_pool.release(kept)
 
     async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send scripts, and wait until the replicas have what they have written and read.
@@ -249,6 +284,7 @@ class RedisConnection:
             if not self.is_cluster:
                 # After a restart or a takeover the idle connections are broken too, or lead to a
                 # server that is no primary any more. Each of them would fail one more request.
+                await self._release_kept()
                 await self._client.connection_pool.disconnect(inuse_connections=False)
         return self._error(error)
 

@@ -289,7 +289,7 @@ def owner_app(
         ValueError: the address is not valid.
     """
     clock = SteadyClock()
-    # Two connections: the thread of the group commit has an event loop of its own.
+    # Two connections: a write does not wait for a free one behind the owner's reads.
     store = ScopeLogStore(open_connection(store_url, replicas), clock)
     owner = ScopeOwner(
         open_connection(store_url, replicas),

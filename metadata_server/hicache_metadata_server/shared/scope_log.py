@@ -330,6 +330,15 @@ def max_hold_of(found: Recovered) -> int:
     return found.counters.get(LONGEST, 0)
 
 
+def _compressed(batch: CompactionBatch) -> list[bytes]:
+    """Places of blocks, each followed by the block."""
+    return [
+        part
+        for place, blob in batch.blocks
+        for part in (b"%d" % place, zlib.compress(blob, COMPRESSION))
+    ]
+
+
 def _window_of(key: bytes) -> int:
     return -1 if key == SCOPE else int(key)
 
@@ -391,10 +400,11 @@ def _shifted_slots(changes: SlotChanges, offset: float) -> SlotChanges:
 class ScopeLogStore:
     """The logs of the scopes that one server owns, as the store of its group commit.
 
-    The group commit uses it in its thread, with a connection and an event loop of its own.
+    The group commit of a server awaits `append` and `replace_blocks` in the server's event loop.
+    A command and a test call `write` and `compact`, which have an event loop of their own.
 
     Args:
-        connection: used by no other event loop.
+        connection: used by no other event loop; `close` closes it if that loop is the store's own.
         clock: seconds; the times in changes are of this clock.
     """
 
@@ -406,8 +416,7 @@ class ScopeLogStore:
     def __init__(self, connection: RedisConnection, clock: Callable[[], float]) -> None:
         self._connection = connection
         self._clock = clock
-        # Not `asyncio.Runner`, which looks at signal handlers at each call.
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._logs: dict[int, ScopeLog] = {}
         """By the number of the scope in this server."""
         self._counters: dict[str, int] = {}
@@ -447,7 +456,16 @@ class ScopeLogStore:
         """Read nothing, as `recover`."""
         return ()
 
+    @property
+    def writer(self) -> ScopeLogStore:
+        """This store."""
+        return self
+
     def write(self, changes: Changes) -> None:
+        """Do what `append` does."""
+        self._do(self.append(changes))
+
+    async def append(self, changes: Changes) -> None:
         """Append to the log of each changed scope.
 
         Raises:
@@ -478,7 +496,7 @@ class ScopeLogStore:
         for log in dropped:
             log.seq += 1
             calls.append(self._call(_DROP, log, log.keys, now))
-        answers = self._run(calls) if calls else []
+        answers = await self._connection.run(calls) if calls else []
         for (log, size, there), answer in zip(written, answers, strict=False):
             if answer == b"OK":
                 log.confirmed = log.seq
@@ -513,17 +531,16 @@ class ScopeLogStore:
         return batch._replace(scope=log.number)
 
     def compact(self, batch: CompactionBatch, now: float) -> None:
+        """Do what `replace_blocks` does."""
+        self._do(self.replace_blocks(batch, now))
+
+    async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
         """Write blocks, and with the last ones of a window everything else of it."""
         log = self._logs.get(batch.scope)
         if log is None:
             # Another server owns it by now.
             return
-        # Compressed here and not in `collect`, which runs in the event loop.
-        blocks = [
-            part
-            for place, blob in batch.blocks
-            for part in (b"%d" % place, zlib.compress(blob, COMPRESSION))
-        ]
+        blocks = await asyncio.to_thread(_compressed, batch)
         rest, gone, kept = list[bytes](), list[bytes](), b""
         ended = 0
         if batch.last_group:
@@ -539,7 +556,7 @@ class ScopeLogStore:
         parts: list[bytes | int] = [kept, len(blocks), len(rest), *blocks, *rest, *gone]
         log.seq += 1
         try:
-            answers = self._run([self._call(_COMPACT, log, log.keys, now, *parts)])
+            answers = await self._connection.run([self._call(_COMPACT, log, log.keys, now, *parts)])
             self._check([log], answers)
         except BaseException:
             log.dirty.put_back(batch)
@@ -567,8 +584,15 @@ class ScopeLogStore:
         """Bytes of all logs that are not compacted."""
         return {"log": sum(log.log_bytes for log in self.logs())}
 
+    async def disconnect(self) -> None:
+        """Close the connection, unless the store's own event loop has used it."""
+        if self._loop is None:
+            await self._connection.close()
+
     def close(self) -> None:
-        """Close the connection."""
+        """Close the store's own event loop, and the connection if that loop has used it."""
+        if self._loop is None:
+            return
         try:
             self._do(self._connection.close())
         finally:
@@ -615,10 +639,10 @@ class ScopeLogStore:
         return ScriptCall(script, keys, (log.token, log.seq, log.confirmed, clock, *arguments))
 
     def _do(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            # Not `asyncio.Runner`, which looks at signal handlers at each call.
+            self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(coroutine)
-
-    def _run(self, calls: list[ScriptCall]) -> list[Any]:
-        return self._do(self._connection.run(calls))
 
     def _check(self, logs: list[ScopeLog], answers: list[Any]) -> None:
         refused = [log for log, answer in zip(logs, answers, strict=True) if answer != b"OK"]

@@ -405,12 +405,13 @@ class ScopeOwner:
         await self._remove([self.incarnation.id, *self._ended])
 
     async def close(self) -> None:
-        """Remove the record and close the connection."""
+        """Remove the record and close the connections."""
         try:
             with contextlib.suppress(StoreError):
                 await self.leave()
         finally:
             await self._connection.close()
+            await self._store.disconnect()
 
     async def take_any(self, name: str) -> ScopeLog:
         """Take a scope whoever owns it; for a command, where no server is alive.

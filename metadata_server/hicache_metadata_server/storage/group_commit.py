@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import structlog
 
@@ -17,7 +17,7 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_storage.spec.stats import Latency
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from hicache_metadata_server.core.changes import Changes
     from hicache_metadata_server.core.service import MetadataService
@@ -39,8 +39,9 @@ class GroupCommit:
     """Writes the changes of a service to its store, and schedules compaction and checkpoints.
 
     All methods run in one event loop. A quick store, which writes to the page cache, is written in
-    the loop itself: that takes less time than waking a thread. A store that waits for the disk is
-    written in a thread. Checkpoints run in a thread of their own.
+    the loop itself: that takes less time than waking a thread. A store that waits for the network
+    has a writer of coroutines. A store that waits for the disk is written in a thread. Checkpoints
+    run in a thread of their own.
 
     The store is failing from the first step that fails until each step has succeeded again.
     Meanwhile no change is acknowledged, because a growing log would take the space that the
@@ -66,7 +67,9 @@ class GroupCommit:
         self._open: list[asyncio.Future[None]] = []
         """Requests that wait for the next group."""
         self._busy = False
-        """The thread uses the store, which is not thread-safe."""
+        """The thread or the writer uses the store, of which nobody else may make use."""
+        self._running: asyncio.Future[StoreError | None] | None = None
+        """The last step that was begun in the thread or by the writer."""
         self._checkpointing = False
         self._closed = False
         self._last_write = 0.0
@@ -132,19 +135,23 @@ class GroupCommit:
         finally:
             self._closed = True
             self._idle.cancel()
+            while self._busy and self._running is not None:
+                # A compaction, which no request waits for.
+                await asyncio.wait([self._running])
+            await self._compact_all()
             await asyncio.to_thread(self._thread.shutdown)
             await asyncio.to_thread(self._checkpoint_thread.shutdown)
-        await asyncio.to_thread(_try_step, "compaction_failed", self._compact_all)
 
-    def _compact_all(self) -> None:
+    async def _compact_all(self) -> None:
         if self._batch is not None:
             self._store.put_back(self._batch)
         # Changes without a waiting request. They go to the log first: a compacted block must not
         # have changes that the log lacks.
-        if changes := self._service.take_changes():
-            self._store.write(changes)
-        while self._store.wants_compaction(idle=True):
-            self._store.compact(self._store.collect(self._service.scope_of), self._clock())
+        changes, error = self._service.take_changes(), None
+        if changes:
+            error = await self._begin_write(changes)
+        while error is None and self._store.wants_compaction(idle=True):
+            error = await self._begin_compaction(self._store.collect(self._service.scope_of))
 
     def _seal(self) -> None:
         if not self._open or self._busy:
@@ -165,30 +172,50 @@ class GroupCommit:
         # Between `take_changes` and the write: the blocks have exactly the changes of all groups up
         # to this one.
         self._collect(idle=False)
+        begin = time.perf_counter()
         if self._store.is_quick:
-            self._done(group, changes, *self._write(changes))
+            error = _try_step("write_failed", lambda: self._store.write(changes))
+            self._done(group, changes, error, time.perf_counter() - begin)
         else:
             self._busy = True
-            writing = self._loop.run_in_executor(self._thread, self._write, changes)
-            writing.add_done_callback(
-                lambda done: self._written_in_thread(group, changes, *done.result())
+            self._begin_write(changes).add_done_callback(
+                lambda done: self._written(group, changes, done.result(), begin)
             )
 
-    def _write(self, changes: Changes) -> tuple[StoreError | None, float]:
-        begin = time.perf_counter()
-        error = _try_step("write_failed", lambda: self._store.write(changes))
-        return error, time.perf_counter() - begin
-
-    def _written_in_thread(
+    def _written(
         self,
         group: list[asyncio.Future[None]],
         changes: Changes,
         error: StoreError | None,
-        seconds: float,
+        begin: float,
     ) -> None:
         self._busy = False
-        self._done(group, changes, error, seconds)
+        self._done(group, changes, error, time.perf_counter() - begin)
         self._seal()
+
+    def _begin_write(self, changes: Changes) -> asyncio.Future[StoreError | None]:
+        if (writer := self._store.writer) is not None:
+            return self._begin(_try_writer("write_failed", writer.append(changes)))
+        return self._begin_in_thread("write_failed", lambda: self._store.write(changes))
+
+    def _begin_compaction(self, batch: CompactionBatch) -> asyncio.Future[StoreError | None]:
+        now = self._clock()
+        if (writer := self._store.writer) is not None:
+            step = writer.replace_blocks(batch, now)
+            return self._begin(_try_writer("compaction_failed", step))
+        return self._begin_in_thread("compaction_failed", lambda: self._store.compact(batch, now))
+
+    def _begin(
+        self, step: Coroutine[Any, Any, StoreError | None]
+    ) -> asyncio.Future[StoreError | None]:
+        self._running = self._loop.create_task(step)
+        return self._running
+
+    def _begin_in_thread(
+        self, event: str, step: Callable[[], None]
+    ) -> asyncio.Future[StoreError | None]:
+        self._running = self._loop.run_in_executor(self._thread, _try_step, event, step)
+        return self._running
 
     def _done(
         self,
@@ -246,15 +273,12 @@ class GroupCommit:
         if batch is None:
             return
         if self._store.is_quick:
-            self._note("compact", self._compact_batch(batch))
+            now = self._clock()
+            error = _try_step("compaction_failed", lambda: self._store.compact(batch, now))
+            self._note("compact", error)
         else:
             self._busy = True
-            self._loop.run_in_executor(self._thread, self._compact_batch, batch).add_done_callback(
-                self._compacted
-            )
-
-    def _compact_batch(self, batch: CompactionBatch) -> StoreError | None:
-        return _try_step("compaction_failed", lambda: self._store.compact(batch, self._clock()))
+            self._begin_compaction(batch).add_done_callback(self._compacted)
 
     def _compacted(self, done: asyncio.Future[StoreError | None]) -> None:
         self._busy = False
@@ -327,6 +351,18 @@ def _try_step(event: str, step: Callable[[], None]) -> StoreError | None:
     except StoreError as error:
         return error
     except Exception as error:  # noqa: BLE001 - a defect must not leave requests waiting
+        _log.exception(event)
+        return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
+    return None
+
+
+async def _try_writer(event: str, step: Awaitable[None]) -> StoreError | None:
+    """Do the same with a step that is a coroutine."""
+    try:
+        await step
+    except StoreError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - as above
         _log.exception(event)
         return StoreError(f"the store is at fault: {type(error).__name__}: {error}")
     return None

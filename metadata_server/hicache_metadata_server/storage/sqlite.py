@@ -160,6 +160,8 @@ class SqliteStore:
         ]
         self._dirty.mark(places, self._last_group, len(payload), changes)
 
+    writer = None
+
     @property
     def is_quick(self) -> bool:
         """True if `write` does not sync."""

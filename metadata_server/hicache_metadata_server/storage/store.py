@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from hicache_metadata_server.storage.compaction import CompactionBatch
 
 
+class StoreWriter(Protocol):
+    """Writes to a store from the event loop. No two of its coroutines run at the same time."""
+
+    async def append(self, changes: Changes) -> None:
+        """Do what `MetadataStore.write` does."""
+        ...
+
+    async def replace_blocks(self, batch: CompactionBatch, now: float) -> None:
+        """Do what `MetadataStore.compact` does."""
+        ...
+
+
 class MetadataStore(Protocol):
     """A durable store of changes.
 
@@ -50,6 +62,12 @@ class MetadataStore(Protocol):
     @property
     def is_quick(self) -> bool:
         """True if `write` and `compact` do not wait for a disk."""
+        ...
+
+    @property
+    def writer(self) -> StoreWriter | None:
+        """Writer in the event loop, for a store that waits for the network; it is used in the place
+        of `write` and `compact`."""
         ...
 
     def wants_compaction(self, *, idle: bool) -> bool:
@@ -104,6 +122,7 @@ class MemoryStore:
     """A store without durability: a restart forgets all pages."""
 
     durability = StoreDurability.NONE
+    writer = None
 
     def recover(self, now: float) -> Recovered:
         return Recovered()
