@@ -87,6 +87,7 @@ class RedisConnection:
         address = parse_address(url)
         self.redacted = address.redacted
         self.replicas = replicas
+        self._answer_seconds = answer_seconds
         self.is_cluster = address.kind is AddressKind.CLUSTER
         self._nodes_changed = False
         self._is_secure = address.tls is not None
@@ -171,34 +172,40 @@ class RedisConnection:
         kept, self._kept = self._kept, None
         answers = list[Any]()
         try:
-            if kept is None:
-                kept = await pool.get_connection()
-            else:
-                # Redis may have closed it meanwhile.
-                await pool.ensure_connection(kept)
-            await kept.send_packed_command(kept.pack_commands(commands), check_health=False)
-            for _ in commands:
-                try:
-                    answers.append(await kept.read_response())
-                except ResponseError as error:
-                    answers.append(error)
+            async with asyncio.timeout(self._answer_seconds):
+                if kept is None:
+                    kept = await pool.get_connection()
+                    # With a timeout of its own, redis-py makes a task of each write.
+                    kept.socket_timeout = None
+                else:
+                    # Redis may have closed it meanwhile.
+                    await pool.ensure_connection(kept)
+                await kept.send_packed_command(kept.pack_commands(commands), check_health=False)
+                for _ in commands:
+                    try:
+                        answers.append(await kept.read_response())
+                    except ResponseError as error:
+                        answers.append(error)
         except BaseException as error:
-            if kept is not None:
-                # An answer may be under way.
-                await kept.disconnect(nowait=True)
-                await pool.release(kept)
+            # An answer may be under way.
+            await self._give_back(kept)
             if isinstance(error, self._errors()):
                 raise await self._failed(error) from error
             raise
         if self._kept is None:
             self._kept = kept
         else:
-            await pool.release(kept)
+            await self._give_back(kept)
         return answers
 
     async def _release_kept(self) -> None:
         kept, self._kept = self._kept, None
+        await self._give_back(kept)
+
+    async def _give_back(self, kept: Any) -> None:
+        """Close a connection that was kept, and return it to the pool."""
         if kept is not None:
+            kept.socket_timeout = self._answer_seconds
             await kept.disconnect(nowait=True)
             await self._client.connection_pool.release(kept)
 

@@ -65,7 +65,8 @@ redis.call('HSET', KEYS[1], 'seq', ARGV[2], 'clock', ARGV[4])
 
 
 _APPEND: Final = new_script(
-    _CHECKED + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return 'OK'"
+    _CHECKED
+    + "redis.call('XADD', KEYS[2], ARGV[2] .. '-0', 'c', ARGV[5]) return redis.status_reply('OK')"
 )
 _COMPACT: Final = new_script(
     _CHECKED
