@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged metrics benchmark benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged metrics benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -152,6 +152,12 @@ benchmark:
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
 # The bridges for vLLM and LMCache beside what these engines bring for a file system.
+# Everything that keeps pages in files, beside the system calls alone; docs/benchmarks.md has the table.
+benchmark-field: $(VENV)/.installed
+	scripts/make_sglang_env.sh $(SGLANG_VENV)
+	scripts/make_vllm_env.sh $(VLLM_VENV)
+	$(PYTHON) benchmarks/field.py --direct
+
 benchmark-tiers:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python benchmarks/tiers.py

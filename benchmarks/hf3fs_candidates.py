@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from interleaved import fresh_keys
-from sglang_peer import BATCH_PAGES, PAGE_TOKENS
+from sglang_peer import BATCH_PAGES, PAGE_TOKENS, indices
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.layers import innermost
@@ -47,10 +47,10 @@ class Candidate:
     def __init__(self, pool: MHATokenToKVPoolHost) -> None:
         self.pool = pool
 
-    def write(self, keys: list[str]) -> bool:
+    def write(self, keys: list[str], first: int = 0) -> bool:
         raise NotImplementedError
 
-    def read(self, keys: list[str]) -> bool:
+    def read(self, keys: list[str], first: int = 0) -> bool:
         raise NotImplementedError
 
     def exists(self, keys: list[str]) -> int:
@@ -61,9 +61,6 @@ class Candidate:
 
     def close(self) -> None:
         raise NotImplementedError
-
-    def indices(self, keys: list[str]) -> torch.Tensor:
-        return torch.arange(len(keys) * PAGE_TOKENS)
 
     def prepare(self) -> None:
         """Write all of the file once, and see that what comes back is what went out."""
@@ -121,11 +118,11 @@ class Peer(Candidate):
             signal.signal(number, handler)
         self.storage.register_mem_pool_host(pool)
 
-    def write(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_set_v1(keys, self.indices(keys)))
+    def write(self, keys: list[str], first: int = 0) -> bool:
+        return all(self.storage.batch_set_v1(keys, indices(keys, first)))
 
-    def read(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_get_v1(keys, self.indices(keys)))
+    def read(self, keys: list[str], first: int = 0) -> bool:
+        return all(self.storage.batch_get_v1(keys, indices(keys, first)))
 
     def exists(self, keys: list[str]) -> int:
         return self.storage.batch_exists(keys)
@@ -161,15 +158,13 @@ class Ours(Candidate):
         self.storage.register_mem_host_pool_v2(pool, "kv")
         self.storage.open()
 
-    def write(self, keys: list[str]) -> bool:
-        return all(
-            self.storage.batch_set_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"]
-        )
+    def write(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_set_v2([transfer])["kv"])
 
-    def read(self, keys: list[str]) -> bool:
-        return all(
-            self.storage.batch_get_v2([PoolTransfer("kv", self.indices(keys), keys=keys)])["kv"]
-        )
+    def read(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_get_v2([transfer])["kv"])
 
     def exists(self, keys: list[str]) -> int:
         return self.storage.batch_exists_v2(keys).kv_hit_pages

@@ -72,6 +72,11 @@ def host_pool(page_bytes: int, layout: str = "page_first") -> MHATokenToKVPoolHo
     return pool
 
 
+def indices(keys: list[str], first: int = 0) -> torch.Tensor:
+    """Tokens of as many pages of a host pool as there are keys, from page `first` on."""
+    return torch.arange(first * PAGE_TOKENS, (first + len(keys)) * PAGE_TOKENS)
+
+
 @dataclass
 class Peer:
     """`HiCacheFile`, called as `HiCacheController._generic_page_get` and `_generic_page_set` call
@@ -98,16 +103,17 @@ class Peer:
         self.storage = HiCacheFile(config, str(self.directory))
         self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
 
-    def write(self, keys: list[str]) -> bool:
+    def write(self, keys: list[str], first: int = 0) -> bool:
         data = [
-            self.pool.get_data_page(self.indices[page * PAGE_TOKENS]) for page in range(len(keys))
+            self.pool.get_data_page(self.indices[page * PAGE_TOKENS])
+            for page in range(first, first + len(keys))
         ]
         return self.storage.batch_set(keys, data)
 
-    def read(self, keys: list[str]) -> bool:
+    def read(self, keys: list[str], first: int = 0) -> bool:
         targets = [self.pool.get_dummy_flat_data_page() for _ in keys]
         pages = self.storage.batch_get(keys, targets)
-        for page, data in enumerate(pages):
+        for page, data in enumerate(pages, first):
             if data is None:
                 return False
             self.pool.set_from_flat_data_page(self.indices[page * PAGE_TOKENS], data)
@@ -146,13 +152,14 @@ class Ours:
         self.storage = create_storage("file", identity, {"path": str(directory), **options})
         self.storage.register_mem_host_pool_v2(pool, "kv")
         self.storage.open()
-        self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
 
-    def write(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_set_v2([PoolTransfer("kv", self.indices, keys=keys)])["kv"])
+    def write(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_set_v2([transfer])["kv"])
 
-    def read(self, keys: list[str]) -> bool:
-        return all(self.storage.batch_get_v2([PoolTransfer("kv", self.indices, keys=keys)])["kv"])
+    def read(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_get_v2([transfer])["kv"])
 
     def exists(self, keys: list[str]) -> int:
         return self.storage.batch_exists_v2(keys).kv_hit_pages

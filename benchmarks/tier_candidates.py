@@ -64,7 +64,14 @@ POLL_SECONDS: Final = 20e-6
 """vLLM asks once a step what has ended; a benchmark that asked without a pause would keep Python's
 lock from the threads that do the work."""
 PATIENCE_SECONDS: Final = 120.0
-SHAPES: Final = {128 << 10: (2, 4, 64, 128), 2 << 20: (2, 32, 64, 256)}
+SHAPES: Final = {
+    64 << 10: (2, 2, 64, 128),
+    128 << 10: (2, 4, 64, 128),
+    256 << 10: (2, 8, 64, 128),
+    1 << 20: (2, 32, 64, 128),
+    2 << 20: (2, 32, 64, 256),
+    4 << 20: (2, 32, 64, 512),
+}
 """Of LMCache's objects in bfloat16: keys and values, layers, tokens, width."""
 
 
