@@ -92,6 +92,8 @@ class User:
             dtype=torch.bfloat16,
             layout="page_first",
         )
+        # Of several processes the threads of each would wait for a core, and spin meanwhile.
+        torch.set_num_threads(1)
         self.indices = torch.arange(BATCH_PAGES)
         self.memory = [buffer.view(torch.uint8) for buffer in self.pool.buffers]
         self.storage: HiCacheStorage = create_storage(
@@ -181,11 +183,9 @@ def sharing(
 
 
 def _keys(prefix: str, batch: int) -> list[str]:
-    """Keys as long as an engine's."""
-    return [
-        hashlib.sha256(f"{prefix}{batch}/{page}".encode()).hexdigest()
-        for page in range(BATCH_PAGES)
-    ]
+    """Keys as long as an engine's; one digest for all, which would take longer than their lookup."""
+    digest = hashlib.sha256(f"{prefix}{batch}".encode()).hexdigest()[:56]
+    return [f"{digest}{page:08x}" for page in range(BATCH_PAGES)]
 
 
 def _in_process(target: Callable[..., None], *arguments: object) -> tuple[float, ...]:
