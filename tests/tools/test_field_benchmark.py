@@ -98,7 +98,8 @@ def test_the_document_has_the_tables_of_the_measured_sides_between_its_marks(fie
         "series": [series.kept() for series in results],
     }
     text = field.document(f"above\n{field.BEGIN}\nold\n{field.END}\nbelow\n", kept)
-    assert text.startswith("above\n") and text.endswith("\nbelow\n")
+    assert text.startswith("above\n")
+    assert text.endswith("\nbelow\n")
     assert "old" not in text
     assert "cpu: one, 2 cores." in text
     assert "| read, cached | 1 MiB | 1 x 32 | 0.34 | 0.50, 2.00x | 0.25 |" in text
