@@ -53,7 +53,7 @@ from metadata_vs_sglang import OUR_COMMAND, started
 from hicache_backends.posix.directories import mount_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 SIDES: Final = {
     LIMIT: "nothing",
@@ -576,8 +576,11 @@ def main() -> None:
         print(compare(*(json.loads(file.read_text()) for file in options.compare)))
         return
     names = options.only.split(";")
-    known = {"only": (names, SIDES), "sizes": (options.sizes.split(","), SIZES)}
-    known["calls"] = (options.calls.split(","), CALLS)
+    known: dict[str, tuple[list[str], Collection[str]]] = {
+        "only": (names, SIDES),
+        "sizes": (options.sizes.split(","), SIZES),
+        "calls": (options.calls.split(","), CALLS),
+    }
     for option, (values, allowed) in known.items():
         if unknown := sorted(set(values) - set(allowed)):
             parser.error(f"--{option}: unknown {unknown}; there are {list(allowed)}")
