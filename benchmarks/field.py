@@ -440,7 +440,7 @@ def plot(results: Results, names: Sequence[str]) -> str:
             colour = COLOURS[number % len(COLOURS)]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             ET.SubElement(
-                svg, "polyline", points=path, fill="none", stroke=colour, **{"stroke-width": "2"}
+                svg, "polyline", {"stroke-width": "2"}, points=path, fill="none", stroke=colour
             )
             for x, y in points:
                 ET.SubElement(svg, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r="3", fill=colour)
