@@ -151,13 +151,13 @@ benchmark:
 	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
-# The bridges for vLLM and LMCache beside what these engines bring for a file system.
 # Everything that keeps pages in files, beside the system calls alone; docs/benchmarks.md has the table.
 benchmark-field: $(VENV)/.installed
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(PYTHON) benchmarks/field.py --direct
 
+# The bridges for vLLM and LMCache beside what these engines bring for a file system.
 benchmark-tiers:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python benchmarks/tiers.py

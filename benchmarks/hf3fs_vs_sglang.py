@@ -160,10 +160,11 @@ def row(
         f"{goal:g}x" if goal else "",
     ]
     cost = [f"{cpu.median(who) / workload.pages * 1e6:.1f}" for who in names]
-    of_before = [
-        f"{samples.ratio(OURS, BEFORE):.2f}x",
-        f"{samples.best_ratio(OURS, BEFORE):.2f}x",
-    ] * (BEFORE in names)
+    of_before = (
+        [f"{samples.ratio(OURS, BEFORE):.2f}x", f"{samples.best_ratio(OURS, BEFORE):.2f}x"]
+        if BEFORE in names
+        else []
+    )
     return [
         operation,
         workload.size,
