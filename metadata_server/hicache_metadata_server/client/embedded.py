@@ -19,7 +19,7 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from hicache_storage.objects import Call
 
@@ -94,7 +94,7 @@ class _State:
             return [self._service.lengths(part.scope, part.keys) for part in scopes]
 
     @contextlib.contextmanager
-    def _settled(self) -> Iterator[float]:
+    def _settled(self) -> Generator[float]:
         """Hold the lock, with the state as it is now, and yield the time."""
         with self._lock:
             now = self._clock()
