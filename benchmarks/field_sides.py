@@ -188,8 +188,9 @@ class Jobs:
 
     def __init__(self, candidate: Any, memory: Any) -> None:
         self._candidate, self._memory = candidate, memory
-        for name in ("announce", "write", "read", "exists", "is_sound", "remove", "files"):
-            setattr(self, name, getattr(candidate, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._candidate, name)
 
     def forget(self, pages: int) -> None:
         """Do nothing: `is_sound` has made it zero."""
@@ -203,23 +204,11 @@ class Nixl:
     """SGLang's `HiCacheNixl` with the POSIX plug-in, in zero copy."""
 
     def __init__(self, pool: Any, directory: Path) -> None:
-        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
         from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
+        from sglang_peer import storage_config
 
         directory.mkdir(parents=True)
-        config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="benchmark",
-            extra_config={"plugin": {"posix": {"active": True}}, "l3_cleaner_enabled": False},
-        )
+        config = storage_config(plugin={"posix": {"active": True}}, l3_cleaner_enabled=False)
         os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(directory)
         self._storage = HiCacheNixl(config)
         self._storage.register_mem_pool_host(pool)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from interleaved import fresh_keys
-from sglang_peer import BATCH_PAGES, PAGE_TOKENS, indices
+from sglang_peer import BATCH_PAGES, PAGE_TOKENS, Calls, indices
 
-from hicache_storage import PoolTransfer, StorageIdentity, create_storage
+from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.layers import innermost
 
 with contextlib.redirect_stderr(io.StringIO()):
@@ -134,7 +134,7 @@ class Peer(Candidate):
         self.storage.close()
 
 
-class Ours(Candidate):
+class Ours(Calls, Candidate):
     """The 3FS driver through the whole stack: metrics, deadline, circuit breaker, v2 calls,
     checksums."""
 
@@ -157,17 +157,6 @@ class Ours(Candidate):
         self.storage = create_storage("hf3fs", identity, {**options, **more})
         self.storage.register_mem_host_pool_v2(pool, "kv")
         self.storage.open()
-
-    def write(self, keys: list[str], first: int = 0) -> bool:
-        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
-        return all(self.storage.batch_set_v2([transfer])["kv"])
-
-    def read(self, keys: list[str], first: int = 0) -> bool:
-        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
-        return all(self.storage.batch_get_v2([transfer])["kv"])
-
-    def exists(self, keys: list[str]) -> int:
-        return self.storage.batch_exists_v2(keys).kv_hit_pages
 
     def remove(self) -> None:
         innermost(self.storage).clear()

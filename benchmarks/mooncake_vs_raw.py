@@ -153,10 +153,10 @@ class Raw:
 
 def sglangs(cluster: DevCluster, subject: str) -> Candidate:
     """SGLang's driver on its own host pool, called as its cache controller calls it."""
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.storage.mooncake_store.mooncake_store import MooncakeStore
+    from sglang_peer import storage_config
 
     (layers, heads), size = SHAPES[subject], BATCH[subject] * PAGE_TOKENS
     device = MHATokenToKVPool(
@@ -187,19 +187,7 @@ def sglangs(cluster: DevCluster, subject: str) -> Candidate:
         "global_segment_size": 0,
         "protocol": "tcp",
     }
-    config = HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=False,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="benchmark",
-        extra_config={**extra, "metadata_server": "P2PHANDSHAKE"},
-    )
+    config = storage_config(**extra, metadata_server="P2PHANDSHAKE")
     storage = MooncakeStore(config, pool)
     storage.register_mem_pool_host(pool)
     indices = torch.arange(size)

@@ -23,6 +23,8 @@ from hicache_storage.layers import innermost
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from hicache_storage.spec import HiCacheStorage
+
 PAGE_TOKENS = 64
 BATCH_PAGES = 128
 # Layers and heads that make a page of so many bytes, with a head dimension of 128 in bfloat16.
@@ -77,6 +79,40 @@ def indices(keys: list[str], first: int = 0) -> torch.Tensor:
     return torch.arange(first * PAGE_TOKENS, (first + len(keys)) * PAGE_TOKENS)
 
 
+def storage_config(**extra: object) -> HiCacheStorageConfig:
+    """What SGLang tells a backend of a single rank."""
+    return HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="benchmark",
+        extra_config=extra or None,
+    )
+
+
+class Calls:
+    """The calls of a storage of this project, on some pages of a host pool."""
+
+    storage: HiCacheStorage
+
+    def write(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_set_v2([transfer])["kv"])
+
+    def read(self, keys: list[str], first: int = 0) -> bool:
+        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
+        return all(self.storage.batch_get_v2([transfer])["kv"])
+
+    def exists(self, keys: list[str]) -> int:
+        return self.storage.batch_exists_v2(keys).kv_hit_pages
+
+
 @dataclass
 class Peer:
     """`HiCacheFile`, called as `HiCacheController._generic_page_get` and `_generic_page_set` call
@@ -88,19 +124,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True)
-        config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="benchmark",
-        )
-        self.storage = HiCacheFile(config, str(self.directory))
+        self.storage = HiCacheFile(storage_config(), str(self.directory))
         self.indices = torch.arange(BATCH_PAGES * PAGE_TOKENS)
 
     def write(self, keys: list[str], first: int = 0) -> bool:
@@ -133,7 +157,7 @@ class Peer:
         self.remove()
 
 
-class Ours:
+class Ours(Calls):
     """The file driver with verification on, through the whole stack: metrics, deadline, circuit
     breaker, v2 calls."""
 
@@ -152,17 +176,6 @@ class Ours:
         self.storage = create_storage("file", identity, {"path": str(directory), **options})
         self.storage.register_mem_host_pool_v2(pool, "kv")
         self.storage.open()
-
-    def write(self, keys: list[str], first: int = 0) -> bool:
-        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
-        return all(self.storage.batch_set_v2([transfer])["kv"])
-
-    def read(self, keys: list[str], first: int = 0) -> bool:
-        transfer = PoolTransfer("kv", indices(keys, first), keys=keys)
-        return all(self.storage.batch_get_v2([transfer])["kv"])
-
-    def exists(self, keys: list[str]) -> int:
-        return self.storage.batch_exists_v2(keys).kv_hit_pages
 
     def remove(self) -> None:
         innermost(self.storage).clear()

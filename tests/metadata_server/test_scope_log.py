@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -13,7 +14,7 @@ from hicache_metadata_server.core.errors import FencedError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.shared import scope_log
-from hicache_metadata_server.shared.connection import RedisConnection
+from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, new_script
 from hicache_metadata_server.shared.scope_log import (
     ScopeLog,
     ScopeLogStore,
@@ -361,3 +362,36 @@ def test_random_histories_come_back_exactly(owner, monkeypatch, size, batch):
     with one.redis.client() as client:
         assert isinstance(client, Redis)
         assert client.xlen("hm:{0:kv}:log") < 100
+
+
+def test_a_connection_is_kept_and_one_that_redis_has_closed_is_replaced(redis):
+    script = new_script("return KEYS[1]")
+
+    async def check(client):
+        def made():
+            return client.info("stats")["total_connections_received"] - before
+
+        async def ask(*keys):
+            asked = [connection.run([ScriptCall(script, (key,), ())]) for key in keys]
+            assert await asyncio.gather(*asked) == [[key] for key in keys]
+
+        connection, before = RedisConnection(redis.url), 0
+        before = made()
+        try:
+            await ask(b"a")
+            await ask(b"b")
+            assert made() == 1
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            await asyncio.sleep(0.1)
+            await ask(b"c")
+            assert made() == 2
+            # Several at once have connections of their own, which stay open in the pool.
+            await ask(b"1", b"2", b"3")
+            assert made() == 4
+            await ask(b"4", b"5", b"6")
+            assert made() == 4
+        finally:
+            await connection.close()
+
+    with redis.client() as client:
+        asyncio.run(check(client))

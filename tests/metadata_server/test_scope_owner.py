@@ -485,6 +485,31 @@ def test_a_server_serves_lookups_while_redis_has_no_memory(world, two, redis):
             client.config_set("maxmemory", 0)
 
 
+def test_writes_that_a_failover_lost_are_found_by_the_next_comparison_that_succeeds(
+    world, two, redis, monkeypatch
+):
+    """The first is a request's poll, which compares nothing, and the second fails."""
+    one, _ = two
+    one.make("0:kv")
+    one.change("0:kv", "a")
+    one.write()
+    with redis.client() as client:
+        client.hset("hm:{0:kv}:head", "seq", 1)
+    one.owner._run_id = b"the primary before"
+    world.do(one.owner.poll())
+
+    async def broken(*parts):
+        raise StoreError("connection lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.connection, "command", broken)
+        with pytest.raises(StoreError):
+            one.beat()
+    pass_time(world, [one], LEASE + 1.0)
+    assert serving(two, "0:kv") == [0]
+    assert reserve(one.service, ["b"], now=one.wall()).states == [p.Reserved.FULL]
+
+
 def test_no_scope_is_taken_for_a_lease_after_a_failover(world, two, redis):
     """The replica lacks that the other server has taken the scope, and it still serves it."""
     one, other = two

@@ -61,6 +61,9 @@ USUAL_PAGE: Final = (96, 160)
 PROBED_UNITS: Final = (8 << 10, 64 << 10, 1 << 20)
 """Page lengths, in bytes, that a driver is tried with when it has refused the usual one."""
 PROBE_SECONDS: Final = 20.0
+CASE_SHARE: Final = 0.8
+"""Of a case's time. The process that follows the run counts from the first of these calls, and must
+not be the first to end it: it knows less about what hangs."""
 
 
 def check_driver(
@@ -168,9 +171,7 @@ class _Watchdog:
         # What foreign interfaces promise of it is that calls end.
         rule = "FT-3" if self._run.interface else rule
         limit = FOREIGN_SECONDS if self._run.interface else OPEN_SECONDS
-        # The process that follows the run counts from the first of these calls, and must not be
-        # the first to end it: it knows less about what hangs.
-        seconds = min(limit, 0.8 * self._run.case_seconds)
+        seconds = min(limit, CASE_SHARE * self._run.case_seconds)
         timer = threading.Timer(seconds, self._end, (rule, name, seconds, caller))
         timer.daemon = True
         timer.start()

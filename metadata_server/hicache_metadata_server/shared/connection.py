@@ -172,14 +172,18 @@ class RedisConnection:
         kept, self._kept = self._kept, None
         answers = list[Any]()
         try:
+            if kept is None:
+                kept = await pool.get_connection()
+                # With a timeout of its own, redis-py makes a task of each write.
+                kept.socket_timeout = None
             async with asyncio.timeout(self._answer_seconds):
-                if kept is None:
-                    kept = await pool.get_connection()
-                    # With a timeout of its own, redis-py makes a task of each write.
-                    kept.socket_timeout = None
-                else:
-                    # Redis may have closed it meanwhile.
-                    await pool.ensure_connection(kept)
+                # At its end where Redis has closed it meanwhile. `ensure_connection` overlooks that
+                # since redis-py accepts notifications of maintenance.
+                can_read = getattr(kept, "can_read", None)
+                # The name before redis-py 8.
+                if await (can_read or kept.can_read_destructive)():
+                    await kept.disconnect(nowait=True)
+                    await kept.connect()
                 await kept.send_packed_command(kept.pack_commands(commands), check_health=False)
                 for _ in commands:
                     try:
@@ -187,27 +191,31 @@ class RedisConnection:
                     except ResponseError as error:
                         answers.append(error)
         except BaseException as error:
-            # An answer may be under way.
-            await self._give_back(kept)
+            if kept is not None:
+                # An answer may be under way.
+                await kept.disconnect(nowait=True)
+                await self._give_back(kept)
             if isinstance(error, self._errors()):
                 raise await self._failed(error) from error
             raise
         if self._kept is None:
             self._kept = kept
         else:
+            # Another request has kept one meanwhile.
             await self._give_back(kept)
         return answers
 
     async def _release_kept(self) -> None:
+        """Close the connection that is kept."""
         kept, self._kept = self._kept, None
-        await self._give_back(kept)
+        if kept is not None:
+            await kept.disconnect(nowait=True)
+            await self._give_back(kept)
 
     async def _give_back(self, kept: Any) -> None:
-        """Close a connection that was kept, and return it to the pool."""
-        if kept is not None:
-            kept.socket_timeout = self._answer_seconds
-            await kept.disconnect(nowait=True)
-            await self._client.connection_pool.release(kept)
+        """Return a connection that was kept to the pool."""
+        kept.socket_timeout = self._answer_seconds
+        await self._client.connection_pool.release(kept)
 
     async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send scripts, and wait until the replicas have what they have written and read.

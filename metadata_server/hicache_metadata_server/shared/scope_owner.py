@@ -149,6 +149,9 @@ class ScopeOwner:
         self._beats = 0
         self._version = b""
         self._run_id = b""
+        self._unverified = False
+        """Another Redis answers than before, and not all of its heads were compared with the logs
+        of this server."""
         self._primary_since = -math.inf
         """When another Redis than before has first answered."""
         self._polled = -math.inf
@@ -182,9 +185,8 @@ class ScopeOwner:
         Raises:
             StoreError: Redis was not reached, or a scope cannot be read.
         """
-        run_id = self._run_id
         await self.poll()
-        await self._verify(every=run_id != self._run_id)
+        await self._verify()
         await self._revoke_lost()
         await self._publish_statuses()
         # The others see no record of an incarnation before its first heartbeat, and might take from
@@ -226,6 +228,7 @@ class ScopeOwner:
             received = self._polled = self._clock()
             if self._run_id not in (b"", run_id):
                 self._primary_since = received
+                self._unverified = True
             if not self.incarnation.renew(sent, received):
                 self._begin_anew()
             found = _pairs(records)
@@ -528,12 +531,13 @@ class ScopeOwner:
                 taking += free[group]
         return taking, leaving
 
-    async def _verify(self, *, every: bool) -> None:
+    async def _verify(self) -> None:
         """Drop scopes that Redis gives to another server, or has lost.
 
-        Args:
-            every: also those that the map gives to this server: another Redis answers than before.
+        Where another Redis answers than before, those that the map gives to this server are
+        compared too, until a comparison of all has succeeded.
         """
+        every, run_id = self._unverified, self._run_id
         for log in self._store.logs():
             entry = self.entries.get(log.name)
             if log.name not in self._service.scopes or not (
@@ -556,6 +560,8 @@ class ScopeOwner:
                 tenant_name = tenant.of_scope[log.name]
                 found = ScopeEntry(scope.geometry, self.incarnation.id, log.name, tenant_name)
                 await self.publish({log.name: found})
+        if run_id == self._run_id:
+            self._unverified = False
 
     async def _revoke_lost(self) -> None:
         """Close scopes that have lost writes: leases that were given may be missing in the log."""

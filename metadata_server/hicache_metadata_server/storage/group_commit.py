@@ -138,9 +138,10 @@ class GroupCommit:
             while self._busy and self._running is not None:
                 # A compaction, which no request waits for.
                 await asyncio.wait([self._running])
-            await self._compact_all()
-            await asyncio.to_thread(self._thread.shutdown)
+            # A checkpoint competes with the compaction for the disk.
             await asyncio.to_thread(self._checkpoint_thread.shutdown)
+            await _try_writer("compaction_failed", self._compact_all())
+            await asyncio.to_thread(self._thread.shutdown)
 
     async def _compact_all(self) -> None:
         if self._batch is not None:
