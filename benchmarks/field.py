@@ -47,7 +47,15 @@ from field_sides import (
     SGLANG_HF3FS,
     VLLM_FS,
 )
-from interleaved import drop_from_page_cache, fresh_keys, machine, table, turns, wait_for_quiet
+from interleaved import (
+    awake_cores,
+    drop_from_page_cache,
+    fresh_keys,
+    machine,
+    table,
+    turns,
+    wait_for_quiet,
+)
 from metadata_vs_sglang import OUR_COMMAND, started
 
 from hicache_backends.posix.directories import mount_of
@@ -588,9 +596,10 @@ def main() -> None:
     missing = dict[str, str]()
     try:
         described = facts(work) | versions(options.sglang) | versions(options.vllm)
-        for _ in measure(results, missing, options, work):
-            # A run that is ended early keeps what it has measured.
-            keep(options.out, described, results, missing, names)
+        with awake_cores():
+            for _ in measure(results, missing, options, work):
+                # A run that is ended early keeps what it has measured.
+                keep(options.out, described, results, missing, names)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     print(json.dumps(described, indent=1), report(results, missing, names), sep="\n")

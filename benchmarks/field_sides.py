@@ -57,10 +57,11 @@ class Side(Protocol):
 
 
 class Limit:
-    """`pwritev` into a new file, `preadv` from it, page by page, and nothing else.
+    """`pwritev` into new files, `preadv` from them, one call for each thread, and nothing else.
 
     Args:
-        directory: where the file is made.
+        directory: where the files are made, one for each thread: two threads that write one file
+            wait for each other.
         page_bytes: length of a page.
         threads: share the pages of a call.
         direct: with O_DIRECT.
@@ -68,11 +69,13 @@ class Limit:
 
     def __init__(self, directory: Path, page_bytes: int, threads: int, *, direct: bool) -> None:
         directory.mkdir(parents=True)
-        self._file = directory / "pages"
+        self._files = [directory / str(number) for number in range(threads)]
         self._page_bytes, self._threads = page_bytes, ThreadPoolExecutor(threads)
-        self._count = threads
         self._direct = os.O_DIRECT if direct else 0
-        self._memory = memoryview(mmap.mmap(-1, PAGES * page_bytes))
+        memory = mmap.mmap(-1, PAGES * page_bytes)
+        # Of all kinds of memory that the sides have, the one that is filled fastest.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = memoryview(memory)
         self._memory[:] = os.urandom(PAGES * page_bytes)
         self._written = bytes(self._memory)
 
@@ -96,10 +99,11 @@ class Limit:
         return self._memory[:length] == self._written[:length]
 
     def remove(self) -> None:
-        self._file.unlink(missing_ok=True)
+        for path in self._files:
+            path.unlink(missing_ok=True)
 
     def files(self) -> list[Path]:
-        return [self._file]
+        return self._files
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -108,20 +112,16 @@ class Limit:
     def _move(
         self, pages: int, flags: int, call: Callable[[int, list[memoryview], int], int]
     ) -> bool:
-        descriptor, length = os.open(self._file, flags | self._direct), self._page_bytes
-        share = -(-pages // self._count)
+        share = pages // len(self._files) * self._page_bytes
 
-        def some(first: int) -> bool:
-            return all(
-                call(descriptor, [self._memory[page * length : (page + 1) * length]], page * length)
-                == length
-                for page in range(first, min(first + share, pages))
-            )
+        def move(number: int) -> bool:
+            descriptor = os.open(self._files[number], flags | self._direct)
+            try:
+                return call(descriptor, [self._memory[number * share :][:share]], 0) == share
+            finally:
+                os.close(descriptor)
 
-        try:
-            return all(self._threads.map(some, range(0, pages, share)))
-        finally:
-            os.close(descriptor)
+        return all(self._threads.map(move, range(len(self._files))))
 
 
 class Called:
@@ -138,6 +138,9 @@ class Called:
         import torch
 
         self._candidate, self._directory, self._callers = candidate, directory, callers
+        # `forget` and `is_sound` would leave threads of OpenMP that spin for milliseconds, on the
+        # core on which a side wakes a thread.
+        torch.set_num_threads(1)
         self._memory = pool.kv_buffer.view(torch.uint8)
         # `page_first`: tokens are the second dimension, behind keys and values.
         self._tokens = self._memory.shape[1] // PAGES

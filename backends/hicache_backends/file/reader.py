@@ -129,7 +129,8 @@ class Reader:
         return outcome
 
     def read_cached(self, extents: Sequence[Extent], call: Call) -> bool:
-        """Read and verify pages that are in the page cache, of files that are open.
+        """Read and verify pages that are in the page cache, of files that are open or that the
+        kernel can open from memory.
 
         It never waits for the disk.
 
@@ -140,7 +141,7 @@ class Reader:
             return False
         chunks = list[ReadChunk]()
         for extent in extents:
-            handle = self._descriptors.borrow_open(extent.bundle.path, os.O_NOATIME)
+            handle = self._descriptors.borrow_cached(extent.bundle.path, os.O_NOATIME)
             if handle is None or not self._is_cached(extent, handle):
                 return False
             chunks += self._split(extent, handle, cached=True, may_wait=False)

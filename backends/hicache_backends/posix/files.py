@@ -28,8 +28,14 @@ IDLE_SECONDS = 10.0
 RECOVERY_SECONDS = 10.0
 """Seconds after which the limit doubles again, when the process has run out of descriptors."""
 
+_OPENAT2 = 437
 _CACHESTAT = 451
-"""The number of the system call on all machines, since Linux 6.5."""
+"""Numbers of the system calls on all machines, since Linux 5.6 and 6.5."""
+
+_RESOLVE_CACHED = 0x20
+"""The open fails where looking up the path would need I/O; since Linux 5.12."""
+
+_AT_FDCWD = -100
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -80,30 +86,44 @@ class Descriptors:
         Raises:
             OSError: it cannot be opened.
         """
-        handle = self.borrow_open(path, flags)
+        handle = self._borrow_open(path, flags)
         if handle is not None:
             return handle
         # Outside the lock: opening takes a request or more on a network mount.
         handle = Handle(self.open(path, os.O_RDONLY | flags), flags)
-        handle.used = time.monotonic()
         closing = list[Handle]()
         with self._lock:
-            # Another thread may have opened the file too: its handle closes with its last
-            # reference.
-            self._open[path, flags] = handle
-            self._flags.add(flags)
+            self._keep(path, handle)
             if len(self._open) > self._limit:
                 closing.append(self._open.popitem(last=False)[1])
         return handle
 
-    def borrow_open(self, path: str, flags: int = 0) -> Handle | None:
-        """The file of that path if it is open already; never waits for the file system."""
+    def borrow_cached(self, path: str, flags: int = 0) -> Handle | None:
+        """The file of that path if it is open already, or if the kernel opens it from memory; never
+        waits for the file system."""
+        handle = self._borrow_open(path, flags)
+        # Beyond the limit another file would have to be closed, and closing may wait.
+        if handle is None and len(self._open) < self._limit:
+            descriptor = _open_cached(path, flags)
+            if descriptor is not None:
+                handle = Handle(descriptor, flags)
+                with self._lock:
+                    self._keep(path, handle)
+        return handle
+
+    def _borrow_open(self, path: str, flags: int) -> Handle | None:
         with self._lock:
             handle = self._open.get((path, flags))
             if handle is not None:
                 handle.used = time.monotonic()
                 self._open.move_to_end((path, flags))
         return handle
+
+    def _keep(self, path: str, handle: Handle) -> None:
+        # Another thread may have opened the file too: its handle closes with its last reference.
+        handle.used = time.monotonic()
+        self._open[path, handle.flags] = handle
+        self._flags.add(handle.flags)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file that is not kept; kept ones are closed if the process is out of descriptors.
@@ -239,6 +259,26 @@ class _Statistics(ctypes.Structure):
         ("evicted", ctypes.c_uint64),
         ("recently_evicted", ctypes.c_uint64),
     )
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+def _open_cached(path: str, flags: int) -> int | None:
+    """Open a file for reading if the kernel has its path in memory.
+
+    None for any other reason too: the ordinary open meets it again, where it may wait.
+    """
+    how = _OpenHow(os.O_RDONLY | os.O_CLOEXEC | flags, 0, _RESOLVE_CACHED)
+    descriptor = _libc.syscall(
+        _OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how)
+    )
+    return None if descriptor < 0 else int(descriptor)
 
 
 def is_cached(descriptor: int, offset: int, length: int) -> bool:
