@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOCAL_THREADS: Final = 4
 NETWORK_THREADS: Final = 8
-LOCAL_BYTES_PER_THREAD: Final = 16 << 20
+LOCAL_BYTES_PER_THREAD: Final = 4 << 20
 """As for the file driver: below this a second thread gains nothing from the page cache."""
 NETWORK_BYTES_PER_THREAD: Final = 4 << 20
 

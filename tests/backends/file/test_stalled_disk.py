@@ -174,10 +174,13 @@ def test_a_lookup_behind_a_hung_announcement_ends_at_its_deadline(guarded, disk)
 @pytest.mark.parametrize(
     "components", [(1000, 3096), (300_000, 900_000)], ids=["short-pages", "long-pages"]
 )
-def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, components):
+@pytest.mark.parametrize("opened", [True, False])
+def test_what_is_in_the_page_cache_is_read_while_the_disk_stalls(guarded, disk, components, opened):
     a, keys = guarded(components=components, pages=8), chain("a", 8)
     a.put(keys)
     assert a.holds(keys)
+    if not opened:
+        a.bare.store.descriptors.close()
     looked, threads = a.bare.store.cached_page_indexes, []
     a.bare.store.cached_page_indexes = lambda namespaces: (
         threads.append(threading.current_thread()),
@@ -266,6 +269,7 @@ def test_somebody_elses_files_are_read_through_buffers(guarded, monkeypatch):
         return real(path, mode, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(files, "_open_cached", lambda path, flags: None)
     monkeypatch.setattr(reader, "read_cached_into", None)
     assert a.holds(keys)
     assert flags
@@ -288,3 +292,20 @@ def test_the_page_cache_is_asked(tmp_path):
         assert not is_cached(descriptor, 4090, 1 << 20)
     finally:
         os.close(descriptor)
+
+
+def test_a_file_is_opened_from_memory_within_the_limit(tmp_path, monkeypatch):
+    paths = [tmp_path / str(number) for number in range(3)]
+    for path in paths:
+        path.write_bytes(b"abc")
+    descriptors = files.Descriptors(2)
+    kept = [descriptors.borrow_cached(str(path), os.O_NOATIME) for path in paths[:2]]
+    assert [os.pread(handle.descriptor, 3, 0) for handle in kept] == [b"abc"] * 2
+    assert descriptors.borrow_cached(str(paths[0]), os.O_NOATIME) is kept[0]
+    # A third would close one of them, which may wait.
+    assert descriptors.borrow_cached(str(paths[2]), os.O_NOATIME) is None
+    descriptors.forget(str(paths[0]))
+    assert descriptors.borrow_cached(str(tmp_path / "missing"), os.O_NOATIME) is None
+    # A number that no kernel has, as 437 is before Linux 5.6.
+    monkeypatch.setattr(files, "_OPENAT2", 1 << 20)
+    assert descriptors.borrow_cached(str(paths[2]), os.O_NOATIME) is None
