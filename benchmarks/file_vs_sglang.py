@@ -30,6 +30,7 @@ from checkouts import HERE, OfCheckout
 from interleaved import (
     Results,
     Samples,
+    awake_cores,
     drop_from_page_cache,
     fresh_keys,
     machine,
@@ -228,6 +229,7 @@ def main() -> None:
     }
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
+        stack.enter_context(awake_cores())
         if on_mount:
             facts["file system"] = f"FUSE, {options.mount_delay_us} us a request"
             # A second is how long FUSE file systems usually let the kernel believe names and

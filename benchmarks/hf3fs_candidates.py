@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from interleaved import fresh_keys
-from sglang_peer import BATCH_PAGES, PAGE_TOKENS, Calls, indices
+from sglang_peer import (
+    BATCH_PAGES,
+    PAGE_TOKENS,
+    Calls,
+    host_pool,  # noqa: F401 - for `checkouts`
+    indices,
+)
 
 from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.layers import innermost

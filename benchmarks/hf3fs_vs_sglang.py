@@ -45,7 +45,16 @@ from hf3fs_candidates import (
     Ours,
     Peer,
 )
-from interleaved import Costs, Samples, fresh_keys, machine, table, turns, wait_for_quiet
+from interleaved import (
+    Costs,
+    Samples,
+    awake_cores,
+    fresh_keys,
+    machine,
+    table,
+    turns,
+    wait_for_quiet,
+)
 from metadata_vs_sglang import OUR_COMMAND, PEER_COMMAND, started
 from sglang_peer import host_pool
 
@@ -275,6 +284,7 @@ def main() -> None:
     results, workloads = Costs(), list[Workload]()
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, work, ignore_errors=True)
+        stack.enter_context(awake_cores())
         served = options.metadata == "server"
         urls = (
             metadata_servers(stack, work, options.before)

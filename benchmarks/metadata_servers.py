@@ -32,7 +32,7 @@ from redis import Redis
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interleaved import machine, table, turns, wait_for_quiet
+from interleaved import awake_cores, machine, table, turns, wait_for_quiet
 from metadata_vs_sglang import BATCH, OUR_COMMAND, Connection, Server, keys_of, started
 
 if TYPE_CHECKING:
@@ -328,6 +328,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         slots = int(BATCH * WRITES_A_SECOND * options.seconds * options.rounds)
+        stack.enter_context(awake_cores())
         candidates = candidates_in(stack, Path(directory), options.servers, slots)
         for operation in OPERATIONS:
             for candidate in turns(candidates, options.rounds):

@@ -41,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkouts import HERE, OfCheckout
 from interleaved import (
     Costs,
+    awake_cores,
     drop_from_page_cache,
     fresh_keys,
     machine,
@@ -290,6 +291,7 @@ def main() -> None:
     costs, text = Costs(), ""
     options.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
+        stack.enter_context(awake_cores())
         stack.callback(shutil.rmtree, work, ignore_errors=True)
         for number, workload in enumerate(workloads):
             print(f"{workload} ...", file=sys.stderr, flush=True)
