@@ -179,12 +179,13 @@ class OwnerHandlers(Handlers):
         """Scopes of all servers; those of the others as they were up to a second ago."""
         # Another server may just have made one.
         await self.owner.poll()
-        own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
         others = {
             status.scope: status
             for status in await self.owner.other_statuses()
             if may_use(caller, status.tenant)
         }
+        # Only now: a scope that is taken meanwhile is no other's any more.
+        own = {status.scope: status for status in self.service.list_scopes(caller).scopes}
         found = others | own
         return p.Scopes(scopes=[found[name] for name in sorted(found)])
 
