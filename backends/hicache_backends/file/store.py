@@ -40,7 +40,8 @@ NETWORK_THREADS = 8
 
 LOCAL_BYTES_PER_THREAD = 4 << 20
 """From the page cache, a second thread gains up to 1.4x at 8 MiB a call, 1.8x at 32 MiB, and nothing
-at 2 MiB. Where an idle core of a virtual machine has halted, it gains nothing below 32 MiB."""
+at 2 MiB. Where idle cores of a virtual machine have halted, it gains nothing at 32 MiB, and a call of
+8 MiB takes up to half as long again."""
 
 NETWORK_BYTES_PER_THREAD = 4 << 20
 

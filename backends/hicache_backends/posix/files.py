@@ -90,10 +90,10 @@ class Descriptors:
         if handle is not None:
             return handle
         # Outside the lock: opening takes a request or more on a network mount.
-        handle = Handle(self.open(path, os.O_RDONLY | flags), flags)
+        opened = Handle(self.open(path, os.O_RDONLY | flags), flags)
         closing = list[Handle]()
         with self._lock:
-            self._keep(path, handle)
+            handle = self._keep(path, opened)
             if len(self._open) > self._limit:
                 closing.append(self._open.popitem(last=False)[1])
         return handle
@@ -106,9 +106,9 @@ class Descriptors:
         if handle is None and len(self._open) < self._limit:
             descriptor = _open_cached(path, flags)
             if descriptor is not None:
-                handle = Handle(descriptor, flags)
+                opened = Handle(descriptor, flags)
                 with self._lock:
-                    self._keep(path, handle)
+                    handle = self._keep(path, opened)
         return handle
 
     def _borrow_open(self, path: str, flags: int) -> Handle | None:
@@ -119,11 +119,12 @@ class Descriptors:
                 self._open.move_to_end((path, flags))
         return handle
 
-    def _keep(self, path: str, handle: Handle) -> None:
-        # Another thread may have opened the file too: its handle closes with its last reference.
-        handle.used = time.monotonic()
-        self._open[path, handle.flags] = handle
-        self._flags.add(handle.flags)
+    def _keep(self, path: str, opened: Handle) -> Handle:
+        """Keep a file that was just opened, or return the handle of a thread that was faster; the
+        lock is held."""
+        opened.used = time.monotonic()
+        self._flags.add(opened.flags)
+        return self._open.setdefault((path, opened.flags), opened)
 
     def open(self, path: str, flags: int) -> int:
         """Open a file that is not kept; kept ones are closed if the process is out of descriptors.
@@ -276,7 +277,11 @@ def _open_cached(path: str, flags: int) -> int | None:
     """
     how = _OpenHow(os.O_RDONLY | os.O_CLOEXEC | flags, 0, _RESOLVE_CACHED)
     descriptor = _libc.syscall(
-        _OPENAT2, _AT_FDCWD, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how)
+        _OPENAT2,
+        _AT_FDCWD,
+        os.fsencode(path),
+        ctypes.byref(how),
+        ctypes.c_size_t(ctypes.sizeof(how)),
     )
     return None if descriptor < 0 else int(descriptor)
 

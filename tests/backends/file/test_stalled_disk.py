@@ -309,3 +309,18 @@ def test_a_file_is_opened_from_memory_within_the_limit(tmp_path, monkeypatch):
     # A number that no kernel has, as 437 is before Linux 5.6.
     monkeypatch.setattr(files, "_OPENAT2", 1 << 20)
     assert descriptors.borrow_cached(str(paths[2]), os.O_NOATIME) is None
+
+
+def test_threads_that_open_a_file_at_the_same_moment_share_it(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    descriptors, faster = files.Descriptors(2), []
+    real = files._open_cached
+
+    def slow(path, flags):
+        descriptor = real(path, flags)
+        faster.append(descriptors.borrow(path, flags))
+        return descriptor
+
+    monkeypatch.setattr(files, "_open_cached", slow)
+    assert descriptors.borrow_cached(str(path), os.O_NOATIME) is faster[0]
