@@ -47,6 +47,8 @@ MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 1 << 20
 HAND_OVER_SECONDS: Final = 2.0
 """Longest time for which the end of a server waits until others have its scopes."""
+LATE_SECONDS: Final = 0.05
+"""Interval in which a stopping server ends connections that it has accepted late."""
 NOT_STARTED: Final = 3
 """Exit status of a server that cannot listen."""
 
@@ -217,7 +219,9 @@ def _advertised_url(settings: ServerSettings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
-def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
+def _config(
+    app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None
+) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
         host=settings.host,
@@ -239,7 +243,11 @@ def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None)
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
-    server = _Server(config, app)
+    return config
+
+
+def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
+    server = _Server(_config(app, settings, tls), app)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -258,7 +266,20 @@ class _Server(uvicorn.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HAND_OVER_SECONDS):
                 await self._app.hand_over()
-        await super().shutdown(sockets)
+        late = asyncio.create_task(self._end_late_connections())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    async def _end_late_connections(self) -> None:
+        """End connections, again and again; each one after the response that it waits for."""
+        # uvicorn ends those that it has when it begins. One that was accepted in that moment would
+        # keep the server from stopping until its client closes it.
+        while True:
+            await asyncio.sleep(LATE_SECONDS)
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
 
 
 def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:

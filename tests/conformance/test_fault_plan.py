@@ -141,6 +141,17 @@ def test_shrinking_that_runs_out_of_tries_answers_something_that_fails():
     assert len(found) < 100
 
 
+def test_shrinking_ends_with_its_time():
+    tried = []
+
+    def fails(items):
+        tried.append(items)
+        return 3 in items
+
+    assert 3 in shrink(range(30), fails, seconds=0.0)
+    assert len(tried) == 1
+
+
 # Each kind around an object store
 # -----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 import socket
@@ -14,7 +15,11 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hicache_metadata_server import server
+from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http import fast_path
+from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.settings import ServerSettings
+from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.servers import DURABLE, served
 
 KEYS = json.dumps({"keys": ["a", "b"]}).encode()
@@ -51,6 +56,35 @@ def connection(port):
 def test_the_installed_uvicorn_has_all_internals():
     assert fast_path.missing_internals() == []
     assert server._http_protocol() is fast_path.FastPathProtocol
+
+
+async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
+    class Accepting(set):
+        """Its connections come in after uvicorn has looked at it for the first time."""
+
+        looked = False
+
+        def __iter__(self):
+            found = super().__iter__() if self.looked else iter(())
+            self.looked = True
+            return found
+
+    app = create_app(MetadataService(), MemoryStore())
+    settings = ServerSettings(host="127.0.0.1", port=0)
+    stopping = server._Server(server._config(app, settings, None), app)
+    stopping.server_state.connections = Accepting()
+    running = asyncio.create_task(stopping._serve())
+    while not stopping.started:
+        await asyncio.sleep(0.01)
+    port = stopping.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    while not len(stopping.server_state.connections):
+        await asyncio.sleep(0.01)
+    stopping.should_exit = True
+    async with asyncio.timeout(10):
+        assert await reader.read() == b""
+        await running
+    writer.close()
 
 
 def test_plain_uvicorn_where_a_method_is_missing(monkeypatch):

@@ -8,9 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 import pytest
+import structlog
 
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.protocol import Unpin
+from hicache_metadata_server.shared import scope_log, scope_owner
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_server
 
@@ -58,6 +60,17 @@ async def live(caller, scope, keys):
     return [
         key for key, slot in zip(keys, answer.json["scopes"][0]["slots"], strict=True) if slot >= 0
     ]
+
+
+async def live_at(caller, scope, keys):
+    """The same, once this server owns the scope."""
+    body = {"scopes": [{"scope": scope, "keys": keys}]}
+
+    async def owned():
+        return (await caller.post("/v2/lookup", body)).status == 200
+
+    await eventually(owned)
+    return await live(caller, scope, keys)
 
 
 async def test_a_request_is_sent_to_the_owner(redis):
@@ -137,6 +150,44 @@ async def test_a_server_that_drains_hands_its_scopes_over(redis):
 
         await eventually(moved)
         assert await live(other, "0:kv", ["a"]) == ["a"]
+
+
+async def test_the_log_of_a_scope_is_compacted_before_it_is_given_back(redis, monkeypatch):
+    monkeypatch.setattr(scope_log, "HANDOVER_LOG_BYTES", 0)
+    async with two(redis) as (one, other):
+        await initialize(one, "0:kv")
+        for key in "abc":
+            await one.store("0:kv", [key])
+        with redis.client() as client:
+            assert client.xlen("hm:{0:kv}:log") >= 3
+            await one.post("/v2/drain", {"enabled": True})
+            # From the other: nothing was written to the log after it was compacted.
+            assert await live_at(other, "0:kv", ["a", "c", "d"]) == ["a", "c"]
+            assert (client.xlen("hm:{0:kv}:log"), client.hlen("hm:{0:kv}:blocks")) == (0, 1)
+
+
+async def test_a_scope_that_cannot_be_read_keeps_no_other_from_being_served(redis, monkeypatch):
+    monkeypatch.setattr(scope_owner, "UNREADABLE_SECONDS", 0.1)
+    with redis.client() as client:
+        client.flushall()
+        async with AsyncExitStack() as stack:
+            async with server(redis, "one") as one:
+                await initialize(one, "0:kv")
+                await initialize(one, "1:kv")
+                client.hset("hm:{0:kv}:rest", "0", b"nothing")
+            with structlog.testing.capture_logs() as logs:
+                other = await stack.enter_async_context(server(redis, "two"))
+                assert await live(other, "1:kv", ["a"]) == []
+                assert await is_ready(other)
+                answer = await other.post("/0/exists", {"keys": ["a"]})
+                assert (answer.status, answer.json["code"]) == (503, "moving")
+                text = (await other.send("GET", "/metrics")).body.decode()
+                assert "hicache_metadata_unowned_scopes 1.0" in text
+            (told,) = [log for log in logs if log["event"] == "scope_unreadable"]
+            assert told["scope"] == "0:kv"
+            assert "cannot be read" in told["error"]
+            client.hdel("hm:{0:kv}:rest", "0")
+            assert await live_at(other, "0:kv", ["a"]) == []
 
 
 async def test_nothing_is_acknowledged_that_a_lost_scope_has_discarded(redis):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hicache_conformance.model.violation import Violation
 
 FAULTS: Final = (Level.FAULTS,)
+SHRINK_SECONDS: Final = 30.0
+"""Longest search for fewer faults, and for fewer calls. A case that took as long as the driver may
+hang would be blamed on the driver."""
 
 
 class PlanCases:
@@ -53,9 +56,15 @@ def _told(
             plan.faults,
             lambda some: random_run.breaks_same_rule(violation, plan.only(some), steps),
             tries=24,
+            seconds=SHRINK_SECONDS,
         )
         plan = plan.only(faults)
-        steps = shrink(steps, partial(random_run.breaks_same_rule, violation, plan), tries=24)
+        steps = shrink(
+            steps,
+            partial(random_run.breaks_same_rule, violation, plan),
+            tries=24,
+            seconds=SHRINK_SECONDS,
+        )
         last = random_run.run(plan, steps)
         again = (
             "made as short as it could be"

@@ -41,8 +41,15 @@ MAX_LOG_BYTES: Final = 16 << 20
 """Length of a scope's log from which each write also compacts."""
 IDLE_LOG_BYTES: Final = 1 << 20
 """The same in an idle server. A takeover replays what is left within milliseconds."""
+HANDOVER_LOG_BYTES: Final = 64 << 10
+"""The same for a scope that is about to be given back: its next owner replays a few milliseconds."""
+HANDOVER_BATCHES: Final = 4
+"""Batches of blocks that one write compacts of such a scope."""
 PAGE_ENTRIES: Final = 64
-"""Entries of the log, and blocks, that a takeover reads with one command: less than a megabyte."""
+"""Blocks that a takeover reads with one command, and entries of the log with the first: less than a
+megabyte."""
+PAGE_BYTES: Final = 1 << 20
+"""What the next commands should read of the log, by the length of the entries so far."""
 COMPRESSION: Final = 1
 SCOPE: Final = b"scope"
 """Field of `rest` with the scope's record and its counters; the other fields are windows."""
@@ -158,11 +165,18 @@ class ScopeLog:
     """Windows in `rest`, with the scope time at which all their pins and answers have ended."""
     pinned_until: float = 0.0
     """Scope time at which the last pin ends."""
+    leaving: bool = False
+    """Whether the scope is about to be given back."""
 
     @property
     def keys(self) -> tuple[bytes, ...]:
         """Head, log, blocks and rest."""
         return scope_keys(self.name)
+
+    @property
+    def wants_handover(self) -> bool:
+        """True if the log is too long for a scope that is about to be given back."""
+        return self.leaving and self.log_bytes > HANDOVER_LOG_BYTES
 
     def note(self, size: int, group: int, changes: Changes) -> None:
         """Record a group that is in the log."""
@@ -266,10 +280,13 @@ async def load(connection: RedisConnection, name: str, token: bytes) -> LoadedSc
         blocks |= {int(number): blob for number, blob in _paired(found)}
         if cursor == b"0":
             break
-    groups, first = list[tuple[int, bytes]](), b"-"
-    while page := await read(1, "XRANGE", first, "+", "COUNT", PAGE_ENTRIES):
+    groups, first, count, size = list[tuple[int, bytes]](), b"-", PAGE_ENTRIES, 0
+    while page := await read(1, "XRANGE", first, "+", "COUNT", count):
         groups += [(int(key.partition(b"-")[0]), fields[1]) for key, fields in page]
-        first = b"(" + page[-1][0]
+        if len(page) < count:
+            break
+        size += sum(len(fields[1]) for _, fields in page)
+        first, count = b"(" + page[-1][0], max(1, PAGE_BYTES * len(groups) // size)
     return LoadedScope(blocks, dict(_paired(rest)), groups)
 
 
@@ -528,7 +545,8 @@ class ScopeLogStore:
             block.until = _moved(block.until, log.offset)
             return block.encode()
 
-        batch = log.dirty.take(BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES), read)
+        most = BATCH_BLOCKS * (1 + log.log_bytes // MAX_LOG_BYTES)
+        batch = log.dirty.take(most * (HANDOVER_BATCHES if log.leaving else 1), read)
         return batch._replace(scope=log.number)
 
     def compact(self, batch: CompactionBatch, now: float) -> None:
@@ -655,6 +673,6 @@ class ScopeLogStore:
             raise FencedError([log.name for log in refused if self._logs.get(log.number) is log])
 
     def _longest(self, *, idle: bool) -> ScopeLog | None:
-        longest = max(self.logs(), key=lambda log: log.log_bytes, default=None)
         limit = IDLE_LOG_BYTES if idle else MAX_LOG_BYTES
-        return longest if longest is not None and longest.log_bytes > limit else None
+        due = [log for log in self.logs() if log.log_bytes > limit or log.wants_handover]
+        return max(due, key=lambda log: (log.wants_handover, log.log_bytes), default=None)

@@ -60,6 +60,10 @@ TAKES: Final = 8
 """Scopes that a server takes at the same time."""
 STATUS_SECONDS: Final = 1.0
 """Interval in which a server publishes the slots of its scopes by state."""
+SHORTEN_SECONDS: Final = 1.0
+"""Longest time in which the logs of scopes are compacted before these are given back."""
+UNREADABLE_SECONDS: Final = 10.0
+"""Interval in which a scope that cannot be read is tried again."""
 WAIT_SECONDS: Final = 1.0
 """Longest time for which a request waits for a scope that is about to get an owner."""
 SERVERS: Final = b"hm:{map}:servers"
@@ -157,6 +161,8 @@ class ScopeOwner:
         self._polled = -math.inf
         """When the map was read last."""
         self._next_statuses = -math.inf
+        self._unreadable: dict[str, float] = {}
+        """When each scope was last found that cannot be read."""
         self._free_since: dict[str, float] = {}
         """When this server has first found a group without owner."""
         self._polling = asyncio.Lock()
@@ -182,8 +188,10 @@ class ScopeOwner:
     async def beat(self) -> None:
         """Renew the lease, read the map, take scopes for this server, and give others back.
 
+        A scope that cannot be read is logged, and tried again later; all others are served.
+
         Raises:
-            StoreError: Redis was not reached, or a scope cannot be read.
+            StoreError: Redis was not reached.
         """
         await self.poll()
         await self._verify()
@@ -336,6 +344,7 @@ class ScopeOwner:
         Raises:
             StoreError: some were not given back. Their leases end.
         """
+        await self._shorten(names)
         self._leaving |= set(names)
         try:
             # The others have to see that it drains before they see that the scopes are free.
@@ -507,7 +516,10 @@ class ScopeOwner:
         taking, leaving, free = list[str](), list[str](), dict[str, list[str]]()
         # Alone, a draining server keeps its scopes: all but new leases goes on.
         drains = self._service.draining and me not in ready_servers(alive)
+        tried_after = self._clock() - UNREADABLE_SECONDS
         for name, entry in self.entries.items():
+            if self._unreadable.get(name, tried_after) > tried_after:
+                continue
             if name in owned:
                 if drains or group_homes.get(entry.group, me) != me:
                     leaving.append(name)
@@ -581,6 +593,18 @@ class ScopeOwner:
             }
         )
 
+    async def _shorten(self, names: Sequence[str]) -> None:
+        """Compact the logs of scopes while they are served, so that their next owner has little to
+        replay."""
+        logs = [log for log in self._store.logs() if log.name in names]
+        for log in logs:
+            log.leaving = True
+        # A number of rounds, since heartbeats wait for the end.
+        for _ in range(round(SHORTEN_SECONDS / (BEAT_SECONDS / 10))):
+            if not any(log.wants_handover for log in logs):
+                return
+            await asyncio.sleep(BEAT_SECONDS / 10)
+
     async def _take(self, name: str) -> None:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
         if head.owner and head.owner != incarnation.id and not self._is_over(head.owner):
@@ -595,23 +619,39 @@ class ScopeOwner:
             await remove(self._connection, log)
             await self.publish({name: None})
             return
-        found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
-        (record,) = found.scopes
-        scope = await asyncio.to_thread(
-            self._service.restored_scope, record, found.pins, rows, self._now(), max_hold_of(found)
-        )
+        try:
+            found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
+            (record,) = found.scopes
+            scope = await asyncio.to_thread(
+                self._service.restored_scope,
+                record,
+                found.pins,
+                rows,
+                self._now(),
+                max_hold_of(found),
+            )
+        except Exception as error:  # noqa: BLE001 - a damaged block may raise anything
+            if name not in self._unreadable:
+                _log.error("scope_unreadable", scope=name, error=str(error))
+            self._unreadable[name] = self._clock()
+            # A server of another version may be able to read it.
+            await release(self._connection, [log])
+            return
+        self._unreadable.pop(name, None)
         if head.closed > head.clock:
             scope.closed_until = head.closed - log.offset
+        # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
+        if incarnation is not self.incarnation:
+            return
+        self._service.adopt(found, scope)
+        self._store.attach(log, found.pins)
+        _log.info("scope_taken", scope=name, pages=len(scope.lru))
+        # Served already: until the others see the entry, the head tells them.
         entry = self.entries.get(name)
         group = entry.group if entry else name
         await self.publish(
             {name: ScopeEntry(record.geometry, incarnation.id, group, record.tenant)}
         )
-        # Fenced in any case; but a scope that was lost meanwhile would be dropped at once.
-        if incarnation is self.incarnation:
-            self._service.adopt(found, scope)
-            self._store.attach(log, found.pins)
-            _log.info("scope_taken", scope=name, pages=len(scope.lru))
 
     def _log_of(self, name: str, token: bytes, head: ScopeHead) -> ScopeLog:
         offset = head.clock - self._now() if head.clock else 0.0
