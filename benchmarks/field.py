@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import shutil
 import statistics
@@ -31,10 +30,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from xml.etree import ElementTree as ET
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from charts import Panel, draw
 from checkouts import HERE, Timed
 from field_sides import (
     FILE,
@@ -90,6 +89,7 @@ DIRECT_WRITE, DIRECT_READ = "write, O_DIRECT", "read, O_DIRECT"
 MOVES: Final = (WRITE, CACHED, COLD, DIRECT_WRITE, DIRECT_READ)
 START_SECONDS: Final = 180.0
 DOCUMENT: Final = HERE / "docs" / "benchmarks.md"
+DRAWING: Final = HERE / "docs" / "images" / "field.svg"
 BEGIN, END = "<!-- field -->", "<!-- end of field -->"
 
 
@@ -392,82 +392,25 @@ def _order(workload: tuple[str, int, int]) -> tuple[int, int, int]:
     return callers, pages, SIZES[size]
 
 
-COLOURS: Final = (
-    "#0b6e4f",
-    "#3d5a80",
-    "#98c1d9",
-    "#c8553d",
-    "#8d6a9f",
-    "#d9822b",
-    "#7f8a1e",
-    "#555",
-)
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 330, 300, 44, 40, 36
-LOWEST, HIGHEST = 0.03, 2.0
-
-
 def plot(results: Results, names: Sequence[str]) -> str:
     """Draw the part of the limit by page size, on a log scale, for calls of 32 pages."""
-    panels = [
-        operation
-        for operation in MOVES
-        if any(series.operation == operation and series.pages == 32 for series in results)
-    ]
-    sides = [name for name in names if name != LIMIT]
-    height = HEIGHT + 18 * len(sides)
-    svg = ET.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "viewBox": f"0 0 {WIDTH * len(panels)} {height}",
-            "font-family": "sans-serif",
-            "font-size": "11",
-        },
-    )
-    ET.SubElement(svg, "rect", width="100%", height="100%", fill="white")
-    for place, operation in enumerate(panels):
-        left = WIDTH * place + LEFT
-        _text(svg, left, 20, f"{operation}: part of the limit")
-        for value in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0):
-            y = _y(value)
-            line = {"x1": left, "x2": left + WIDTH - LEFT - 12, "y1": y, "y2": y}
-            stroke = "#888" if value == 1.0 else "#ddd"
-            ET.SubElement(
-                svg, "line", {k: f"{v:.1f}" for k, v in line.items()} | {"stroke": stroke}
-            )
-            _text(svg, left - 30, y + 4, f"{value:g}")
-        for step, size in enumerate(SIZES):
-            _text(svg, left + 20 + 75 * step - 16, HEIGHT - 14, size)
-        for number, side in enumerate(sides):
-            points = list[tuple[float, float]]()
-            for step, size in enumerate(SIZES):
-                series = results.find((size, 1, 32), operation, side)
-                limit = results.limit((size, 1, 32), operation)
-                if series is not None and limit is not None:
-                    points.append((left + 20 + 75 * step, _y(limit.median / series.median)))
-            colour = COLOURS[number % len(COLOURS)]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            ET.SubElement(
-                svg, "polyline", {"stroke-width": "2"}, points=path, fill="none", stroke=colour
-            )
-            for x, y in points:
-                ET.SubElement(svg, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r="3", fill=colour)
-    for number, side in enumerate(sides):
-        y = HEIGHT + 18 * number
-        colour = COLOURS[number % len(COLOURS)]
-        ET.SubElement(svg, "rect", x=str(LEFT), y=f"{y - 8}", width="16", height="8", fill=colour)
-        _text(svg, LEFT + 24, y, side.replace("`", ""))
-    return ET.tostring(svg, encoding="unicode") + "\n"
-
-
-def _y(value: float) -> float:
-    span = math.log(HIGHEST / LOWEST)
-    part = math.log(min(max(value, LOWEST), HIGHEST) / LOWEST) / span
-    return HEIGHT - BOTTOM - part * (HEIGHT - BOTTOM - TOP)
-
-
-def _text(svg: ET.Element, x: float, y: float, text: str) -> None:
-    ET.SubElement(svg, "text", x=f"{x:.1f}", y=f"{y:.1f}", fill="#333").text = text
+    panels = list[Panel]()
+    for operation in MOVES:
+        lines = {
+            side: {
+                size: limit.median / series.median
+                for size in SIZES
+                if (series := results.find((size, 1, 32), operation, side)) is not None
+                and (limit := results.limit((size, 1, 32), operation)) is not None
+            }
+            for side in names
+            if side != LIMIT
+        }
+        if any(lines.values()):
+            title = f"{operation}: part of the limit"
+            marks = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+            panels.append(Panel(title, list(SIZES), lines, marks, 0.03, 2.0))
+    return draw(panels)
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -525,9 +468,7 @@ def restored(kept: dict[str, Any]) -> Results:
 def document(text: str, kept: dict[str, Any]) -> str:
     """Put the machine and the tables of a file between the marks of a document."""
     results = restored(kept)
-    measured = {series.side.partition(",")[0] for series in results if series.side not in SIDES}
-    measured |= {series.side for series in results}
-    names = [name for name in SIDES if name in measured or name in kept["missing"]]
+    names = _names(results, kept)
     described = "; ".join(f"{name}: {value}" for name, value in kept["machine"].items())
     block = f"{BEGIN}\n\n{described}.\n\n{report(results, kept['missing'], names)}\n{END}"
     before, _, rest = text.partition(BEGIN)
@@ -535,6 +476,13 @@ def document(text: str, kept: dict[str, Any]) -> str:
     if not found:
         raise ValueError(f"the document has no {BEGIN} and {END}")
     return before + block + after
+
+
+def _names(results: Results, kept: dict[str, Any]) -> list[str]:
+    """Sides of a run, those that were not measured included."""
+    measured = {series.side.partition(",")[0] for series in results if series.side not in SIDES}
+    measured |= {series.side for series in results}
+    return [name for name in SIDES if name in measured or name in kept["missing"]]
 
 
 PRINT_VERSIONS: Final = """
@@ -573,12 +521,14 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, default=HERE / ".venv-vllm/bin/python")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="of two runs")
     parser.add_argument(
-        "--document", type=Path, metavar="JSON", help="whose tables are put into docs/benchmarks.md"
+        "--document", type=Path, metavar="JSON", help="whose tables and plot are put into docs/"
     )
     options = parser.parse_args()
     if options.document:
         kept = json.loads(options.document.read_text())
         DOCUMENT.write_text(document(DOCUMENT.read_text(), kept))
+        results = restored(kept)
+        DRAWING.write_text(plot(results, _names(results, kept)))
         return
     if options.compare:
         print(compare(*(json.loads(file.read_text()) for file in options.compare)))

@@ -5,7 +5,7 @@
 Growth: each store is opened by processes that have not seen it, with its index in the page cache
 and after it was dropped from there; the memory is that of the process that opened it. Sharing:
 processes on the largest store take turns at sets of new pages and gets of pages that are there.
-What a get delivers is compared with what was stored. Writes results.md and results.json.
+What a get delivers is compared with what was stored. Writes results.md, growth.svg and results.json.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).parent))
 
+from charts import Panel, draw
 from interleaved import drop_from_page_cache, machine, table
 
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
@@ -280,6 +281,27 @@ def sharing_table(found: Sequence[Shared]) -> str:
     return table(header, rows)
 
 
+def growth_chart(found: Sequence[Growth]) -> str:
+    """Draw the growth of each cost over the pages of a store, on log scales."""
+    places = list(dict.fromkeys(f"{one.pages:,}" for one in found))
+
+    def panel(title: str, values: Callable[[Growth], list[float]], low: int, high: int) -> Panel:
+        lines = dict[str, dict[str, float]]()
+        for one in found:
+            line = lines.setdefault(f"index {one.kind}", {})
+            line[f"{one.pages:,}"] = statistics.median(values(one))
+        marks = [10.0**power for power in range(low, high + 1)]
+        return Panel(title, places, lines, marks, marks[0], marks[-1])
+
+    return draw(
+        [
+            panel("open and first exists, ms", lambda one: one.open_ms, 0, 4),
+            panel("exists of 128 keys, us", lambda one: one.exists_us, 1, 3),
+            panel("memory, bytes a page", lambda one: one.bytes_a_page, 2, 3),
+        ]
+    )
+
+
 def _spread(values: Sequence[float]) -> str:
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"{middle:.0f} ({low:.0f} - {high:.0f})"
@@ -314,6 +336,7 @@ def main() -> None:
     print(results)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(results)
+    (options.out / "growth.svg").write_text(growth_chart(grown))
     (options.out / "results.json").write_text(
         json.dumps(
             {
