@@ -118,6 +118,29 @@ def test_a_backup_of_a_shared_store(url, tmp_path):
         assert live(store) == live(engine.service)
 
 
+def test_a_copy_from_servers_that_share_a_store_drains_them_all(url, tmp_path):
+    """One that is not named would take the scopes of those that drain, and go on."""
+    command = f"{SERVE} --quarantine-seconds 0 --store {url} --durability none"
+    with served(command) as (one, client), served(command) as (other, _):
+        client.call("/v2/initialize", p.Initialize(scopes=[SCOPE]), p.Initialized)
+        leases = client.call("/v2/reserve", p.Reserve(scopes=[PART]), p.Leases).scopes[0].leases
+        part = p.CommitScope(scope="0:kv", leases=leases, lengths=[9], checksums=[7])
+        client.call("/v2/commit", p.Commit(scopes=[part]), p.SettledLeases)
+        alone = run_metadata("copy", one.url, address(tmp_path / "a.db"), "--wait", "5")
+        assert alone.exit_code == 2, alone.output
+        assert f"{other.url}: shares the store" in alone.output.replace("\n", " ")
+        assert run_metadata("status", "--url", one.url).exit_code == 0, "it gives leases again"
+        both = run_metadata("copy", f"{one.url},{other.url}", address(tmp_path / "b.db"))
+        assert both.exit_code == 0, both.output
+        assert "The servers give no new leases: stop them" in both.output
+        for server in (one, other):
+            assert run_metadata("status", "--url", server.url).exit_code == 1, "it drains"
+        with opened_store(address(tmp_path / "b.db")) as service:
+            assert [(place, page[2]) for place, page in live(service).items()] == [
+                (("0:kv", "a"), 9)
+            ]
+
+
 def test_slots_that_nobody_has_used_between_others(url):
     """An imported store has them."""
     head = next(snapshot_of(filled(0).service, 0.0))

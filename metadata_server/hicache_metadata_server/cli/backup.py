@@ -22,7 +22,7 @@ from hicache_metadata_server.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Generator, Iterable, Sequence
 
     from hicache_metadata_server.backup.page_checks import PageChecker
     from hicache_metadata_server.backup.remote import ExportServer, RemoteSource
@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 
 HTTP: Final = ("http://", "https://")
 POLL_SECONDS: Final = 0.2
+NOTICE_SECONDS: Final = 3.0
+"""Time in which servers that share a store have seen that others of them drain."""
 DRAINING: Final = (
-    "The server gives no new leases: stop it, start one on the copy, and point the clients there."
+    "{who} no new leases: stop {it}, start one on the copy, and point the clients there."
 )
 
 Source = Annotated[
     str,
     typer.Argument(
         metavar="STORE_OR_URL",
-        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB, or a server's "
-        "http(s)://HOST:PORT",
+        help="sqlite:///FILE that no server has open, redis://HOST:PORT/DB that none uses, or a "
+        "server's http(s)://HOST:PORT; for a copy from servers that share a store, those of all, "
+        "separated by commas",
     ),
 ]
 Target = Annotated[
@@ -92,7 +95,8 @@ def copy(
     """Copy all scopes into another store, and verify them there.
 
     A running server serves during most of the copy. Then it drains, and the changes are copied. It
-    stays draining, or gives leases again if the copy fails.
+    stays draining, or gives leases again if the copy fails. Of servers that share a store all have
+    to drain.
     """
     from hicache_metadata_server.backup.filters import without_scopes
     from hicache_metadata_server.backup.target import fill, open_target
@@ -105,10 +109,10 @@ def copy(
     ):
         begin = time.monotonic()
         if source.startswith(HTTP):
-            remote = open_client(source, token_file, ca, certificate)
+            remotes = [open_client(url, token_file, ca, certificate) for url in source.split(",")]
             # Spooled before it drains, so that clients can write during the long first pass.
-            snapshot = stack.enter_context(_spooled(remote))
-            stack.enter_context(_draining(remote, wait))
+            snapshot = stack.enter_context(_spooled(remotes[0]))
+            stack.enter_context(_draining(remotes, wait))
             tally = fill(target, without_scopes(snapshot.parts(drained=True), names, dropped))
             # Leases that outlast the wait can still be committed, and pages deleted.
             _check_unchanged(snapshot)
@@ -123,7 +127,9 @@ def copy(
     _print(tally, f"copied and verified in {time.monotonic() - begin:.1f} s")
     _print_dropped(dropped)
     if source.startswith(HTTP):
-        typer.echo(DRAINING, err=True)
+        several = "," in source
+        who, it = ("The servers give", "them") if several else ("The server gives", "it")
+        typer.echo(DRAINING.format(who=who, it=it), err=True)
 
 
 def backup(
@@ -241,26 +247,43 @@ def _spooled(remote: ExportServer, directory: Path | None = None) -> Generator[R
 
 
 @contextmanager
-def _draining(remote: AdminClient, wait: float) -> Generator[None]:
-    """Drain a server and wait for its leases; if the block fails, let it give leases again."""
+def _draining(remotes: Sequence[AdminClient], wait: float) -> Generator[None]:
+    """Drain servers and wait for their leases; if the block fails, let them give leases again.
+
+    Raises:
+        SnapshotError: another server of their store gives leases.
+    """
     from hicache_metadata_server.cli.admin_client import RemoteError
+    from hicache_metadata_server.core.errors import SnapshotError
     from hicache_metadata_server.protocol import Drain, Draining
 
-    drained_before, until = remote.is_draining(), time.monotonic() + wait
-    answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
+    drained_before, begin = [remote.is_draining() for remote in remotes], time.monotonic()
     try:
-        # Each answer counts the leases anew; to drain a draining server changes nothing.
-        while answer.leases and time.monotonic() < until:
-            time.sleep(min(POLL_SECONDS, wait))
-            answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
-        typer.echo(f"draining; {answer.leases:,} leases left", err=True)
+        while True:
+            # Each answer counts the leases anew; to drain a draining server changes nothing.
+            answers = [
+                remote.call("/v2/drain", Drain(enabled=True), Draining) for remote in remotes
+            ]
+            leases, others = sum(one.leases for one in answers), set[str]()
+            others.update(*(one.others for one in answers))
+            waited = time.monotonic() - begin
+            if (not leases or waited >= wait) and (not others or waited >= NOTICE_SECONDS):
+                break
+            time.sleep(POLL_SECONDS)
+        if others:
+            raise SnapshotError(
+                f"{', '.join(sorted(others))}: shares the store and gives leases; name the "
+                f"addresses of all servers, separated by commas"
+            )
+        typer.echo(f"draining; {leases:,} leases left", err=True)
         yield
     except BaseException:
         # Also on Ctrl-C: a server that stays draining stores nothing any more. One that drained
         # before does so for another reason, which still holds.
-        if not drained_before:
-            with suppress(RemoteError):
-                remote.call("/v2/drain", Drain(enabled=False), Draining)
+        for remote, before in zip(remotes, drained_before, strict=True):
+            if not before:
+                with suppress(RemoteError):
+                    remote.call("/v2/drain", Drain(enabled=False), Draining)
         raise
 
 

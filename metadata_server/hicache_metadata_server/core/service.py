@@ -89,6 +89,8 @@ class MetadataService:
         """Scopes of other servers on the same store, with their tenants, for the quotas."""
         self.answers = IdempotencyCache(limits.idempotency_seconds)
         self.draining = False
+        self.others_with_leases: Callable[[], list[str]] = list
+        """Addresses of other servers of this store that do not drain."""
         self.recovery_problems: list[str] = []
         """Contradictions in the store, whose slots the start has quarantined."""
         self._numbers: dict[str, int] = {}
@@ -508,7 +510,9 @@ class MetadataService:
         for scope in self.scopes.values():
             scope.settle(now)
         return p.Draining(
-            enabled=request.enabled, leases=sum(len(scope.leases) for scope in self.scopes.values())
+            enabled=request.enabled,
+            leases=sum(len(scope.leases) for scope in self.scopes.values()),
+            others=self.others_with_leases(),
         )
 
     def export(self, request: p.Export, now: float) -> p.Exported:

@@ -43,10 +43,13 @@ class Drain(Request, frozen=True, kw_only=True):
 
 
 class Draining(Answer, frozen=True, kw_only=True):
-    """Response of `drain`: leases that are still held."""
+    """Response of `drain`."""
 
     enabled: bool
     leases: Natural
+    """Leases that are still held."""
+    others: list[str] = field(default_factory=list[str])
+    """Addresses of other servers of this store that give leases, and take the scopes of this one."""
 
 
 class ScopeStatus(Answer, frozen=True, kw_only=True):

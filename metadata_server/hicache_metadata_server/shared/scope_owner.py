@@ -167,6 +167,7 @@ class ScopeOwner:
         """When this server has first found a group without owner."""
         self._polling = asyncio.Lock()
         service.url, service.log_bytes = url, store.log_bytes
+        service.others_with_leases = self._others_with_leases
 
     def serves(self, names: Iterable[str]) -> bool:
         """True if this server may answer requests about these scopes now."""
@@ -438,6 +439,9 @@ class ScopeOwner:
         return self._log_of(name, token, head)
 
     # Implementation.
+
+    def _others_with_leases(self) -> list[str]:
+        return sorted(record.url for record in self.others().values() if not record.draining)
 
     async def _send_beat(self, *arguments: bytes | str) -> Any:
         call = ScriptCall(_BEAT, (SERVERS, ENTRIES, VERSION), arguments)
