@@ -151,11 +151,13 @@ benchmark:
 	$(SGLANG_VENV)/bin/python benchmarks/metadata_clients.py
 	$(PYTHON) benchmarks/metadata_vs_sglang.py --sglang-python $(SGLANG_VENV)/bin/python
 
-# Everything that keeps pages in files, beside the system calls alone; docs/benchmarks.md has the table.
+# Everything that keeps pages in files, beside the system calls alone, and what keeps them in Mooncake, beside the library alone;
+# docs/benchmarks.md has the tables.
 benchmark-field: $(VENV)/.installed
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
 	scripts/make_vllm_env.sh $(VLLM_VENV)
 	$(PYTHON) benchmarks/field.py --direct
+	$(SGLANG_VENV)/bin/python benchmarks/mooncake_vs_raw.py --sglang --clusters 10 --rounds 3 --out out/benchmarks/mooncake.json
 
 # The bridges for vLLM and LMCache beside what these engines bring for a file system.
 benchmark-tiers:
