@@ -75,7 +75,7 @@ SIDES: Final = {
 }
 """What each verifies of what it reads."""
 OURS: Final = (FILE, HF3FS, HF3FS_SERVER)
-DIRECT: Final = (LIMIT, FILE, VLLM_FS, LMCACHE_FS)
+DIRECT: Final = (LIMIT, FILE, NIXL, VLLM_FS, LMCACHE_FS)
 """Sides with O_DIRECT. `file` reads with it, and writes through the page cache."""
 SIZES: Final = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "4 MiB": 4 << 20}
 CALLS: Final = {"1 x 32": (1, 32), "1 x 128": (1, 128), "4 x 32": (4, 32)}

@@ -204,14 +204,16 @@ class Jobs:
 
 
 class Nixl:
-    """SGLang's `HiCacheNixl` with the POSIX plug-in, in zero copy."""
+    """SGLang's `HiCacheNixl` with the POSIX plug-in, in zero copy; its own default is O_DIRECT."""
 
-    def __init__(self, pool: Any, directory: Path) -> None:
+    def __init__(self, pool: Any, directory: Path, *, direct: bool) -> None:
         from sglang.srt.mem_cache.storage.nixl.hicache_nixl import HiCacheNixl
         from sglang_peer import storage_config
 
         directory.mkdir(parents=True)
-        config = storage_config(plugin={"posix": {"active": True}}, l3_cleaner_enabled=False)
+        config = storage_config(
+            plugin={"posix": {"active": True}}, l3_cleaner_enabled=False, use_direct_io=direct
+        )
         os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(directory)
         self._storage = HiCacheNixl(config)
         self._storage.register_mem_pool_host(pool)
@@ -266,7 +268,7 @@ def made(
         ours = sglang_peer.Ours(pool, directory, direct_io=direct)
         return Called(ours, pool, directory, callers)
     if name == NIXL:
-        return Called(Nixl(pool, directory), pool, directory, callers)
+        return Called(Nixl(pool, directory, direct=direct), pool, directory, callers)
     import hf3fs_candidates as hf3fs
 
     directory.mkdir(parents=True)
