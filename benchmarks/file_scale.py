@@ -231,6 +231,10 @@ def _use(
     """Set a new batch, get one that is there, and so on; the first numbers are this process'."""
     user, draw = User(path, page_bytes), random.Random(first)
     with closing(user.storage):
+        # Many processes that read the index of millions of pages at once take longer than a call
+        # may; each call goes on where the last one has ended.
+        while not user.storage.batch_present(_keys(STORED, 0))[0]:
+            pass
         user.get(STORED, 0)
         pipe.send(None)
         pipe.recv()
