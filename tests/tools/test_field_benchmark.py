@@ -66,7 +66,9 @@ def test_the_plot_has_a_point_for_each_size_and_side(field, results):
     heights = [float(one.get("cy")) for one in circles]
     assert len(circles) == 4
     # A log scale: a half and a quarter are as far apart as one and a half.
-    assert heights[2] - heights[0] == pytest.approx(field._y(0.5) - field._y(1.0), abs=0.2)
+    panel = field.Panel("", [], {}, [], 0.03, 2.0)
+    expected = panel.height_of(0.5) - panel.height_of(1.0)
+    assert heights[2] - heights[0] == pytest.approx(expected, abs=0.2)
 
 
 def test_two_machines_are_compared_by_the_workloads_of_both(field, results):
