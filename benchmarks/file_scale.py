@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 BATCH_PAGES = 128
 PROCESSES = (1, 2, 4, 8)
 EXISTS_CALLS = 200
+OPENING_CALLS = 10
+"""Most calls until a process has read the index of a store."""
 STORED, NEW = "stored", "new"
 """Prefixes of keys: of the pages that a store begins with, and of those that processes add."""
 _spawn = multiprocessing.get_context("spawn")
@@ -233,8 +235,9 @@ def _use(
     with closing(user.storage):
         # Many processes that read the index of millions of pages at once take longer than a call
         # may; each call goes on where the last one has ended.
-        while not user.storage.batch_present(_keys(STORED, 0))[0]:
-            pass
+        for _ in range(OPENING_CALLS):
+            if user.storage.batch_present(_keys(STORED, 0))[0]:
+                break
         user.get(STORED, 0)
         pipe.send(None)
         pipe.recv()

@@ -271,6 +271,8 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             late.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await late
 
     async def _end_late_connections(self) -> None:
         """End connections, again and again; each one after the response that it waits for."""

@@ -145,6 +145,22 @@ def test_everything_comes_back_whatever_the_clocks_say(owner, monkeypatch, compa
     )
 
 
+@pytest.mark.parametrize("page_bytes", [1, 600, 1 << 20])
+def test_a_long_log_is_read_page_by_page(owner, monkeypatch, page_bytes):
+    """One entry, some, or all that are left with each command after the first."""
+    monkeypatch.setattr(scope_log, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(scope_log, "PAGE_BYTES", page_bytes)
+    one, other = owner("one"), owner("other")
+    one.make("0:kv")
+    for number in range(11):
+        commit(one.service, reserve(one.service, [f"k{number}"]).leases)
+        one.write()
+    with one.redis.client() as client:
+        assert client.xlen("hm:{0:kv}:log") == 12
+    other.take("0:kv")
+    assert state(other.service, NOW) == state(one.service, NOW)
+
+
 def test_an_owner_that_was_replaced_writes_nothing(owner, monkeypatch):
     monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
     one, other = owner("one"), owner("other")

@@ -522,12 +522,10 @@ class ScopeOwner:
         drains = self._service.draining and me not in ready_servers(alive)
         tried_after = self._clock() - UNREADABLE_SECONDS
         for name, entry in self.entries.items():
-            if self._unreadable.get(name, tried_after) > tried_after:
-                continue
             if name in owned:
                 if drains or group_homes.get(entry.group, me) != me:
                     leaving.append(name)
-            elif name in self._created:
+            elif name in self._created or self._unreadable.get(name, tried_after) > tried_after:
                 continue
             elif entry.owner == me or entry.owner in self._ended:
                 # Only this server knows that scopes of its ended incarnations are free.
@@ -603,11 +601,16 @@ class ScopeOwner:
         logs = [log for log in self._store.logs() if log.name in names]
         for log in logs:
             log.leaving = True
-        # A number of rounds, since heartbeats wait for the end.
-        for _ in range(round(SHORTEN_SECONDS / (BEAT_SECONDS / 10))):
-            if not any(log.wants_handover for log in logs):
-                return
-            await asyncio.sleep(BEAT_SECONDS / 10)
+        try:
+            # A number of rounds, since heartbeats wait for the end.
+            for _ in range(round(SHORTEN_SECONDS / (BEAT_SECONDS / 10))):
+                if not any(log.wants_handover for log in logs):
+                    return
+                await asyncio.sleep(BEAT_SECONDS / 10)
+        finally:
+            # A scope that is not given back after all has a log of the usual length again.
+            for log in logs:
+                log.leaving = False
 
     async def _take(self, name: str) -> None:
         incarnation, head = self.incarnation, await read_head(self._connection, name)
@@ -636,7 +639,8 @@ class ScopeOwner:
             )
         except Exception as error:  # noqa: BLE001 - a damaged block may raise anything
             if name not in self._unreadable:
-                _log.error("scope_unreadable", scope=name, error=str(error))
+                is_defect = not isinstance(error, StoreError)
+                _log.error("scope_unreadable", scope=name, error=str(error), exc_info=is_defect)
             self._unreadable[name] = self._clock()
             # A server of another version may be able to read it.
             await release(self._connection, [log])
