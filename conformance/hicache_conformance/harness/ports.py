@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
+import random
 import socket
 
 LOOPBACK = "127.0.0.1"
+_FIRST, _LAST = 20_000, 32_767
+"""Below the range from which Linux takes the ports of outgoing connections (32768 and more), so
+that none of them takes a port before its server listens."""
+
+_given = set[int]()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has just now."""
-    with contextlib.ExitStack() as held:
-        # All at once, so that none is given out twice.
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Choose ports on which nothing listens, none of them twice in one process.
+
+    Raises:
+        OSError: if the machine has no free port left.
+    """
+    ports = list[int]()
+    # Seeded by the system: two processes may choose at the same time.
+    candidates = random.Random().sample(range(_FIRST, _LAST + 1), _LAST + 1 - _FIRST)
+    for port in candidates:
+        if len(ports) == count:
+            return ports
+        if port not in _given and _is_free(port):
+            _given.add(port)
+            ports.append(port)
+    raise OSError(f"no {count} free ports between {_FIRST} and {_LAST}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
 
 
 def accepts(port: int) -> bool:

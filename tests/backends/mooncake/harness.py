@@ -61,7 +61,10 @@ class Rig:
 
     def expect(self, keys, version=0):
         """All pages are there with the bytes of that version."""
-        assert self.get(keys) == [content(key, version, self.page_bytes) for key in keys]
+        for key, page in zip(keys, self.get(keys), strict=True):
+            assert page == content(key, version, self.page_bytes), (
+                f"{key} is {'a miss' if page is None else 'other bytes'}"
+            )
 
     def hits(self, keys, *, seconds=None):
         return self.storage.batch_exists_v2(keys, None, self._info(seconds)).kv_hit_pages
