@@ -2,10 +2,10 @@
 turns.
 
     python benchmarks/mooncake_vs_raw.py [--sglang] [--clusters 10]
-    python benchmarks/mooncake_vs_raw.py --profile
+    python benchmarks/mooncake_vs_raw.py [--sglang] --profile
 
 The raw library is called by `batch_put_from`, `batch_get_into` and `batch_is_exist`; `--sglang` adds
-SGLang's MooncakeStore, in an environment that has it. `--profile` says where our side's time goes.
+SGLang's MooncakeStore, in an environment that has it. `--profile` says where the time goes.
 
 Starts a cluster on loopback. Raw objects are one contiguous page; ours are K, V and an envelope.
 Over TCP our gets go through buffers, so that they end at their deadline; `hung_reads wait` reads
@@ -15,14 +15,18 @@ straight into the host pool, as over RDMA.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import gc
 import json
-import pstats
+import os
 import sys
+import threading
+import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
+from unittest.mock import patch
 
 import torch
 
@@ -30,14 +34,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interleaved import Results, awake_cores, fresh_keys, machine, table, turns, wait_for_quiet
 
+from hicache_backends.mooncake import buffered
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.cluster import DevCluster
+from hicache_backends.mooncake.cluster import DevCluster, Process
+from hicache_backends.mooncake.writer import PageWriter
 from hicache_storage import PoolTransfer, StorageIdentity, create_storage
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.pools.memory import host_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 OURS, WAIT, RAW, PEER = (
     "hicache mooncake",
@@ -274,19 +280,81 @@ def report(results: Results) -> str:
     return table(header, rows)
 
 
-def profile(cluster: DevCluster, subject: str) -> None:
-    """Profile of our side, in Python."""
-    ours, keys = Ours(cluster, subject), fresh_keys(BATCH[subject])
-    ours.put(fresh_keys(BATCH[subject]))
-    profiler = cProfile.Profile()
-    # The deadline layer's threads are not seen by it: the driver below is called.
-    from hicache_storage.layers import innermost
+class Phases:
+    """Time in calls of the library and in functions of ours, of all threads together."""
 
-    ours.storage = innermost(ours.storage)
-    for action in (ours.put, ours.exists, ours.get):
-        profiler.runcall(action, keys)
-    ours.close()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
+    def __init__(self) -> None:
+        self.seconds = defaultdict[str, float](float)
+        self._lock = threading.Lock()
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                taken = time.perf_counter() - began
+                with self._lock:
+                    self.seconds[name] += taken
+
+        return call
+
+
+class TimedStore:
+    """A store of the library, each of whose methods is a phase."""
+
+    def __init__(self, store: Any, phases: Phases) -> None:
+        self._store, self._phases = store, phases
+
+    def __getattr__(self, name: str) -> Any:
+        return self._phases.timed(name, getattr(self._store, name))
+
+
+def cpu_seconds(process: Process) -> float:
+    """CPU time that a process of the cluster has used."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
+    """Means of milliseconds a batch: wall time, CPU time of this process and of the store's, and
+    the phases of ours."""
+    phases, new_store = Phases(), library.new_store
+    with (
+        DevCluster(1, 512 << 20) as cluster,
+        patch.object(library, "new_store", lambda: TimedStore(new_store(), phases)),
+        patch.object(PageWriter, "_parts", phases.timed("checksum and copy", PageWriter._parts)),
+        patch.object(buffered, "_deliver", phases.timed("verify and copy", buffered._deliver)),
+    ):
+        ours = Ours(cluster, subject)
+        candidates: list[Candidate] = [ours, Raw(cluster, subject)]
+        spent = defaultdict[tuple[str, str], list[dict[str, float]]](list)
+        if arguments.sglang:
+            candidates.append(sglangs(cluster, subject))
+        for candidate in turns(candidates, arguments.rounds):
+            keys = fresh_keys(BATCH[subject])
+            for operation, action in (("put", candidate.put), ("get", candidate.get)):
+                phases.seconds.clear()
+                wall, cpu = time.perf_counter(), time.process_time()
+                stores = cpu_seconds(cluster.stores[0])
+                assert action(keys)
+                taken = {
+                    "wall": time.perf_counter() - wall,
+                    "client": time.process_time() - cpu,
+                    "store": cpu_seconds(cluster.stores[0]) - stores,
+                }
+                spent[operation, candidate.name].append(taken | phases.seconds)
+            candidate.remove(keys)
+        for candidate in candidates:
+            candidate.close()
+    rows = list[list[str]]()
+    for (operation, who), samples in spent.items():
+        means = {name: 1000 * fmean(each[name] for each in samples) for name in samples[0]}
+        costs = [f"{means.pop(name):.1f}" for name in ("wall", "client", "store")]
+        parts = sorted(means.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} {each:.1f}" for name, each in parts if each >= 0.05)
+        rows.append([subject, operation, who, *costs, named])
+    return rows
 
 
 def run(results: Results, arguments: argparse.Namespace) -> None:
@@ -294,9 +362,6 @@ def run(results: Results, arguments: argparse.Namespace) -> None:
     alike, for as long as it lives."""
     with DevCluster(1, 512 << 20) as cluster:
         for subject in SHAPES:
-            if arguments.profile:
-                profile(cluster, subject)
-                continue
             candidates: list[Candidate] = [
                 Ours(cluster, subject),
                 Raw(cluster, subject),
@@ -332,10 +397,13 @@ def main() -> None:
     arguments = parser.parse_args()
     results = Results()
     with awake_cores():
+        if arguments.profile:
+            rows = [row for subject in SHAPES for row in profile(subject, arguments)]
+            header = ["page", "operation", "who", "ms a batch", "CPU of the client", "of the store"]
+            print(table([*header, "calls, ms of all threads"], rows))
+            return
         for _ in range(arguments.clusters):
             run(results, arguments)
-    if arguments.profile:
-        return
     print(report(results))
     if arguments.out:
         samples = {"/".join(key): value.seconds for key, value in results.samples.items()}

@@ -19,7 +19,7 @@ from hicache_backends.mooncake.reader import (
     note_faults,
     split_reads,
 )
-from hicache_backends.mooncake.threads import threads_for
+from hicache_backends.mooncake.threads import MAX_THREADS
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
 
@@ -183,7 +183,7 @@ class _ChunkQueue:
 
 def _regions(buffer: memoryview, size: int) -> list[memoryview]:
     """Divide a buffer into regions, one for each thread. Each holds an object of `size` bytes."""
-    count = min(threads_for(size), len(buffer) // size)
+    count = min(MAX_THREADS, len(buffer) // size)
     step = len(buffer) // count
     return [buffer[start : start + step] for start in range(0, count * step, step)]
 

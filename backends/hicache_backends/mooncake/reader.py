@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.threads import threads_for
+from hicache_backends.mooncake.threads import MAX_THREADS
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
 from hicache_storage.spec import StorageUnavailableError
 
@@ -105,8 +105,7 @@ class DirectReader:
                     if has_hung(codes, began):
                         left.clear()
 
-            largest = max(read.namespace.object_bytes for read in reads)
-            thread_pool.run([work] * min(threads_for(largest), max(1, len(left))))
+            thread_pool.run([work] * min(MAX_THREADS, max(1, len(left))))
         _record(connection, results, outcome)
         # These may be on a disk, and the library reads disks only in requests by name.
         others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.threads import MAX_THREADS, threads_for
+from hicache_backends.mooncake.threads import MAX_THREADS
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageUnavailableError
 
@@ -32,9 +32,9 @@ CHUNK_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
 """Small objects sent with one request over TCP, while another thread gathers the next ones."""
 GATHER_BLOCK_BYTES: Final = MAX_THREADS * CHUNK_BYTES
 """Block length: a chunk for each thread."""
-MAX_CHUNK_BYTES: Final = 32 << 20
-"""Large objects sent with one request. Smaller chunks are slower. With a hung store, each object
-of a chunk takes a transfer timeout."""
+MAX_CHUNK_BYTES: Final = (4 << 20) + 64 * ENVELOPE_BYTES
+"""Large objects sent with one request. No transfer begins before the checksums of a chunk are
+computed. With a hung store, each object of a chunk takes a transfer timeout."""
 MIN_PAUSE_SECONDS: Final = 0.005
 MAX_PAUSE_SECONDS: Final = 0.1
 
@@ -228,25 +228,22 @@ class PageWriter:
                         )
                     )
 
-        threads = threads_for(max(item.write.namespace.object_bytes for item in items))
         # Each gathers small objects in a part of the block of its own.
         self._thread_pool.run(
-            [partial(work, number * CHUNK_BYTES) for number in range(min(threads, len(left)))]
+            [partial(work, number * CHUNK_BYTES) for number in range(min(MAX_THREADS, len(left)))]
         )
 
     def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
-        """Split objects into chunks: over TCP a share of the large ones for each thread, first."""
+        """Split objects into chunks, over TCP the large ones first."""
         if not self._gathers:
             yield list(items)
             return
         others = [item for item in items if not self._is_gathered(item.write)]
         if others:
             sizes = [item.write.namespace.object_bytes for item in others]
-            count = threads_for(max(sizes))
-            # Rounded up to whole objects.
-            yield from _split(
-                others, min((sum(sizes) + (count - 1) * max(sizes)) // count, MAX_CHUNK_BYTES)
-            )
+            # A share for each thread, rounded up to whole objects.
+            share = (sum(sizes) + (MAX_THREADS - 1) * max(sizes)) // MAX_THREADS
+            yield from _split(others, min(share, MAX_CHUNK_BYTES))
         yield from _split([item for item in items if self._is_gathered(item.write)], CHUNK_BYTES)
 
     def _send_chunk(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from hicache_backends.mooncake import buffered, memory
-from hicache_backends.mooncake import threads as thread_counts
 from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
@@ -168,15 +167,11 @@ def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code,
         assert len(connection.by_lookup) == 2 + left
 
 
-@pytest.mark.parametrize(
-    ("large_from", "size", "threads"),
-    [(LENGTH, 1 << 16, 4), (LENGTH, 3 * LENGTH, 3), (LENGTH + 1, 1 << 16, 2)],
-)
-def test_threads_share_what_is_left(monkeypatch, large_from, size, threads):
-    """Four read large objects, if the buffer has room for four, and two small ones; each has memory
-    of its own, and what all have read is answered."""
+@pytest.mark.parametrize(("size", "threads"), [(1 << 16, 4), (3 * LENGTH, 3)])
+def test_threads_share_what_is_left(monkeypatch, size, threads):
+    """Four read if the buffer has room for four; each has memory of its own, and what all have read
+    is answered."""
     monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
-    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
     together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from hicache_backends.mooncake import threads as thread_counts
 from hicache_backends.mooncake import writer
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import Blocks
@@ -85,8 +84,8 @@ def writes(count, *components):
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_chunks(alone, gathers, monkeypatch):
-    """Small pages a few at a time, large ones in two shares, and all of them together where nothing
-    is gathered; nothing is lost of any."""
+    """Small pages a few at a time, of large ones a share for each thread, and all of them together
+    where nothing is gathered; nothing is lost of any."""
     monkeypatch.setattr(writer, "CHUNK_BYTES", 300_000)
     small, large = list(writes(5, 60_000, 40_000)), list(writes(5, 200_000, 100_000))
     some, others, connection = names_of(small), names_of(large), Scripted()
@@ -95,7 +94,7 @@ def test_chunks(alone, gathers, monkeypatch):
         *large,
     }
     every = [*others, *some]
-    chunks = [others[:3], others[3:], some[:2], some[2:4], some[4:]]
+    chunks = [others[:2], others[2:4], others[4:], some[:2], some[2:4], some[4:]]
     assert connection.chunks == (chunks if gathers else [every])
     assert connection.objects == {
         name: one.tobytes() for name, one in zip(every, [*large, *small], strict=True)
@@ -103,10 +102,8 @@ def test_chunks(alone, gathers, monkeypatch):
     assert connection.revoked == []
 
 
-@pytest.mark.parametrize(("large_from", "threads"), [(1 << 20, 2), (1 << 10, 4)])
-def test_threads_send_from_memory_of_their_own(monkeypatch, large_from, threads):
-    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
-    together, sent = threading.Barrier(threads), list(writes(60, 60_000, 40_000))
+def test_threads_send_from_memory_of_their_own():
+    together, sent = threading.Barrier(4), list(writes(60, 60_000, 40_000))
 
     class Both(Scripted):
         def transfer(self, *asked):
@@ -139,9 +136,10 @@ def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begu
     assert len(outcome.faults) == 1
 
 
-@pytest.mark.parametrize(("large_from", "shares"), [(300_000, [2, 2, 2, 2]), (400_000, [4, 4])])
-def test_a_share_for_each_thread(alone, monkeypatch, large_from, shares):
-    monkeypatch.setattr(thread_counts, "LARGE_BYTES", large_from)
+@pytest.mark.parametrize(("most", "shares"), [(4 << 20, [2, 2, 2, 2]), (400_000, [1] * 8)])
+def test_a_share_for_each_thread(alone, monkeypatch, most, shares):
+    """Unless a chunk would be longer than that."""
+    monkeypatch.setattr(writer, "MAX_CHUNK_BYTES", most)
     connection = Scripted()
     sent = list(writes(8, 200_000, 100_000))
     assert made(alone).write(connection, sent, Call()).stored == set(sent)
