@@ -214,9 +214,8 @@ def _open(pipe: Connection, path: Path, page_bytes: int, pages: int) -> None:
     with closing(user.storage) as storage:
         started = time.perf_counter()
         storage.open()
-        answers = [storage.batch_exists_v2(_keys(STORED, batches[-1])).kv_hit_pages]
+        answers, seconds = [_first_hits(storage, _keys(STORED, batches[-1]))], list[float]()
         opened = time.perf_counter() - started
-        seconds = list[float]()
         for _ in range(EXISTS_CALLS):
             keys = _keys(STORED, draw.choice(batches))
             started = time.perf_counter()
@@ -227,17 +226,25 @@ def _open(pipe: Connection, path: Path, page_bytes: int, pages: int) -> None:
         pipe.send((opened, statistics.median(seconds), _resident_bytes() - before))
 
 
+def _first_hits(storage: HiCacheStorage, keys: list[str]) -> int:
+    """Ask until the index is read, and return the hits.
+
+    The index of millions of pages may take longer than a call may; each call goes on where the last
+    one has ended.
+    """
+    for _ in range(OPENING_CALLS - 1):
+        if hits := storage.batch_exists_v2(keys).kv_hit_pages:
+            return hits
+    return storage.batch_exists_v2(keys).kv_hit_pages
+
+
 def _use(
     pipe: Connection, path: Path, page_bytes: int, batches: int, seconds: float, first: int
 ) -> None:
     """Set a new batch, get one that is there, and so on; the first numbers are this process'."""
     user, draw = User(path, page_bytes), random.Random(first)
     with closing(user.storage):
-        # Many processes that read the index of millions of pages at once take longer than a call
-        # may; each call goes on where the last one has ended.
-        for _ in range(OPENING_CALLS):
-            if user.storage.batch_present(_keys(STORED, 0))[0]:
-                break
+        _first_hits(user.storage, _keys(STORED, 0))
         user.get(STORED, 0)
         pipe.send(None)
         pipe.recv()
@@ -327,6 +334,7 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.pages) < BATCH_PAGES or options.page_bytes % 4:
         parser.error(f"--pages are {BATCH_PAGES} at least, --page-bytes a multiple of 4")
+    options.path.mkdir(parents=True, exist_ok=True)
     grown, shared = list[Growth](), list[Shared]()
     for pages in sorted(options.pages):
         with tempfile.TemporaryDirectory(prefix="file-scale-", dir=options.path) as directory:

@@ -18,13 +18,13 @@ import argparse
 import gc
 import json
 import os
+import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 from unittest.mock import patch
 
@@ -349,7 +349,9 @@ def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
             candidate.close()
     rows = list[list[str]]()
     for (operation, who), samples in spent.items():
-        means = {name: 1000 * fmean(each[name] for each in samples) for name in samples[0]}
+        means = {
+            name: 1000 * statistics.fmean(each[name] for each in samples) for name in samples[0]
+        }
         costs = [f"{means.pop(name):.1f}" for name in ("wall", "client", "store")]
         parts = sorted(means.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {each:.1f}" for name, each in parts if each >= 0.05)
@@ -393,7 +395,7 @@ def main() -> None:
     )
     parser.add_argument("--sglang", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the samples there as JSON")
+    parser.add_argument("--out", type=Path, help="write medians, fastest and slowest there as JSON")
     arguments = parser.parse_args()
     results = Results()
     with awake_cores():
@@ -406,8 +408,20 @@ def main() -> None:
             run(results, arguments)
     print(report(results))
     if arguments.out:
-        samples = {"/".join(key): value.seconds for key, value in results.samples.items()}
-        arguments.out.write_text(json.dumps({"machine": machine(), "seconds": samples}, indent=1))
+        summary = {
+            "/".join(key): {
+                who: {
+                    "median": round(statistics.median(seconds), 6),
+                    "fastest": round(min(seconds), 6),
+                    "slowest": round(max(seconds), 6),
+                    "samples": len(seconds),
+                }
+                for who, seconds in samples.seconds.items()
+            }
+            for key, samples in results.samples.items()
+        }
+        document = {"machine": machine(), "seconds a batch": summary}
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
