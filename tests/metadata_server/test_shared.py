@@ -15,7 +15,8 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.shared.assembly import check_store
 from hicache_metadata_server.shared.connection import RedisConnection, ScriptCall, new_script
 from hicache_metadata_server.shared.preflight import kept_by
-from hicache_metadata_server.storage.address import redacted
+from hicache_metadata_server.shared.redis_clients import client_of
+from hicache_metadata_server.storage.address import parse_address, redacted
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_server
 from tests.support.commands import run_metadata
@@ -196,6 +197,20 @@ async def test_what_redis_py_raises_while_a_node_is_gone_is_a_store_error(raised
     # `store_failing` tells it once for all requests.
     assert logs == []
     await connection.close()
+
+
+async def test_a_reply_that_nobody_read_is_not_the_reply_to_the_next_command(redis):
+    client, close = client_of(parse_address(redis.url), answer_seconds=2)
+    try:
+        left = await client.connection_pool.get_connection()
+        await left.send_command("ECHO", "left over")
+        async with asyncio.timeout(10):
+            while not await left.can_read():
+                await asyncio.sleep(0.01)
+        await client.connection_pool.release(left)
+        assert [await client.echo(word) for word in ("one", "two")] == [b"one", b"two"]
+    finally:
+        await close()
 
 
 async def test_a_redis_that_has_lost_everything_says_404_and_can_be_used_again(tmp_path):

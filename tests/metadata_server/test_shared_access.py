@@ -149,7 +149,7 @@ REFUSED = {
     ),
     "no password": (
         lambda url: url.replace(LOGIN, "").partition("&password_file")[0],
-        "authenticated",
+        "Authentication required",
     ),
     "an unknown user": (lambda url: url.replace(LOGIN, "nobody@"), "invalid username-password"),
     "no TLS": (lambda url: "redis://" + url.partition("://")[2].partition("?")[0], None),

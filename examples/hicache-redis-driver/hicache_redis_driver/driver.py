@@ -48,6 +48,9 @@ class RedisStorage(ObjectStorage):
         attempts, errors = int(seconds / LOADING_SECONDS), (redis.BusyLoadingError,)
         pool = redis.BlockingConnectionPool.from_url(
             self._config.url,
+            # With RESP3, redis-py 8 reuses a connection that has an unread reply: each later call
+            # would be answered with the reply to the call before it.
+            protocol=2,
             max_connections=self._config.connections,
             timeout=seconds,
             socket_timeout=seconds,

@@ -95,6 +95,10 @@ def client_of(address: Address, answer_seconds: float) -> tuple[Any, Callable[[]
     # No retries in the library: a command whose answer was lost may have been executed. Only a
     # caller with an idempotency key may repeat it.
     options: dict[str, Any] = {
+        # With RESP3, redis-py 8 follows notices of maintenance: it raises the timeout while a node
+        # is replaced, and reuses a connection that has an unread reply, so that each later command
+        # is answered with the reply to the one before it.
+        "protocol": 2,
         "socket_timeout": answer_seconds,
         "socket_connect_timeout": CONNECT_SECONDS,
         "retry": Retry(NoBackoff(), 0),
@@ -129,6 +133,7 @@ def _where(address: Address) -> dict[str, Any]:
 def _by_sentinel(address: Address, options: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     secure: dict[str, Any] = {"ssl": True} if address.tls else {}
     asked: dict[str, Any] = {
+        "protocol": 2,
         "socket_timeout": SENTINEL_SECONDS,
         "socket_connect_timeout": SENTINEL_SECONDS,
         "retry": Retry(NoBackoff(), 0),
