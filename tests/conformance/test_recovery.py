@@ -1,4 +1,4 @@
-"""Faults of a store that are no violations of its driver: slow restarts, single failed reads."""
+"""Faults of a store that are no violations of its driver: slow restarts, single failed calls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from hicache_conformance.fixtures import process_group
+from hicache_conformance.fixtures import process_group, state_machine
 from hicache_conformance.fixtures.fault_calls import wait_until_serving
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.model.violation import Violation
@@ -101,3 +103,50 @@ def test_a_get_that_met_a_fault_is_repeated(monkeypatch, answers, judged):
     with judged:
         ProcessGroup(SimpleNamespace(identity=lambda: None)).expect(worker, ["key"], 7, "ID-2")
     assert not worker.answers
+
+
+@pytest.mark.parametrize(
+    ("refusals", "judged"),
+    [(2, nullcontext()), (3, pytest.raises(Violation, match="SET-1"))],
+    ids=["twice", "each time"],
+)
+def test_a_set_that_was_refused_in_a_history_is_repeated(monkeypatch, refusals, judged):
+    monkeypatch.setattr(state_machine, "STORE_PAUSE_SECONDS", 0)
+    answers = [[False]] * refusals + [[True]]
+
+    def store(keys, pool, *, generation):
+        if not all(answers.pop(0)):
+            raise Violation("SET-1", "refused")
+
+    storage = SimpleNamespace(set=lambda *_, generation: answers.pop(0), store=store)
+    machine = SimpleNamespace(
+        stored={},
+        _pool=lambda pool: "kv",
+        _chain=lambda places: ["key"],
+        _speaker=lambda speaker: storage,
+    )
+    with judged:
+        state_machine._StateMachine.set(machine, pool=0, places=[0], generation=1, speaker=0)
+        assert machine.stored == {("kv", "key"): 1}
+
+
+@pytest.mark.parametrize("failing", range(57, 72, 2))
+def test_a_failure_that_does_not_come_again_is_a_failure_all_the_same(monkeypatch, failing):
+    class Once(RuleBasedStateMachine):
+        calls = 0
+
+        def __init__(self, context, pools):
+            super().__init__()
+
+        @rule(number=st.integers(0, 1))
+        def step(self, number):
+            Once.calls += 1
+            if Once.calls == failing:
+                raise Violation("SET-1", "refused")
+
+    monkeypatch.setattr(state_machine, "_StateMachine", Once)
+    profile = SimpleNamespace(shrinks=True, histories=30, steps=4)
+    context = SimpleNamespace(profile=profile, number=lambda name: 7)
+    with pytest.raises(Violation, match="SET-1: refused") as found:
+        state_machine.check_histories(context, ["kv"])
+    assert any("passed when it was tried again" in note for note in found.value.__notes__)
