@@ -131,6 +131,8 @@ class DevCluster:
         port: of the master; a free one if 0.
         client_ttl_seconds: the master drops a store that has been silent for so long.
         lease_milliseconds: time for which a looked up page is not evicted. A longer read is a miss.
+        fixed_names: stores keep their names when they are restarted, by an HTTP metadata server in
+            the master.
     """
 
     def __init__(
@@ -141,10 +143,11 @@ class DevCluster:
         port: int = 0,
         client_ttl_seconds: int = 10,
         lease_milliseconds: int = 2000,
+        fixed_names: bool = False,
     ) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="hicache-mooncake-")
         logs = Path(self._directory.name)
-        master, metrics, *ports = _free_ports(2 + stores)
+        master, metrics, metadata, *ports = _free_ports(3 + 2 * stores)
         master = port or master
         self._metrics = metrics
         self._store_bytes = store_bytes
@@ -163,21 +166,28 @@ class DevCluster:
                     f"--client_ttl={client_ttl_seconds}",
                 ),
                 *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
+                f"--enable_http_metadata_server={str(fixed_names).lower()}",
+                f"--http_metadata_server_host={LOOPBACK}",
+                f"--http_metadata_server_port={metadata}",
+                "--enable_metadata_cleanup_on_timeout=true",
             ],
             master,
             logs / "master.log",
+        )
+        self._metadata_server = (
+            f"http://{LOOPBACK}:{metadata}/metadata" if fixed_names else "P2PHANDSHAKE"
         )
         self.stores = [
             Process(
                 "mooncake.cli_client",
                 [
                     *(
-                        f"--host={LOOPBACK}",
+                        f"--host={LOOPBACK}:{named}" if fixed_names else f"--host={LOOPBACK}",
                         f"--port={number}",
                         f"--master_server_address={self.address}",
                     ),
                     *(
-                        "--metadata_server=P2PHANDSHAKE",
+                        f"--metadata_server={self._metadata_server}",
                         "--protocol=tcp",
                         f"--global_segment_size={store_bytes}",
                     ),
@@ -185,7 +195,9 @@ class DevCluster:
                 number,
                 logs / f"store{index}.log",
             )
-            for index, number in enumerate(ports)
+            for index, (number, named) in enumerate(
+                zip(ports[:stores], ports[stores:], strict=True)
+            )
         ]
 
     @property
@@ -193,6 +205,7 @@ class DevCluster:
         """Options of the driver for a pure client of this cluster."""
         return {
             "master_server_address": self.address,
+            "metadata_server": self._metadata_server,
             "local_hostname": LOOPBACK,
             "global_segment_size": 0,
         }

@@ -178,6 +178,7 @@ class MooncakeStorage(ObjectStorage):
         return _by_batch(batches, answers)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
+        self.handle.replace_stale()
         with self.handle.call() as connection:
             outcome = read_verified(
                 self._reader, connection, [read for batch in batches for read in batch.reads], call
@@ -186,6 +187,7 @@ class MooncakeStorage(ObjectStorage):
         return [[read in outcome.arrived for read in batch.reads] for batch in batches]
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        self.handle.replace_stale()
         with self.handle.call() as connection:
             outcome = self._writer.write(
                 connection, [write for batch in batches for write in batch.writes], call

@@ -1,4 +1,4 @@
-"""Requests that are repeated."""
+"""Requests that are repeated, and clients that are to be replaced."""
 
 from __future__ import annotations
 
@@ -42,3 +42,91 @@ def test_a_transfer_that_fails_is_repeated_once(monkeypatch, hung, codes, left):
     answered = Connection(settings).read_ranges(["a", "b"], [[0], [0]], [[100], [100]])
     assert answered == expected
     assert len(store.codes) == left
+
+
+class Clock:
+    """Stands for `time`."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Writes:
+    """Stands for the library's client: each write takes a second, and answers one code."""
+
+    def __init__(self, clock):
+        self.clock, self.code = clock, library.TRANSFER_FAILED
+
+    def batch_put_from_multi_buffer_ranges(self, names, addresses, sizes, offsets):
+        self.clock.now += 1
+        return [self.code]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(connection, "time", made)
+    monkeypatch.setattr(connection, "set_up", lambda settings: Writes(made))
+    monkeypatch.setattr(connection, "warm_up", lambda exist: None)
+    return made
+
+
+def settings(*, protocol="tcp", global_segment_size=0):
+    return SimpleNamespace(master=None, protocol=protocol, global_segment_size=global_segment_size)
+
+
+def write_for(client, clock, seconds, *, pause=5):
+    """Write, and wait for `pause` seconds, for so long."""
+    until = clock.now + seconds
+    while clock.now < until:
+        client.transfer(["a"], [[0]], [[100]], [[0]])
+        clock.now += pause
+
+
+def test_a_client_whose_transfers_keep_failing_is_stale(clock):
+    client = Connection(settings())
+    write_for(client, clock, 12)
+    assert not client.is_stale
+    write_for(client, clock, 12)
+    assert client.is_stale
+    clock.now += connection.PAUSE_SECONDS
+    assert not client.is_stale
+
+
+@pytest.mark.parametrize(
+    "others", [{"protocol": "rdma"}, {"global_segment_size": 1 << 30}], ids=["rdma", "lends memory"]
+)
+def test_a_client_that_is_never_replaced(clock, others):
+    client = Connection(settings(**others))
+    write_for(client, clock, 60)
+    assert not client.is_stale
+
+
+@pytest.mark.parametrize(("pause", "code"), [(11, library.TRANSFER_FAILED), (5, library.NO_ROOM)])
+def test_failures_that_are_rare_or_no_transfers(clock, pause, code):
+    client = Connection(settings())
+    client._store.code = code
+    write_for(client, clock, 60, pause=pause)
+    assert not client.is_stale
+
+
+def test_where_a_new_client_does_not_help_the_next_one_comes_later(clock):
+    client = Connection(settings())
+    write_for(client, clock, 20)
+    assert client.next_stale_seconds == 2 * connection.STALE_SECONDS
+    newer = Connection(settings(), client.next_stale_seconds)
+    write_for(newer, clock, 20)
+    assert not newer.is_stale
+    write_for(newer, clock, 20)
+    assert newer.is_stale
+    assert newer.next_stale_seconds == 4 * connection.STALE_SECONDS
+    last = Connection(settings(), connection.MAX_STALE_SECONDS)
+    write_for(last, clock, 20)
+    assert last.next_stale_seconds == connection.MAX_STALE_SECONDS
+    # These have begun long after it was opened: it has served meanwhile.
+    clock.now += 3600
+    write_for(last, clock, 20)
+    assert last.next_stale_seconds == connection.STALE_SECONDS

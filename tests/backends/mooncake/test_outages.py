@@ -7,12 +7,13 @@ import os
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.cluster import DevCluster
+from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
 
 pytestmark = pytest.mark.slow(seconds=52)
@@ -146,6 +147,32 @@ def test_a_store_is_killed():
         wait_for_hits(workers)
         cluster.stores[0].start()
         wait_for_hits(workers)
+
+
+def test_a_store_is_restarted_under_its_old_name():
+    """The library remembers the port of its former process; a new client does not."""
+    with DevCluster(1, 32 << 20, client_ttl_seconds=2, fixed_names=True) as cluster:
+        rig = Rig(cluster.options, deadline=10.0)
+        assert rig.put(["before"]) == [True]
+        first = rig.driver.handle._connection
+        first.stale_seconds = 1.0
+        cluster.stores[0].kill()
+        cluster.wait_for_stores(0)
+        until, number = time.monotonic() + RECOVERY_SECONDS, 0
+        while cluster.stores[0].pid is None:
+            assert time.monotonic() < until
+            # The name is taken until the master has removed it too.
+            with suppress(StorageUnavailableError):
+                cluster.stores[0].start()
+        cluster.wait_for_stores(1)
+        while rig.put([f"after {number}"]) != [True]:
+            assert time.monotonic() < until
+            number += 1
+        rig.expect([f"after {number}"])
+        assert number
+        assert rig.driver.handle._connection is not first
+        assert first._closing
+        rig.storage.close()
 
 
 @pytest.mark.parametrize("component", [64 << 10, 256 << 10], ids=["small", "large"])

@@ -29,6 +29,11 @@ MAX_NAMES: Final = 50_000
 """Names in one request. The master takes about 3 us for each."""
 POLL_SECONDS: Final = 0.1
 """Interval in which a call that waits for another one checks its deadline."""
+STALE_SECONDS: Final = 15.0
+"""Longer than the master lists a store that has been killed (10 s by default)."""
+MAX_STALE_SECONDS: Final = 600.0
+PAUSE_SECONDS: Final = 10.0
+"""Transfers that have not failed for so long do not fail any more."""
 
 
 class Connection:
@@ -36,23 +41,29 @@ class Connection:
 
     `close` does not wait: the last call in flight closes the client.
 
+    Args:
+        settings: of the client.
+        stale_seconds: see `is_stale`.
+
     Raises:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the master cannot be reached, or refuses.
     """
 
-    def __init__(self, settings: ClientSettings) -> None:
+    def __init__(self, settings: ClientSettings, stale_seconds: float = STALE_SECONDS) -> None:
         self.settings = settings
+        self.stale_seconds = stale_seconds
         if settings.master is not None:
             # The set-up holds the GIL, so a master that hangs must be found before it.
             check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
         self._store = set_up(settings)
         self._lock = threading.Lock()
-        # The lock guards these two, and changes of `_unrevoked`. `_suspect` is set without it: a
-        # race costs or saves a probe.
+        # The lock guards these two, and changes of `_unrevoked`. `_suspect` and the times of failed
+        # transfers are set without it: a race costs or saves a probe, or delays a replacement.
         self._calls = 0
         self._closing = False
         self._suspect = False
+        self._opened = self._failing_since = self._failed_last = time.monotonic()
         self._memory = threading.Lock()
         """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
@@ -73,6 +84,37 @@ class Connection:
         # Never under a call, which would use a client that is gone: otherwise `_leave` closes it.
         if idle:
             self._store.close()
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether transfers have kept failing for more than `stale_seconds`.
+
+        Over TCP a client remembers the port of each store by the store's name, until it is closed.
+        A store that was restarted under its old name has another port. Never true of a client that
+        lends memory, because the pages in it would leave with it.
+        """
+        if self._failed_last - self._failing_since <= self.stale_seconds:
+            return False
+        replaceable = self.settings.protocol == "tcp" and not self.settings.global_segment_size
+        return replaceable and time.monotonic() - self._failed_last < PAUSE_SECONDS
+
+    @property
+    def next_stale_seconds(self) -> float:
+        """`stale_seconds` for a connection that replaces this one.
+
+        Doubled where transfers have failed from the beginning: where a store cannot be reached,
+        another client does not help.
+        """
+        if self._failing_since - self._opened > PAUSE_SECONDS:
+            return STALE_SECONDS
+        return min(2 * self.stale_seconds, MAX_STALE_SECONDS)
+
+    def _note_failure(self, codes: Sequence[int], began: float) -> None:
+        """Note the failed transfers of a request that began at `began` (`time.monotonic()`)."""
+        if library.TRANSFER_FAILED in codes:
+            if began - self._failed_last > PAUSE_SECONDS:
+                self._failing_since = began
+            self._failed_last = time.monotonic()
 
     # Memory.
 
@@ -197,6 +239,7 @@ class Connection:
             codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
             if library.TRANSFER_FAILED in codes and not library.has_hung(began):
                 codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
+        self._note_failure(codes, began)
         return _checked_length(codes, len(names))
 
     def size(self, name: str) -> int:
@@ -223,7 +266,9 @@ class Connection:
     ) -> list[bool]:
         """Write the bytes of begun objects. False for each object whose transfer has failed."""
         with self._call() as store:
+            began = time.monotonic()
             codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
+        self._note_failure(codes, began)
         return [code >= 0 for code in _checked_length(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:

@@ -62,14 +62,38 @@ class _Connections:
             entry.users += 1
             return entry.connection
 
+    def replace(self, connection: Connection) -> Connection:
+        """Return a newer connection with the same settings, and count one more user of it.
+
+        `connection` keeps its users, and is closed when the last of them has released it.
+
+        Raises:
+            StorageUnavailableError: the new connection cannot be set up.
+        """
+        settings = connection.settings
+        with self._lock:
+            entry = self._entries.get(settings)
+            if entry is None or entry.connection is connection:
+                newer = _Entry(Connection(settings, connection.next_stale_seconds))
+                if entry is not None:
+                    self._replaced[connection] = entry.users
+                entry = self._entries[settings] = newer
+            entry.users += 1
+            return entry.connection
+
     def release(self, connection: Connection) -> None:
         """Count one user less. Ignores connections that a forked child has inherited."""
+        evicted = list[Connection]()
         with self._lock:
             entry = self._entries.get(connection.settings)
-            if entry is None or entry.connection is not connection:
-                return
-            entry.users -= 1
-            evicted = self._evict(entry)
+            if entry is not None and entry.connection is connection:
+                entry.users -= 1
+                evicted = self._evict(entry)
+            elif connection in self._replaced:
+                self._replaced[connection] -= 1
+                if not self._replaced[connection]:
+                    del self._replaced[connection]
+                    evicted = [connection]
         for former in evicted:
             former.close()
 
@@ -87,13 +111,14 @@ class _Connections:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[ClientSettings, _Entry] = {}
+        self._replaced: dict[Connection, int] = {}
 
     def _reset_after_fork(self) -> None:
         """Set the parent's connections aside in a forked child."""
         # Their threads do not exist here, so they can neither be used nor closed. The references
         # keep the library from closing them.
         if self._used:
-            self._inherited.append(self._entries)
+            self._inherited += [self._entries, self._replaced]
         self._reset()
 
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hicache_backends.mooncake.client.connection import Connection
 from hicache_backends.mooncake.client.connection_cache import connections
 from hicache_backends.mooncake.client.in_flight import InFlight
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
@@ -13,7 +14,6 @@ from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.config import ClientSettings
 
 Region = tuple[int, int]
@@ -41,6 +41,8 @@ class ConnectionHandle:
 
     def __init__(self, settings: ClientSettings) -> None:
         self._connection = connections.acquire(settings)
+        self._replacing = threading.Lock()
+        """Held by the one thread that replaces the connection; nobody waits for it."""
         self._lock = threading.Lock()
         # The lock guards all that follows. It is never held during a call of the library, which
         # takes long to pin or release the memory of a large pool.
@@ -50,6 +52,8 @@ class ConnectionHandle:
         self._pools: dict[str, _Memory] = {}
         self._blocks = _Memory([])
         self._retired = list[_Memory]()
+        self._former = list[Connection]()
+        """Replaced connections, which calls in flight may still use."""
 
     def call(self) -> InFlight[Connection]:
         """Use the connection for one call: `with handle.call() as connection`.
@@ -58,6 +62,27 @@ class ConnectionHandle:
             StorageUnavailableError: `close` has begun.
         """
         return InFlight(self._begin, self._end)
+
+    def replace_stale(self) -> None:
+        """Use a newer connection from the next call on, if this one is stale.
+
+        Raises:
+            StorageUnavailableError: `close` has begun, or the master does not answer.
+        """
+        if not self._connection.is_stale:
+            return
+        with self.call() as connection:
+            if not self._replacing.acquire(blocking=False):
+                return
+            try:
+                # Another thread may have been faster.
+                if connection is self._connection:
+                    newer = connections.replace(connection)
+                    with self._lock:
+                        self._connection = newer
+                        self._former.append(connection)
+            finally:
+                self._replacing.release()
 
     def register(self, pool: str, regions: Sequence[Region], owner: object) -> None:
         """Register a pool's memory, and retire the memory that was registered under its name.
@@ -104,7 +129,7 @@ class ConnectionHandle:
     def _end(self) -> None:
         with self._lock:
             self._calls -= 1
-            if self._calls or not (self._retired or self._closing):
+            if self._calls or not (self._retired or self._former or self._closing):
                 return
         self._release_retired()
 
@@ -114,7 +139,7 @@ class ConnectionHandle:
             if self._connection.register(*region):
                 done.append(region)
             elif self._connection.settings.protocol != "tcp":
-                self._unregister(done)
+                _unregister(self._connection, _Memory(done))
                 raise InvalidPoolError(
                     f"pool {pool!r}: {region[1]} bytes of it cannot be registered for "
                     f"{self._connection.settings.protocol}; "
@@ -123,26 +148,33 @@ class ConnectionHandle:
         return done
 
     def _release_retired(self) -> None:
-        """Release retired memory, and the connection after `close`; nothing during a call."""
+        """Release what is retired, and after `close` the connection; nothing during a call."""
         with self._lock:
             if self._calls:
                 return
-            retired = self._retired
-            self._retired = []
+            retired, self._retired = self._retired, []
+            former, self._former = self._former, []
+            kept = [*self._pools.values(), self._blocks] if former else []
             # Decided within the lock, so that one thread releases the connection, and once.
             ends = self._closing and not self._released
             self._released |= ends
-        for memory in retired:
-            self._unregister(memory.regions)
+        for connection in former:
+            # Only over TCP, where a connection transfers memory that is not registered.
+            _unregister(connection, *kept, *retired)
+            connections.release(connection)
+        _unregister(self._connection, *retired)
         if ends:
             # Before the release, which may close the client.
-            self._unregister(self._blocks.regions)
+            _unregister(self._connection, self._blocks)
             connections.release(self._connection)
-
-    def _unregister(self, regions: Sequence[Region]) -> None:
-        for region in regions:
-            self._connection.unregister(*region)
 
     def _check_open(self) -> None:
         if self._closing:
             raise StorageUnavailableError("mooncake: the storage is closed")
+
+
+def _unregister(connection: Connection, *memory: _Memory) -> None:
+    """Undo the registrations of a connection; others are left alone."""
+    for some in memory:
+        for region in some.regions:
+            connection.unregister(*region)
