@@ -63,7 +63,9 @@ class Connection:
         self._calls = 0
         self._closing = False
         self._suspect = False
-        self._opened = self._failing_since = self._failed_last = time.monotonic()
+        self._opened = time.monotonic()
+        self._failing_since = self._opened
+        self._failed_last = self._opened
         self._memory = threading.Lock()
         """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}

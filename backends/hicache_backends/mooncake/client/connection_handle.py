@@ -152,8 +152,10 @@ class ConnectionHandle:
         with self._lock:
             if self._calls:
                 return
-            retired, self._retired = self._retired, []
-            former, self._former = self._former, []
+            retired = self._retired
+            self._retired = []
+            former = self._former
+            self._former = []
             kept = [*self._pools.values(), self._blocks] if former else []
             # Decided within the lock, so that one thread releases the connection, and once.
             ends = self._closing and not self._released
