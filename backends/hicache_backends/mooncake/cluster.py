@@ -149,6 +149,12 @@ class DevCluster:
         logs = Path(self._directory.name)
         master, metrics, metadata, *ports = _free_ports(3 + 2 * stores)
         master = port or master
+        metadata_options = (
+            "--enable_http_metadata_server=true",
+            f"--http_metadata_server_host={LOOPBACK}",
+            f"--http_metadata_server_port={metadata}",
+            "--enable_metadata_cleanup_on_timeout=true",
+        )
         self._metrics = metrics
         self._store_bytes = store_bytes
         self.address = f"{LOOPBACK}:{master}"
@@ -166,10 +172,7 @@ class DevCluster:
                     f"--client_ttl={client_ttl_seconds}",
                 ),
                 *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
-                f"--enable_http_metadata_server={str(fixed_names).lower()}",
-                f"--http_metadata_server_host={LOOPBACK}",
-                f"--http_metadata_server_port={metadata}",
-                "--enable_metadata_cleanup_on_timeout=true",
+                *(metadata_options if fixed_names else ()),
             ],
             master,
             logs / "master.log",
