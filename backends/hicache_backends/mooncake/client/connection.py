@@ -29,7 +29,7 @@ MAX_NAMES: Final = 50_000
 """Names in one request. The master takes about 3 us for each."""
 POLL_SECONDS: Final = 0.1
 """Interval in which a call that waits for another one checks its deadline."""
-STALE_SECONDS: Final = 15.0
+STALE_SECONDS: Final = 12.0
 """Longer than the master lists a store that has been killed (10 s by default)."""
 MAX_STALE_SECONDS: Final = 600.0
 PAUSE_SECONDS: Final = 10.0
