@@ -87,6 +87,10 @@ class Event(msgspec.Struct, frozen=True, eq=False):
         """
         return None if self.ended is None or self.ended.raised else self.ended.at
 
+    def is_running(self, at: int) -> bool:
+        """Return whether the call had begun and not ended at a time."""
+        return self.began_at <= at and (self.ended_at is None or at <= self.ended_at)
+
 
 class Recorder:
     """Puts the two ends of calls together. For one thread."""
