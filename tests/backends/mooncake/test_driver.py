@@ -186,6 +186,12 @@ def test_a_set_that_is_too_late_publishes_nothing(rig):
     assert one.put(keys) == [True] * 4
 
 
+def end_after(seconds):
+    """Have a child killed that hangs in the library, where no handler of Python's runs."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+
+
 def test_a_forked_child_is_refused(rig):
     one = rig()
     assert one.put(["a"]) == [True]
@@ -207,7 +213,7 @@ def test_a_forked_child_opens_none_of_its_own(rig, cluster):
     assert one.put(["parent's"]) == [True]
     child = os.fork()
     if not child:
-        signal.alarm(60)
+        end_after(60)
         one.storage.close()
         own = Rig(cluster.options)
         try:
@@ -217,6 +223,20 @@ def test_a_forked_child_opens_none_of_its_own(rig, cluster):
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     one.expect(["parent's"])
+
+
+def test_a_forked_child_replaces_no_connection(rig):
+    one = rig()
+    assert one.put(["parent's"]) == [True]
+    child = os.fork()
+    if not child:
+        end_after(60)
+        try:
+            connections.replace(one.driver.handle._connection)
+        except StorageForkedError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_child_forked_before_the_first_storage_opens_its_own(cluster):

@@ -73,6 +73,32 @@ def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
     assert two.put(["a"]) == [True]
 
 
+def test_a_connection_that_is_replaced_takes_its_registrations_along(rig, monkeypatch):
+    """What another storage has registered of the same memory with the newer one stays."""
+    one, two = rig(), rig()
+    for each in (one, two):
+        each.storage.open()
+    [region], former, [others] = regions(one), registered(one), regions(two)
+    with monkeypatch.context() as stale:
+        stale.setattr(type(one.driver.handle._connection), "is_stale", True)
+        one.driver.handle.replace_stale()
+    newer = registered(one)
+    assert newer is not former
+    assert regions(one) == []
+    assert (former.get(region), former[others], newer) == (None, 1, {})
+    three = rig()
+    three.storage.register_mem_host_pool_v2(one.pool, "kv")
+    three.storage.open()
+    assert registered(three) is newer
+    for each in (one, two):
+        each.storage.close()
+    assert newer[region] == 1
+    assert former == {}
+    assert three.put(["a"]) == [True]
+    three.storage.close()
+    assert newer == {}
+
+
 def test_a_pool_that_is_refused_changes_nothing(cluster):
     one = Rig(cluster.options, protocol="rdma")
     with pytest.raises(InvalidPoolError, match=r"no addresses in host memory.*page_first"):

@@ -47,12 +47,7 @@ class _Connections:
             StorageForkedError: the library was used before this process was forked.
             StorageUnavailableError: the connection cannot be set up.
         """
-        if self._inherited:
-            raise StorageForkedError(
-                "mooncake: the process that this one was forked from has used Mooncake, whose "
-                "threads are not here: a client would "
-                "hang. Start processes by spawn, or before the first storage is opened"
-            )
+        self._check_not_forked()
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None:
@@ -68,8 +63,10 @@ class _Connections:
         `connection` keeps its users, and is closed when the last of them has released it.
 
         Raises:
+            StorageForkedError: the library was used before this process was forked.
             StorageUnavailableError: the new connection cannot be set up.
         """
+        self._check_not_forked()
         settings = connection.settings
         with self._lock:
             entry = self._entries.get(settings)
@@ -107,6 +104,14 @@ class _Connections:
         spare = [settings for settings in idle if not settings.global_segment_size]
         # Lent memory is the cluster's to fill: a client without a user must not go on lending it.
         return [self._entries.pop(settings).connection for settings in lending + spare[:-MAX_IDLE]]
+
+    def _check_not_forked(self) -> None:
+        if self._inherited:
+            raise StorageForkedError(
+                "mooncake: the process that this one was forked from has used Mooncake, whose "
+                "threads are not here: a client would "
+                "hang. Start processes by spawn, or before the first storage is opened"
+            )
 
     def _reset(self) -> None:
         self._lock = threading.Lock()

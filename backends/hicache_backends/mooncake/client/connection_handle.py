@@ -22,10 +22,22 @@ Region = tuple[int, int]
 
 @dataclass(slots=True)
 class _Memory:
-    """Registered regions, and the object that keeps them mapped."""
+    """Regions that are registered with a connection, and the object that keeps them mapped."""
 
+    connection: Connection
     regions: list[Region]
     owner: object = None
+
+    def give_up(self) -> _Memory:
+        """Return the registrations, of which this memory knows no more."""
+        given = _Memory(self.connection, self.regions)
+        self.regions = []
+        return given
+
+    def unregister(self) -> None:
+        """Undo the registrations."""
+        for region in self.regions:
+            self.connection.unregister(*region)
 
 
 class ConnectionHandle:
@@ -50,7 +62,7 @@ class ConnectionHandle:
         self._closing = False
         self._released = False
         self._pools: dict[str, _Memory] = {}
-        self._blocks = _Memory([])
+        self._blocks = list[_Memory]()
         self._retired = list[_Memory]()
         self._former = list[Connection]()
         """Replaced connections, which calls in flight may still use."""
@@ -94,23 +106,26 @@ class ConnectionHandle:
             InvalidPoolError: the transport refuses memory that it needs; the former memory stays.
             StorageUnavailableError: `close` has begun.
         """
-        # Before the lock, and before the former memory is given up: a refusal changes nothing.
-        memory = _Memory(self._registered(pool, regions), owner)
-        with self._lock:
-            former, closing = self._pools.pop(pool, None), self._closing
-            # After a `close` that began meanwhile nobody else would release the new memory.
-            self._retired += [memory] if closing else [former] if former else []
-            if not closing:
-                self._pools[pool] = memory
-        self._release_retired()
+        # In a call, so that no replacement closes the connection meanwhile.
+        with self.call() as connection:
+            # Before the lock, and before the former memory is given up: a refusal changes nothing.
+            memory = _Memory(connection, _registered(connection, pool, regions), owner)
+            with self._lock:
+                former = self._pools.pop(pool, None)
+                closing = self._closing
+                # After a `close` that began meanwhile nobody else would release the new memory.
+                self._retired += [memory] if closing else [former] if former else []
+                if not closing:
+                    self._pools[pool] = memory
         if closing:
             self._check_open()
 
     def register_block(self, start: int, size: int) -> None:
         """Register memory of the storage itself, within a call. Not needed over TCP."""
-        if self._connection.register(start, size):
+        connection = self._connection
+        if connection.register(start, size):
             with self._lock:
-                self._blocks.regions.append((start, size))
+                self._blocks.append(_Memory(connection, [(start, size)]))
 
     def close(self) -> None:
         """Release memory and connection as soon as no call is in flight. Idempotent."""
@@ -124,7 +139,7 @@ class ConnectionHandle:
         with self._lock:
             self._check_open()
             self._calls += 1
-        return self._connection
+            return self._connection
 
     def _end(self) -> None:
         with self._lock:
@@ -132,20 +147,6 @@ class ConnectionHandle:
             if self._calls or not (self._retired or self._former or self._closing):
                 return
         self._release_retired()
-
-    def _registered(self, pool: str, regions: Sequence[Region]) -> list[Region]:
-        done = list[Region]()
-        for region in regions:
-            if self._connection.register(*region):
-                done.append(region)
-            elif self._connection.settings.protocol != "tcp":
-                _unregister(self._connection, _Memory(done))
-                raise InvalidPoolError(
-                    f"pool {pool!r}: {region[1]} bytes of it cannot be registered for "
-                    f"{self._connection.settings.protocol}; "
-                    "allow more locked memory (ulimit -l), or use protocol 'tcp'"
-                )
-        return done
 
     def _release_retired(self) -> None:
         """Release what is retired, and after `close` the connection; nothing during a call."""
@@ -156,27 +157,41 @@ class ConnectionHandle:
             self._retired = []
             former = self._former
             self._former = []
-            kept = [*self._pools.values(), self._blocks] if former else []
+            # Replaced over TCP only, where a connection transfers memory that is not registered.
+            kept = [*self._pools.values(), *self._blocks]
+            retired += [memory.give_up() for memory in kept if memory.connection in former]
             # Decided within the lock, so that one thread releases the connection, and once.
             ends = self._closing and not self._released
             self._released |= ends
+            if ends:
+                retired += self._blocks
+                former.append(self._connection)
+        # Before the release, which may close the client.
+        for memory in retired:
+            memory.unregister()
         for connection in former:
-            # Only over TCP, where a connection transfers memory that is not registered.
-            _unregister(connection, *kept, *retired)
             connections.release(connection)
-        _unregister(self._connection, *retired)
-        if ends:
-            # Before the release, which may close the client.
-            _unregister(self._connection, self._blocks)
-            connections.release(self._connection)
 
     def _check_open(self) -> None:
         if self._closing:
             raise StorageUnavailableError("mooncake: the storage is closed")
 
 
-def _unregister(connection: Connection, *memory: _Memory) -> None:
-    """Undo the registrations of a connection; others are left alone."""
-    for some in memory:
-        for region in some.regions:
-            connection.unregister(*region)
+def _registered(connection: Connection, pool: str, regions: Sequence[Region]) -> list[Region]:
+    """Register a pool's memory. Returns the regions that are registered: over TCP perhaps none.
+
+    Raises:
+        InvalidPoolError: the transport refuses memory that it needs.
+    """
+    done = list[Region]()
+    for region in regions:
+        if connection.register(*region):
+            done.append(region)
+        elif connection.settings.protocol != "tcp":
+            _Memory(connection, done).unregister()
+            raise InvalidPoolError(
+                f"pool {pool!r}: {region[1]} bytes of it cannot be registered for "
+                f"{connection.settings.protocol}; "
+                "allow more locked memory (ulimit -l), or use protocol 'tcp'"
+            )
+    return done
