@@ -105,20 +105,34 @@ def test_a_get_that_met_a_fault_is_repeated(monkeypatch, answers, judged):
     assert not worker.answers
 
 
-@pytest.mark.parametrize(
-    ("refusals", "judged"),
-    [(2, nullcontext()), (3, pytest.raises(Violation, match="SET-1"))],
-    ids=["twice", "each time"],
-)
-def test_a_set_that_was_refused_in_a_history_is_repeated(monkeypatch, refusals, judged):
-    monkeypatch.setattr(state_machine, "STORE_PAUSE_SECONDS", 0)
-    answers = [[False]] * refusals + [[True]]
+class Refusing:
+    """Stands for a storage under test whose sets are refused, some for a fault that it counts."""
 
-    def store(keys, pool, *, generation):
-        if not all(answers.pop(0)):
+    def __init__(self, refusals):
+        self.refusals, self.faults, self.storage = list(refusals), 0, self
+
+    def fault_count(self):
+        return self.faults
+
+    def store(self, keys, pool, *, generation):
+        if self.refusals:
+            self.faults += self.refusals.pop(0)
             raise Violation("SET-1", "refused")
 
-    storage = SimpleNamespace(set=lambda *_, generation: answers.pop(0), store=store)
+
+@pytest.mark.parametrize(
+    ("faults", "judged"),
+    [
+        ([1, 1], nullcontext()),
+        ([1, 1, 1], pytest.raises(Violation, match="SET-1")),
+        ([0], pytest.raises(Violation, match="SET-1")),
+        ([1, 0], pytest.raises(Violation, match="SET-1")),
+    ],
+    ids=["twice", "each time", "no fault", "a fault, and then none"],
+)
+def test_a_set_that_met_a_fault_in_a_history_is_repeated(monkeypatch, faults, judged):
+    monkeypatch.setattr(state_machine, "STORE_PAUSE_SECONDS", 0)
+    storage = Refusing(faults)
     machine = SimpleNamespace(
         stored={},
         _pool=lambda pool: "kv",

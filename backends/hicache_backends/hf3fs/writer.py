@@ -22,7 +22,7 @@ from hicache_metadata_server.protocol import (
 )
 from hicache_storage.objects import Call, ObjectWrite
 from hicache_storage.objects.namespace import ENVELOPE_BYTES, stored_checksum
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,7 +224,26 @@ class PageWriter:
                     outcome.stored.add(job.write)
                 # Answered, so settled either way: one that was refused is not held any more.
                 live.add(lease)
+        self._note_lost_leases(batches, outcome)
         self._abort(batches, live)
+
+    def _note_lost_leases(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome) -> None:
+        """Note a fault where leases ended, or were lost to a clear, before their pages were stored.
+
+        Otherwise nobody would learn why pages are refused on a machine whose disk stalls.
+        """
+        lost = sum(
+            job.late and job.fault is None and job.write not in outcome.stored
+            for batch in batches
+            for job in batch.jobs
+        )
+        if lost:
+            outcome.faults.append(
+                StorageTimeoutError(
+                    f"hf3fs: {lost} leases ended before their pages were stored; longer leases "
+                    f"('lease_seconds') allow for a disk that stalls"
+                )
+            )
 
     def _renew(self, batches: Sequence[_BatchProgress], call: Call) -> None:
         """Renew leases of which half has passed. No write of a lost lease begins."""

@@ -243,6 +243,23 @@ def test_a_lost_lease_publishes_nothing(mine):
     other.expect(keys, version=1)
 
 
+def test_a_lost_lease_is_a_fault_that_is_counted(mine, caplog):
+    one, keys = mine(lease_seconds=0.2), chain("a", 2)
+    real = one.store.engine.write
+
+    def stalls(jobs, call):
+        real(jobs, call)
+        time.sleep(0.5)
+
+    one.store.engine.write = stalls
+    assert one.put(keys) == [False, False]
+    assert one.storage.fault_count() == 1
+    assert "2 leases ended before their pages were stored" in caplog.text
+    one.store.engine.write = real
+    assert one.put(keys) == [True, True]
+    assert one.storage.fault_count() == 1
+
+
 def test_writers_of_one_key_wait_for_each_other(mine):
     rigs, keys = [mine() for _ in range(3)], chain("a", 12)
     answers = [None] * 3
