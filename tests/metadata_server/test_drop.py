@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -99,6 +100,27 @@ async def test_a_scope_in_use_stays_and_an_empty_one_goes(serving):
         found = await caller.post("/v2/lookup", {"scopes": [{"scope": "0:kv", "keys": ["a", "c"]}]})
         assert [slot >= 0 for slot in found.json["scopes"][0]["slots"]] == [False, True]
         assert (await caller.post("/v2/fsck", {})).json["problems"] == []
+
+
+async def test_no_heartbeat_takes_a_scope_that_is_being_dropped(tmp_path, monkeypatch):
+    with redis_server(tmp_path) as redis:
+        async with running_shared(redis.url, LIMITS) as caller:
+            await caller.post("/v2/initialize", scope("0:kv"))
+            owner = caller.app.server.handlers.owner
+            append, forget, beats = owner._store.append, owner.forget, []
+
+            async def beat_and(action, argument):
+                await owner.beat()
+                beats.append(sorted(caller.service.scopes))
+                await action(argument)
+
+            monkeypatch.setattr(owner._store, "append", partial(beat_and, append))
+            monkeypatch.setattr(owner, "forget", partial(beat_and, forget))
+            reply = await caller.post("/v2/drop", {"scopes": ["0:kv"]})
+            assert (reply.status, reply.json) == (200, {"slots": [8]})
+            assert beats == [[], []]
+            await owner.beat()
+            assert (await caller.send("GET", "/v2/scopes")).json == {"scopes": []}
 
 
 async def test_a_leased_and_a_pinned_slot_keep_their_scope(serving):

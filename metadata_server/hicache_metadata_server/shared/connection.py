@@ -18,10 +18,14 @@ from hicache_metadata_server.storage.address import AddressKind, parse_address
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_metadata_server.shared.pipeline import Pipeline
+
 ANSWER_SECONDS: Final = 2.0
 """Timeout of an answer. The commands may have been executed all the same."""
 REPLICA_SECONDS: Final = 1.0
 """Timeout of `WAIT`, less than that of the answer."""
+MAX_KEPT: Final = 8
+"""Connections that are kept out of the pool."""
 REDIRECTIONS: Final = 5
 """Attempts to reach the node of a key that moves in a cluster, 50 ms apart."""
 MARK: Final = b"replicated"
@@ -82,6 +86,7 @@ class RedisConnection:
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, replicas: int = 0) -> None:
         # redis-py is an extra: a server on SQLite runs without it.
+        from hicache_metadata_server.shared.pipeline import Pipeline
         from hicache_metadata_server.shared.redis_clients import client_of
 
         address = parse_address(url)
@@ -96,13 +101,16 @@ class RedisConnection:
         client, close = client_of(address, answer_seconds)
         self._client = client
         self._close = close
-        self._kept: Any = None
-        """Connection of the last commands to a single server."""
+        self._new_pipeline = Pipeline
+        self._kept = list[Pipeline]()
+        """Connections to a single server that no command is using."""
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Send scripts together, each of which is atomic; return their replies."""
         from redis.exceptions import NoScriptError
 
+        if not calls:
+            return []
         send = self._send_replicated if self.replicas else self._send
         answers = await send([call.command for call in calls])
         for place, call in enumerate(calls):
@@ -164,58 +172,40 @@ class RedisConnection:
 
     async def _pipelined(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send commands to a single server; an error that one is answered with is its answer."""
-        from redis.exceptions import ResponseError
-
-        pool = self._client.connection_pool
-        # Kept between commands: to take a connection from the pool and to give it back costs more
-        # than a command.
-        kept, self._kept = self._kept, None
-        answers = list[Any]()
+        kept: Pipeline | None = None
         try:
+            # Kept between commands: to take a connection from the pool and to give it back costs
+            # more than a command.
+            while self._kept and kept is None:
+                kept = self._kept.pop()
+                if kept.is_closed:
+                    await self._end(kept)
+                    kept = None
             if kept is None:
-                kept = await pool.get_connection()
-                # With a timeout of its own, redis-py makes a task of each write.
-                kept.socket_timeout = None
-            async with asyncio.timeout(self._answer_seconds):
-                # At its end where Redis has closed it meanwhile. `ensure_connection` overlooks that
-                # since redis-py accepts notifications of maintenance.
-                can_read = getattr(kept, "can_read", None)
-                # The name before redis-py 8.
-                if await (can_read or kept.can_read_destructive)():
-                    await kept.disconnect(nowait=True)
-                    await kept.connect()
-                await kept.send_packed_command(kept.pack_commands(commands), check_health=False)
-                for _ in commands:
-                    try:
-                        answers.append(await kept.read_response())
-                    except ResponseError as error:
-                        answers.append(error)
+                kept = self._new_pipeline(await self._client.connection_pool.get_connection())
+            answers = await kept.send(commands, self._answer_seconds)
         except BaseException as error:
             if kept is not None:
                 # An answer may be under way.
-                await kept.disconnect(nowait=True)
-                await self._give_back(kept)
+                await self._end(kept)
             if isinstance(error, self._errors()):
                 raise await self._failed(error) from error
             raise
-        if self._kept is None:
-            self._kept = kept
+        if len(self._kept) < MAX_KEPT:
+            self._kept.append(kept)
         else:
-            # Another request has kept one meanwhile.
-            await self._give_back(kept)
+            await self._end(kept)
         return answers
 
     async def _release_kept(self) -> None:
-        """Close the connection that is kept."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            await kept.disconnect(nowait=True)
-            await self._give_back(kept)
+        """Close the connections that are kept."""
+        while self._kept:
+            await self._end(self._kept.pop())
 
-    async def _give_back(self, kept: Any) -> None:
-        """Return a connection that was kept to the pool."""
-        kept.socket_timeout = self._answer_seconds
-        await self._client.connection_pool.release(kept)
+    async def _end(self, kept: Pipeline) -> None:
+        """Disconnect a connection that was kept, and return it to the pool."""
+        await kept.disconnect()
+        await self._client.connection_pool.release(kept.connection)
 
     async def _send_replicated(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send scripts, and wait until the replicas have what they have written and read.

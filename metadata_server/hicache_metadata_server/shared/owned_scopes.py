@@ -156,13 +156,24 @@ class OwnerHandlers(Handlers):
 
     async def _run(self, request: DecodedRequest) -> Response:
         """Run a request about scopes that this server serves."""
+        if request.endpoint.name != DROPPING:
+            return await self._committed(request)
+        names = frozenset(self.names(request))
+        self.owner.dropping |= names
+        try:
+            response = await self._committed(request)
+            if response.status == 200:
+                await self.owner.forget(names)
+            return response
+        finally:
+            self.owner.dropping -= names
+
+    async def _committed(self, request: DecodedRequest) -> Response:
         started = Handlers.start(self, request)
         if started is None:
             return await super().run_in_slices(request)
         if started.changes:
             await self._wait_for_commit()
-        if request.endpoint.name == DROPPING and started.response.status == 200:
-            await self.owner.forget(self.names(request))
         return started.response
 
     def _run_chunk(self, request: DecodedRequest, piece: Any, idempotency_key: str) -> Any:

@@ -148,6 +148,8 @@ class ScopeOwner:
         """Ended incarnations of this process, for whose end it need not wait."""
         self._leaving = set[str]()
         """Scopes that are about to be given back."""
+        self.dropping = set[str]()
+        """Scopes that a request is dropping. Heartbeats do not take them for scopes without owner."""
         self._created: dict[str, ScopeLog | None] = {}
         """Logs of scopes that the service is about to make; None before they have one."""
         self._beats = 0
@@ -525,7 +527,11 @@ class ScopeOwner:
             if name in owned:
                 if drains or group_homes.get(entry.group, me) != me:
                     leaving.append(name)
-            elif name in self._created or self._unreadable.get(name, tried_after) > tried_after:
+            elif (
+                name in self._created
+                or name in self.dropping
+                or self._unreadable.get(name, tried_after) > tried_after
+            ):
                 continue
             elif entry.owner == me or entry.owner in self._ended:
                 # Only this server knows that scopes of its ended incarnations are free.

@@ -1,0 +1,105 @@
+"""Pipelined commands on a connection that redis-py has opened.
+
+redis-py connects, logs in and finds the primary. Its streams, its encoder and its timeouts take more
+of a server's time than the rest of a write to the log of a scope, so commands bypass them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import hiredis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+# The type that it declares has a tuple of one part.
+_PACK: Final[Callable[[tuple[bytes | int | str, ...]], bytes]] = cast("Any", hiredis.pack_command)
+
+
+class Pipeline(asyncio.Protocol):
+    """Sends commands together and collects their replies, one batch at a time.
+
+    Args:
+        connection: of redis-py, connected with protocol 2; used by nobody else until it is
+            disconnected.
+    """
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+        self.is_closed = False
+        """Whether the peer has closed the connection, or has sent what nobody waits for."""
+        self._loop = asyncio.get_running_loop()
+        self._reader = hiredis.Reader(
+            protocolError=InvalidResponse, replyError=connection._parser.parse_error
+        )
+        self._replies = list[Any]()
+        self._expected = 0
+        self._waiter: asyncio.Future[list[Any]] | None = None
+        self._transport: asyncio.Transport = connection._writer.transport
+        self._transport.set_protocol(self)
+
+    async def send(
+        self, commands: Sequence[tuple[bytes | int | str, ...]], seconds: float
+    ) -> list[Any]:
+        """Send commands and return their replies; an error that one is answered with is its reply.
+
+        There must be a command. After an exception a reply may be under way: the connection has to be disconnected.
+
+        Raises:
+            ConnectionError: of redis-py; the connection is closed.
+            InvalidResponse: of redis-py; the replies are not those of a Redis.
+            TimeoutError: not all replies have come within `seconds`.
+        """
+        if self.is_closed:
+            raise RedisConnectionError("the connection is closed")
+        waiter: asyncio.Future[list[Any]] = self._loop.create_future()
+        self._waiter = waiter
+        self._expected = len(commands)
+        self._transport.write(b"".join(map(_PACK, commands)))
+        # Less than a third of the time of `asyncio.timeout`.
+        timer = self._loop.call_later(seconds, self._fail, TimeoutError("no reply in time"))
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    async def disconnect(self) -> None:
+        """Close the connection, without waiting for its end."""
+        self.is_closed = True
+        await self.connection.disconnect(nowait=True)
+
+    # `asyncio.Protocol`
+
+    def data_received(self, data: bytes) -> None:
+        """Take replies."""
+        self._reader.feed(data)
+        try:
+            while (reply := self._reader.gets()) is not False:
+                self._replies.append(reply)
+        except InvalidResponse as error:
+            self._fail(error)
+            return
+        if self._waiter is None or len(self._replies) > self._expected:
+            self._fail(InvalidResponse("a reply that nobody has asked for"))
+        elif len(self._replies) == self._expected and not self._waiter.done():
+            replies = self._replies
+            self._replies = []
+            self._waiter.set_result(replies)
+
+    def eof_received(self) -> None:
+        """Fail what waits; the transport closes itself."""
+        self._fail(RedisConnectionError("the connection was closed by Redis"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail what waits."""
+        self._fail(exc or RedisConnectionError("the connection is closed"))
+
+    def _fail(self, error: Exception) -> None:
+        self.is_closed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
