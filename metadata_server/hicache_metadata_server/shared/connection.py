@@ -177,10 +177,11 @@ class RedisConnection:
             # Kept between commands: to take a connection from the pool and to give it back costs
             # more than a command.
             while self._kept and kept is None:
-                kept = self._kept.pop()
-                if kept.is_closed:
-                    await self._end(kept)
-                    kept = None
+                last = self._kept.pop()
+                if last.is_closed:
+                    await self._end(last)
+                else:
+                    kept = last
             if kept is None:
                 kept = self._new_pipeline(await self._client.connection_pool.get_connection())
             answers = await kept.send(commands, self._answer_seconds)

@@ -159,14 +159,15 @@ class OwnerHandlers(Handlers):
         if request.endpoint.name != DROPPING:
             return await self._committed(request)
         names = frozenset(self.names(request))
-        self.owner.dropping |= names
+        added = names - self.owner.dropping
+        self.owner.dropping |= added
         try:
             response = await self._committed(request)
             if response.status == 200:
                 await self.owner.forget(names)
             return response
         finally:
-            self.owner.dropping -= names
+            self.owner.dropping -= added
 
     async def _committed(self, request: DecodedRequest) -> Response:
         started = Handlers.start(self, request)

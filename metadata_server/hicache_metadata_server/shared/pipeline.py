@@ -47,7 +47,8 @@ class Pipeline(asyncio.Protocol):
     ) -> list[Any]:
         """Send commands and return their replies; an error that one is answered with is its reply.
 
-        There must be a command. After an exception a reply may be under way: the connection has to be disconnected.
+        There must be a command. After an exception a reply may be under way: the connection has to
+        be disconnected.
 
         Raises:
             ConnectionError: of redis-py; the connection is closed.
