@@ -39,6 +39,7 @@ PAGES = 24
 REUSED = PAGES * PAGE_SIZE
 # Below those that Linux gives out: the server takes it half a minute after it was chosen.
 METRICS_PORTS = (20_000, 30_000)
+MAX_STARTS = 3
 ADMIN_KEY = "key"
 ON_CPU = (
     f"--device cpu --attention-backend torch_native --dtype float32 --max-total-tokens 4096 "
@@ -169,6 +170,7 @@ class EngineServer(ServerProcess):
         python: Path = Path(sys.executable),
     ) -> None:
         self.python = python
+        self.starts = 0
         self.place, self.log = place, place / f"server-{len(list(place.glob('server-*')))}.log"
         [self.port] = free_ports(1)
         self.argv = [
@@ -198,6 +200,7 @@ class EngineServer(ServerProcess):
         }
 
     def __enter__(self) -> Self:
+        self.starts += 1
         # Sockets lie in it, whose paths are short by law.
         self.temporary = tempfile.TemporaryDirectory(prefix="sglang-")
         self.environment["TMPDIR"] = self.temporary.name
@@ -236,6 +239,21 @@ class EngineServer(ServerProcess):
                         for name in re.findall(r"/dev/shm/sgl\S+", (process / "maps").read_text())
                     }
         return found
+
+    def _is_up(self) -> bool:
+        """Whether it serves; started again where its port was taken before it listened.
+
+        SGLang binds it seconds after it was chosen, and takes other ports in its neighbourhood.
+        Without it, it hangs while it ends.
+        """
+        lost = "error while attempting to bind on address" in self.text()
+        if lost and self.starts < MAX_STARTS:
+            self.__exit__()
+            [port] = free_ports(1)
+            self.argv = [str(port) if part == str(self.port) else part for part in self.argv]
+            self.port = port
+            self.__enter__()
+        return super()._is_up()
 
     def ask(self, prompt: list[int], **more: object) -> Answer:
         """Generate eight tokens."""

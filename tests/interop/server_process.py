@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # An idle machine needs ten seconds to start one, one with ten other things to do some minutes.
 WAIT_SECONDS = 600.0
+READY_SECONDS = 30.0
 
 
 class ServerProcess:
@@ -46,10 +47,13 @@ class ServerProcess:
         """What it has logged."""
         return self.log.read_text(errors="replace")
 
-    def call(self, method: str, path: str, body: object = None) -> str:
+    def call(
+        self, method: str, path: str, body: object = None, seconds: float = WAIT_SECONDS
+    ) -> str:
         """One HTTP call.
 
         Raises:
+            TimeoutError: it was not answered in so many seconds.
             urllib.error.HTTPError: it was refused.
         """
         data = None if body is None else json.dumps(body).encode()
@@ -57,12 +61,13 @@ class ServerProcess:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}", data, headers, method=method
         )
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             return answer.read().decode()
 
     def _is_up(self) -> bool:
         try:
-            self.call("GET", self.ready)
+            # Something else may listen there, which answers nothing.
+            self.call("GET", self.ready, seconds=READY_SECONDS)
         except OSError:
             return False
         return True
