@@ -42,6 +42,7 @@ class LruOrder:
         "_entries",
         "_head",
         "_last",
+        "_latest",
         "_pages",
         "_predecessor",
         "_ready",
@@ -58,6 +59,8 @@ class LruOrder:
         self._chunks: dict[int, array[int]] = {1: array("Q")}
         self._current = {1: 0}
         """Entries of each chunk that are neither outdated nor before `_head`."""
+        self._latest = range(0)
+        """Slots that were appended last, if they are neighbours."""
         self._head: int = CHUNK
         """Stamp behind the last entry that a search has skipped or evicted."""
         self._ready: list[tuple[int, int]] = []
@@ -93,10 +96,17 @@ class LruOrder:
             return slots
         return [slot if slot >= 0 and states[slot] == LIVE else -1 for slot in slots]
 
-    def used(self, keys: Sequence[str]) -> list[int]:
-        """Return the same as `slots`, and mark pages as used, from the last key to the first."""
-        slots = self.slots(keys)
-        self.use([slot for slot in slots if slot >= 0] if -1 in slots else slots)
+    def used(self, keys: Sequence[str]) -> Sequence[int]:
+        """Return the same as `slots`, and mark pages as used, from the last key to the first.
+
+        A range for pages in neighbouring slots: the caller selects slices of columns with it.
+        """
+        slots = as_run(self.slots(keys))
+        if -1 in slots:
+            slots = list(slots)
+            self.use([slot for slot in slots if slot >= 0])
+        else:
+            self.use(slots)
         return slots
 
     def touch(self, keys: Sequence[str]) -> None:
@@ -109,12 +119,11 @@ class LruOrder:
             return
         stamps, run = self._table.stamps, as_run(slots)
         if isinstance(run, range):
-            old, end = stamps[run.start : run.stop], self._end
-            if old[0] == end - 1 and old == array("Q", range(end - 1, end - len(old) - 1, -1)):
+            if run.start == self._latest.start and run.stop <= self._latest.stop:
                 # These entries are the last ones already: a client often asks for the same batch
                 # twice, first for existence and then for slots.
                 return
-            self._outdate(old)
+            self._outdate(stamps[run.start : run.stop])
         else:
             # Slots are used from the last to the first, so the first occurrence is the latest use.
             run = run if len(set(run)) == len(run) else list(dict.fromkeys(run))
@@ -152,6 +161,7 @@ class LruOrder:
         self._last += 1
         self._chunks = {self._last: array("Q")}
         self._current = {self._last: 0}
+        self._latest = range(0)
         self._head = self._last << BITS
         self._ready = []
         self._uncleaned = []
@@ -269,6 +279,7 @@ class LruOrder:
     def _append(self, slots: Sequence[int]) -> None:
         """Append slots of live pages, each once, from the last to the first."""
         stamps = self._table.stamps
+        self._latest = slots if isinstance(slots, range) else range(0)
         for end in range(len(slots), 0, -CHUNK):
             part = slots[max(0, end - CHUNK) : end]
             if len(self._chunks[self._last]) + len(part) > CHUNK:

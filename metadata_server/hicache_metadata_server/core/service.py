@@ -816,7 +816,7 @@ class MetadataService:
         )
 
 
-def _found(scope: Scope, slots: list[int]) -> p.FoundPages:
+def _found(scope: Scope, slots: Sequence[int]) -> p.FoundPages:
     table = scope.table
     generations, lengths, checksums = table.generations, table.lengths, table.checksums
     run = as_run(slots)
@@ -824,11 +824,12 @@ def _found(scope: Scope, slots: list[int]) -> p.FoundPages:
         # Pages that were written together: slices of the columns.
         where = slice(run.start, run.stop)
         return p.FoundPages(
-            slots=slots,
+            slots=list(run),
             generations=generations[where].tolist(),
             lengths=lengths[where].tolist(),
             checksums=checksums[where].tolist(),
         )
+    slots = list(slots)
     if -1 not in slots:
         return p.FoundPages(
             slots=slots,

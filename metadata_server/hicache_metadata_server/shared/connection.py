@@ -183,8 +183,9 @@ class RedisConnection:
                 else:
                     kept = last
             if kept is None:
-                kept = self._new_pipeline(await self._client.connection_pool.get_connection())
-            answers = await kept.send(commands, self._answer_seconds)
+                connection = await self._client.connection_pool.get_connection()
+                kept = self._new_pipeline(connection, self._answer_seconds)
+            answers = await kept.send(commands)
         except BaseException as error:
             if kept is not None:
                 # An answer may be under way.

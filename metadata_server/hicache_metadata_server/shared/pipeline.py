@@ -26,12 +26,14 @@ class Pipeline(asyncio.Protocol):
     Args:
         connection: of redis-py, connected with protocol 2; used by nobody else until it is
             disconnected.
+        reply_seconds: timeout of the replies to a batch, in seconds.
     """
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, reply_seconds: float) -> None:
         self.connection = connection
         self.is_closed = False
         """Whether the peer has closed the connection, or has sent what nobody waits for."""
+        self._reply_seconds = reply_seconds
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(
             protocolError=InvalidResponse, replyError=connection._parser.parse_error
@@ -39,12 +41,13 @@ class Pipeline(asyncio.Protocol):
         self._replies = list[Any]()
         self._expected = 0
         self._waiter: asyncio.Future[list[Any]] | None = None
+        self._deadline = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        """One at a time, for the deadline of the first batch since the last one ended."""
         self._transport: asyncio.Transport = connection._writer.transport
         self._transport.set_protocol(self)
 
-    async def send(
-        self, commands: Sequence[tuple[bytes | int | str, ...]], seconds: float
-    ) -> list[Any]:
+    async def send(self, commands: Sequence[tuple[bytes | int | str, ...]]) -> list[Any]:
         """Send commands and return their replies; an error that one is answered with is its reply.
 
         There must be a command. After an exception a reply may be under way: the connection has to
@@ -53,7 +56,7 @@ class Pipeline(asyncio.Protocol):
         Raises:
             ConnectionError: of redis-py; the connection is closed.
             InvalidResponse: of redis-py; the replies are not those of a Redis.
-            TimeoutError: not all replies have come within `seconds`.
+            TimeoutError: not all replies have come in time.
         """
         if self.is_closed:
             raise RedisConnectionError("the connection is closed")
@@ -61,17 +64,19 @@ class Pipeline(asyncio.Protocol):
         self._waiter = waiter
         self._expected = len(commands)
         self._transport.write(b"".join(map(_PACK, commands)))
-        # Less than a third of the time of `asyncio.timeout`.
-        timer = self._loop.call_later(seconds, self._fail, TimeoutError("no reply in time"))
+        self._deadline = self._loop.time() + self._reply_seconds
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline)
         try:
             return await waiter
         finally:
-            timer.cancel()
             self._waiter = None
 
     async def disconnect(self) -> None:
         """Close the connection, without waiting for its end."""
         self.is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         await self.connection.disconnect(nowait=True)
 
     # `asyncio.Protocol`
@@ -99,6 +104,16 @@ class Pipeline(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail what waits."""
         self._fail(exc or RedisConnectionError("the connection is closed"))
+
+    def _check_deadline(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() < self._deadline:
+            # Of a later batch.
+            self._timer = self._loop.call_at(self._deadline, self._check_deadline)
+        else:
+            self._fail(TimeoutError("no reply in time"))
 
     def _fail(self, error: Exception) -> None:
         self.is_closed = True

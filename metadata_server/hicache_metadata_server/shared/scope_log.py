@@ -147,6 +147,8 @@ class ScopeLog:
     """Log of one scope that this server owns."""
 
     name: str
+    keys: tuple[bytes, ...] = field(init=False)
+    """Head, log, blocks and rest."""
     number: int
     """Number of the scope in this server's service."""
     token: bytes
@@ -168,10 +170,8 @@ class ScopeLog:
     leaving: bool = False
     """Whether the scope is about to be given back."""
 
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """Head, log, blocks and rest."""
-        return scope_keys(self.name)
+    def __post_init__(self) -> None:
+        self.keys = scope_keys(self.name)
 
     @property
     def wants_handover(self) -> bool:
@@ -184,7 +184,8 @@ class ScopeLog:
         self.counters |= changes.counters
         if changes.scopes:
             self.record = changes.scopes[-1]
-        self.pinned_until = max([self.pinned_until, *(pin.until for pin in changes.pins)])
+        for pin in changes.pins:
+            self.pinned_until = max(self.pinned_until, pin.until)
         places = [block for slots in changes.slots.values() for block in changed_blocks(slots)]
         self.dirty.mark(places, group, size, changes)
 
@@ -371,8 +372,15 @@ def _rows(blocks: dict[int, bytes], offset: float) -> Iterator[SlotRows]:
 
 
 def _moved(until: array[float], offset: float) -> array[float]:
+    if until.tobytes() == until[:1].tobytes() * len(until):
+        # The usual case: leases of one request end together, and live slots have no end.
+        return array("d", [_moved_end(end, offset) for end in until[:1]]) * len(until)
+    return array("d", [_moved_end(end, offset) for end in until])
+
+
+def _moved_end(end: float, offset: float) -> float:
     # 0 is the end of slots that have none.
-    return array("d", [end + offset if end else 0.0 for end in until]) if any(until) else until
+    return end + offset if end else 0.0
 
 
 def _shifted(changes: Changes, offset: float, number: int) -> Changes:
@@ -386,13 +394,7 @@ def _shifted(changes: Changes, offset: float, number: int) -> Changes:
             )
             for one in changes.scopes
         ],
-        slots=dict(
-            zip(
-                [number],
-                [_shifted_slots(one, offset) for one in changes.slots.values()],
-                strict=False,
-            )
-        ),
+        slots={number: _shifted_slots(one, offset) for one in changes.slots.values()},  # noqa: B035 - one at most
         pins=[
             PinRecord(pin.pin, pin.until + offset, {number: slots})
             for pin in changes.pins
@@ -621,15 +623,13 @@ class ScopeLogStore:
 
     def _split(self, changes: Changes) -> dict[int, Changes]:
         """Changes by scope."""
-        parts = dict[int, Changes]()
+        parts = {number: Changes(slots={number: one}) for number, one in changes.slots.items()}
 
         def part(number: int) -> Changes:
             return parts.setdefault(number, Changes())
 
         for record in changes.scopes:
             part(record.number).scopes.append(record)
-        for number, slots in changes.slots.items():
-            part(number).slots[number] = slots
         for pin in changes.pins:
             for number, slots_of_pin in pin.slots.items():
                 part(number).pins.append(PinRecord(pin.pin, pin.until, {number: slots_of_pin}))
