@@ -40,7 +40,8 @@ types: $(VENV)/.installed
 UNIT := not gpu and not interop and not vllm and not fuzz and not docs and not hostile
 # What CI has no time for; `make test-long` runs that alone.
 LONG := not long
-PYTEST_UNIT := $(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 20
+SLOWEST := --durations 20
+PYTEST_UNIT := $(PYTHON) -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(SLOWEST)
 unit: $(VENV)/.installed
 	$(PYTEST_UNIT) -m "$(UNIT) and $(LONG)"
 
@@ -67,7 +68,7 @@ $(EXAMPLES:%=judge-%): judge-%:
 docs: $(VENV)/.installed
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 	$(PYTHON) scripts/docs/links.py out/site
-	$(PYTHON) -m pytest -m "docs and $(LONG)" -n 2 --dist load tests/docs
+	$(PYTHON) -m pytest -m "docs and $(LONG)" -n 2 --dist load $(SLOWEST) tests/docs
 
 # The quick start of each path, in a virtual environment that has nothing but torch, from this checkout's wheel and pip's index.
 # Twelve minutes were measured on two busy cores, most of it pip; each environment has a torch of its own.
@@ -79,12 +80,12 @@ quickstarts: $(VENV)/.installed
 # Needs a real SGLang: 2.5 GB, built once into $(SGLANG_VENV).
 interop:
 	scripts/make_sglang_env.sh $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pytest -m "interop and $(LONG)" -n 2 --dist loadfile --no-loadscope-reorder tests/interop
+	$(SGLANG_VENV)/bin/python -m pytest -m "interop and $(LONG)" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) tests/interop
 
 # Needs a real vLLM and a real LMCache: 4 GB, built once into $(VLLM_VENV).
 interop-vllm:
 	scripts/make_vllm_env.sh $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pytest -m "vllm and $(LONG)" -n 2 --dist loadfile --no-loadscope-reorder tests/interop_vllm
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and $(LONG)" -n 2 --dist loadfile --no-loadscope-reorder $(SLOWEST) tests/interop_vllm
 
 # What CI has no time for: more planted faults and documents, every driver and other kinds of KV with real engines, three engines on one store.
 test-long:

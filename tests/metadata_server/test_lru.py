@@ -183,6 +183,16 @@ def test_restored_in_order():
     model.evict(4)
 
 
+def test_pages_in_neighbouring_slots_are_a_range():
+    model = Model()
+    model.add(range(5))
+    assert model.lru.used(["k0", "k1"]) == range(2)
+    # -1 and 0 are neighbours, too.
+    assert model.lru.used(["missing", "k0"]) == [-1, 0]
+    assert model.lru.used(["missing"]) == [-1]
+    assert list(model.lru) == ["k4", "k3", "k2", "k1", "k0"]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_eviction_takes_the_oldest_tail_over_many_chunks(seed):
     take_the_oldest_tail(seed)
