@@ -313,8 +313,8 @@ def main() -> None:
     """Run what is missing in the record, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mutant-seeds", type=int, default=20)
-    parser.add_argument("--right-seeds", type=int, default=100)
-    parser.add_argument("--own-seeds", type=int, default=100)
+    parser.add_argument("--right-seeds", type=int, default=30)
+    parser.add_argument("--own-seeds", type=int, default=30)
     # Half of the time is spent waiting for what hangs.
     parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 1) // 2)
     parser.add_argument("--record", type=Path, default=ROOT / "out" / "soak.jsonl")
