@@ -61,9 +61,7 @@ class MetricsLayer(MeasuringLayer):
     ) -> list[bool]:
         started = time.perf_counter()
         found = super().batch_present(keys, pool=pool, extra_info=extra_info)
-        name, hits = PoolName(pool), sum(found)
-        self._recorder.count(name, pages_hit=hits, pages_absent=len(keys) - hits)
-        self._recorder.observe("exists", [name], started)
+        self._recorder.observe_lookup({PoolName(pool): found}, started)
         return found
 
     def batch_get_v2(

@@ -115,7 +115,8 @@ class Lifecycle:
     ) -> None:
         with self._lock:
             self._calls -= 1
-            if not self._calls:
+            # Only `close` waits.
+            if self.closed and not self._calls:
                 self._idle.notify_all()
 
     def ensure_connected(self, *, insist: bool = False) -> None:

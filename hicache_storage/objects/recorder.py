@@ -11,7 +11,7 @@ from hicache_storage.objects.lifecycle import begin_in_children
 from hicache_storage.spec import PoolStats, StorageStats, note_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from hicache_storage.spec import PoolName
 
@@ -69,6 +69,18 @@ class StatsRecorder:
         with self._lock:
             for pool in pools:
                 self._pool(pool).latency[operation].observe(seconds)
+
+    def observe_lookup(self, present: Mapping[PoolName, list[bool]], started: float) -> None:
+        """Record a lookup: its latency, and the pages of each pool that were there and were not."""
+        if not self.enabled:
+            return
+        seconds = time.perf_counter() - started
+        with self._lock:
+            for pool, pages in present.items():
+                stats, hits = self._pool(pool), pages.count(True)
+                stats.pages_hit += hits
+                stats.pages_absent += len(pages) - hits
+                stats.latency["exists"].observe(seconds)
 
     def snapshot(self) -> StorageStats:
         """Return a copy of the counters."""

@@ -55,7 +55,7 @@ from hicache_storage.spec import (
 from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.objects.namespace import Namespace
     from hicache_storage.pools.access import PageAccess
@@ -403,7 +403,7 @@ class ObjectStorage(HiCacheStorage):
             if registered is None or not keys:
                 return [False] * len(keys)
             [found] = self._lookup_pages([(registered, keys)], call)
-            self._count_lookup({name: found}, started)
+            self.recorder.observe_lookup({name: found}, started)
             return found
 
     def batch_present_cached(
@@ -425,7 +425,7 @@ class ObjectStorage(HiCacheStorage):
             found = self._lookup_cached([registered], keys, call)
             if found is None:
                 return None
-            self._count_lookup({name: found[0]}, started)
+            self.recorder.observe_lookup({name: found[0]}, started)
             return found[0]
 
     def batch_get_v2(
@@ -650,7 +650,7 @@ class ObjectStorage(HiCacheStorage):
         """Count what a lookup has found, and apply the policies."""
         absent = [False] * len(keys)
         present = {pool.name: pages for pool, pages in zip(pools, found, strict=True)}
-        self._count_lookup(present, started)
+        self.recorder.observe_lookup(present, started)
         return common_hit(
             present.get(PoolName.KV, absent),
             [
@@ -658,12 +658,6 @@ class ObjectStorage(HiCacheStorage):
                 for transfer in pool_transfers or ()
             ],
         )
-
-    def _count_lookup(self, present: Mapping[PoolName, list[bool]], started: float) -> None:
-        self.recorder.observe("exists", present, started)
-        for pool, pages in present.items():
-            hits = pages.count(True)
-            self.recorder.count(pool, pages_hit=hits, pages_absent=len(pages) - hits)
 
     def _read(self, requests: Sequence[PoolRequest], call: Call) -> dict[PoolName, list[bool]]:
         # All shards of all pools in one batch (rule BU-1).
@@ -1069,6 +1063,8 @@ def _deliver(request: PoolRequest, batches: Sequence[ReadBatch], delivered: Sequ
 
 def _of_pools(pools: Sequence[RegisteredPool], items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
     """Divide what there is for each part of some pools by the pools."""
+    if len(pools) == 1:
+        return [items]
     ends = list(accumulate(len(pool.parts) for pool in pools))
     return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -1094,11 +1090,13 @@ def _asked_pools(
         InvalidTransferError: a key or a policy's geometry is illegal.
     """
     check_keys(keys)
-    check_transfers(transfers or (), "pool_transfers")
+    if not transfers:
+        return {PoolName.KV: None}
+    check_transfers(transfers, "pool_transfers")
     absent = [False] * len(keys)
-    for transfer in transfers or ():
+    for transfer in transfers:
         PoolPresence.of(transfer, absent)
-    return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers or ())))
+    return dict.fromkeys((PoolName.KV, *(transfer.name for transfer in transfers)))
 
 
 def _is_any_served(answers: list[list[bool]]) -> bool:

@@ -193,6 +193,19 @@ def test_pages_in_neighbouring_slots_are_a_range():
     assert list(model.lru) == ["k4", "k3", "k2", "k1", "k0"]
 
 
+@pytest.mark.parametrize("slots", [range(1, 4), [1, 2, 3], [3, 1, 2], [2, -1, 1], []])
+def test_lengths_are_compared_alike_in_neighbouring_slots_and_in_others(slots):
+    table = SlotTable()
+    table.grow(5)
+    for slot, length in enumerate([7, 7, 7, 8, 7]):
+        table.lengths[slot] = length
+    for length in (7, 8, 9):
+        expected = [slot >= 0 and table.lengths[slot] == length for slot in slots]
+        assert table.have_length(slots, length) == expected
+    table.lengths[3] = 7
+    assert table.have_length(slots, 7) == [slot >= 0 for slot in slots]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_eviction_takes_the_oldest_tail_over_many_chunks(seed):
     take_the_oldest_tail(seed)

@@ -126,8 +126,9 @@ class Hf3fsStorage(ObjectStorage):
         scopes = store.known_scopes([batch.namespace for batch in batches])
         if scopes is None:
             return None
-        lengths = store.metadata.lengths_from_memory(_lookups(scopes, batches))
-        return None if lengths is None else _stored(lengths, batches)
+        return store.metadata.present_in_memory(
+            _lookups(scopes, batches), [batch.namespace.object_bytes for batch in batches]
+        )
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from hicache_backends.hf3fs.slots.files import SlotFiles
 from hicache_backends.hf3fs.slots.posix import PosixEngine
@@ -73,8 +73,10 @@ class Store:
 
     def known_scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope] | None:
         """Return the scopes of namespaces, without I/O; None if one is new."""
-        scopes = [self._scopes.get(namespace.name) for namespace in namespaces]
-        return None if None in scopes else cast("list[SlotScope]", scopes)
+        try:
+            return [self._scopes[namespace.name] for namespace in namespaces]
+        except KeyError:
+            return None
 
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS: Final = 20.0
 IDLE_SECONDS: Final = 1.0
+"""A connection that has rested longer is not used again: the server may be closing it just now."""
 MOVED: Final = 307
 MAX_REDIRECTS: Final = 5
-"""A connection that has rested longer is not used again: the server may be closing it just now."""
 SHOWN: Final = 200
 
 

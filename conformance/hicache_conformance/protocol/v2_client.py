@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from hicache_conformance.protocol.http_client import HttpClient, Reply
 
 RULE = "MD-API-1"
+MOVING_SECONDS: Final = 0.2
+"""Interval in which a request for scopes without an owner is sent again."""
 A = TypeVar("A", bound=Answer)
 T = TypeVar("T")
 
@@ -67,11 +70,24 @@ class V2Client:
     content_type: str = JSON
 
     def send(self, path: str, request: Request | None = None, *, once: str = "") -> Reply:
-        """Send a request of a route; `once` is its idempotency key."""
+        """Send a request of a route; `once` is its idempotency key.
+
+        A request is sent again while one of several servers answers that its scopes have no owner
+        at the moment, for as long as an answer may take.
+        """
         method = ROUTES[path].method
         body = None if request is None else encode(request, self.content_type)
         headers = {IDEMPOTENCY_HEADER: once} if once else {}
-        return self.http.send(method, path, body, content_type=self.content_type, headers=headers)
+        until = time.monotonic() + self.http.answer_seconds
+        while True:
+            reply = self.http.send(
+                method, path, body, content_type=self.content_type, headers=headers
+            )
+            # Refused before it has changed anything.
+            moving = reply.status == 503 and b"moving" in reply.body
+            if not moving or time.monotonic() >= until:
+                return reply
+            time.sleep(MOVING_SECONDS)
 
     def call(self, path: str, request: Request | None, kind: type[A], *, once: str = "") -> A:
         """Send a request and take its answer.

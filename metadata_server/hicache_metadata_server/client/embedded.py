@@ -19,11 +19,12 @@ from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.objects import Call
 
 A = TypeVar("A", bound=p.Answer)
+T = TypeVar("T")
 
 LOCK_NAME: Final = "local.lock"
 MAX_EXPIRIES: Final = 1024
@@ -79,29 +80,35 @@ class _State:
         return self._service.about
 
     def execute(self, path: str, request: p.Request) -> Any:
-        with self._settled() as now:
-            try:
-                return self._operations[path](request, now)
-            except RequestError as error:
-                raise error_of_response(
-                    error.status, error.problem.code, error.problem.message
-                ) from error
+        try:
+            return self._run(lambda now: self._operations[path](request, now))
+        except RequestError as error:
+            raise error_of_response(
+                error.status, error.problem.code, error.problem.message
+            ) from error
 
-    def lengths(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
-        with self._settled():
-            if not all(part.scope in self._service.scopes for part in scopes):
+    def present(
+        self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
+    ) -> list[list[bool]] | None:
+        def look_up(_: float) -> list[list[bool]] | None:
+            service = self._service
+            if not all(part.scope in service.scopes for part in scopes):
                 return None
-            return [self._service.lengths(part.scope, part.keys) for part in scopes]
+            return [
+                service.present(part.scope, part.keys, length)
+                for part, length in zip(scopes, lengths, strict=True)
+            ]
 
-    @contextlib.contextmanager
-    def _settled(self) -> Generator[float]:
-        """Hold the lock, with the state as it is now, and yield the time."""
+        return self._run(look_up)
+
+    def _run(self, step: Callable[[float], T]) -> T:
+        """Run a step with the lock, with the state as it is now; it is passed the time."""
         with self._lock:
             now = self._clock()
             # A server does this in the background; here, only calls do work.
             self._service.settle(now, MAX_EXPIRIES)
             try:
-                yield now
+                return step(now)
             finally:
                 self._service.forget_changes()
 
@@ -148,8 +155,10 @@ class EmbeddedMetadata(MetadataClient):
     def refresh(self, call: Call) -> p.About:
         return self.about
 
-    def lengths_from_memory(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
-        return self._open().lengths(scopes)
+    def present_in_memory(
+        self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
+    ) -> list[list[bool]] | None:
+        return self._open().present(scopes, lengths)
 
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
         response: A = self._open().execute(path, request)

@@ -107,8 +107,14 @@ class MetadataClient(ABC):
             self._check_slots(part.scope, columns.slots)
         return Located(found, [response.pin for _, response in done if response.pin])
 
-    def lengths_from_memory(self, scopes: Sequence[p.LookupScope]) -> list[list[int]] | None:
-        """Look up lengths of pages, 0 for those that are not live, and mark them as used.
+    def present_in_memory(
+        self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
+    ) -> list[list[bool]] | None:
+        """Look up which pages are live, and mark them as used.
+
+        Args:
+            scopes: the pages.
+            lengths: of the pages of each scope, in bytes; a page of another length is absent.
 
         Returns:
             None where that takes a request to a server.

@@ -100,4 +100,4 @@ class PinTable:
         pins = list[int]()
         while self._ends and self._ends[0][0] <= now:
             pins.append(heapq.heappop(self._ends)[1])
-        return self.remove(pins)
+        return self.remove(pins) if pins else []

@@ -352,12 +352,12 @@ class MetadataService:
         pin = self._pin(slots_by_scope, now + seconds) if slots_by_scope else 0
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
-    def lengths(self, name: str, keys: Sequence[str]) -> list[int]:
-        """Look up lengths of pages, 0 for those that are not live, and mark them as used."""
+    def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
+        """Whether each page is live and of a length; live ones are marked as used."""
         scope = self.scopes[name]
         slots = scope.lru.used(keys)
         scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))
-        return scope.table.lengths_of(slots)
+        return scope.table.have_length(slots, length)
 
     def reserve(self, request: p.Reserve, now: float) -> p.Leases:
         """Lease slots for keys that are neither live nor leased."""

@@ -93,6 +93,16 @@ class SlotTable:
             return lengths[run.start : run.stop].tolist()
         return [lengths[slot] if slot >= 0 else 0 for slot in slots]
 
+    def have_length(self, slots: Sequence[int], length: int) -> list[bool]:
+        """Whether the live page in each slot has a length; False for -1."""
+        lengths, run = self.lengths, as_run(slots)
+        # Mostly all have, and two arrays are compared without a Python object for each item.
+        if isinstance(run, range) and run.start >= 0:
+            found, expected = lengths[run.start : run.stop], array("Q", [length]) * len(run)
+            if found == expected:
+                return [True] * len(run)
+        return [slot >= 0 and lengths[slot] == length for slot in slots]
+
     def quarantine_all(self) -> dict[str, int]:
         """Quarantine every live or leased slot; returns the old index by key.
 

@@ -85,8 +85,8 @@ def broken(judgement: Judgement) -> dict[str, str]:
 
 def conforms_entirely(judgement: Judgement) -> None:
     """A server keeps every rule, and none went untested."""
-    assert errors(judgement) == []
-    assert broken(judgement) == {}
+    assert (found := errors(judgement)) == [], found
+    assert (faults := broken(judgement)) == {}, faults
     assert judgement.verdict is Verdict.CONFORMANT
     assert {str(result.outcome) for result in judgement.rules} == {"pass"}
 

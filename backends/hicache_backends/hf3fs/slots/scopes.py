@@ -96,9 +96,8 @@ def metadata_key(key: str) -> str:
 
 def metadata_keys(keys: Sequence[str]) -> list[str]:
     """Convert the keys of a batch."""
-    # Mostly none is converted: all of them are before `ESCAPE`, the last printable character of
-    # ASCII, in the order of texts.
-    if all(keys) and max(keys, default="") < ESCAPE:
+    # Mostly none is converted, which one search of the joined text finds out.
+    if all(keys) and ESCAPE not in "".join(keys):
         return list(keys)
     return [key if key and key[0] != ESCAPE else _escaped(key) for key in keys]
 
