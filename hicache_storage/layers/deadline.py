@@ -76,8 +76,9 @@ class DeadlineLayer(MissAnsweringLayer):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        info, longest = self._within(extra_info), self.inner.capabilities.lookup_seconds
-        if self.inner.capabilities.may_hang and self._limit(info) > 0:
+        info, capabilities = self._within(extra_info), self.inner.capabilities
+        longest = capabilities.lookup_seconds
+        if capabilities.may_hang and self._limit(info) > 0:
             # Handing the call to a thread takes longer than the whole answer.
             found = self.inner.batch_exists_cached(keys, pool_transfers, info)
             if found is not None:

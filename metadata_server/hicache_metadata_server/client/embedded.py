@@ -91,13 +91,12 @@ class _State:
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
     ) -> list[list[bool]] | None:
         def look_up(_: float) -> list[list[bool]] | None:
-            service = self._service
-            if not all(part.scope in service.scopes for part in scopes):
-                return None
-            return [
-                service.present(part.scope, part.keys, length)
-                for part, length in zip(scopes, lengths, strict=True)
-            ]
+            service, found = self._service, list[list[bool]]()
+            for part, length in zip(scopes, lengths, strict=True):
+                if part.scope not in service.scopes:
+                    return None
+                found.append(service.present(part.scope, part.keys, length))
+            return found
 
         return self._run(look_up)
 

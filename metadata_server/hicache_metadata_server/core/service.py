@@ -539,7 +539,8 @@ class MetadataService:
 
     def settle(self, now: float, most: int) -> bool:
         """Process about `most` due slots; True if more are due."""
-        self._release_pins(self._pins.ended(now), now)
+        if ended := self._pins.ended(now):
+            self._release_pins(ended, now)
         self.answers.expire(now)
         for scope in self.scopes.values():
             if most <= 0:
