@@ -346,7 +346,8 @@ class Reader:
         return True
 
     def _read_long_page(self, chunk: ReadChunk, call: Call) -> bool:
-        read, checksum, offset = chunk.reads[0], running_checksum(), chunk.page * chunk.page_bytes
+        read, offset = chunk.reads[0], chunk.page * chunk.page_bytes
+        checksum = running_checksum() if self._verifies else None
         for buffer in read.buffers:
             for at in range(0, len(buffer), CHUNK_BYTES):
                 target = buffer[at : at + CHUNK_BYTES]
@@ -354,11 +355,16 @@ class Reader:
                     return False
                 offset += len(target)
         read.envelope = chunk.bundle.envelope(chunk.page)
-        read.verify(checksum.intdigest())
+        read.verify(None if checksum is None else checksum.intdigest())
         return True
 
     def _read_long_page_chunk(
-        self, chunk: ReadChunk, target: memoryview, offset: int, checksum: xxh3_64, call: Call
+        self,
+        chunk: ReadChunk,
+        target: memoryview,
+        offset: int,
+        checksum: xxh3_64 | None,
+        call: Call,
     ) -> bool:
         descriptor = chunk.handle.descriptor
         if self._buffers is None or chunk.cached:
@@ -366,7 +372,7 @@ class Reader:
             with call.shield() as active:
                 raise_if_cancelled(active)
                 whole = read_all(descriptor, [target], offset)
-                if whole:
+                if whole and checksum is not None:
                     checksum.update(target)
             if whole is not None or self._buffers is None or not chunk.may_wait:
                 return bool(whole)
@@ -374,7 +380,8 @@ class Reader:
             chunks = buffer[: len(target)]
             if not read_into(descriptor, [chunks], offset):
                 return False
-            checksum.update(chunks)
+            if checksum is not None:
+                checksum.update(chunks)
             with call.shield() as active:
                 raise_if_cancelled(active)
                 target[:] = chunks

@@ -222,13 +222,13 @@ class Hf3fsStorage(ObjectStorage):
 
 
 def _lookups(scopes: Sequence[SlotScope], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:
-    # Once for the shards of a pool, which are asked for the same keys.
-    distinct = {id(batch.keys): batch.keys for batch in batches}
-    keys = {number: metadata_keys(some) for number, some in distinct.items()}
-    return [
-        p.LookupScope(scope=scope.name, keys=keys[id(batch.keys)])
-        for scope, batch in zip(scopes, batches, strict=True)
-    ]
+    lookups, converted = list[p.LookupScope](), dict[int, list[str]]()
+    for scope, batch in zip(scopes, batches, strict=True):
+        # Once for the shards of a pool, which are asked for the same keys.
+        if (number := id(batch.keys)) not in converted:
+            converted[number] = metadata_keys(batch.keys)
+        lookups.append(p.LookupScope(scope=scope.name, keys=converted[number]))
+    return lookups
 
 
 def _stored(lengths: Sequence[list[int]], batches: Sequence[LookupBatch]) -> list[list[bool]]:

@@ -151,13 +151,16 @@ def test_capabilities_follow_the_options(rig):
     assert plain.capabilities.may_hang
 
 
-def test_checksums_can_be_turned_off_and_that_shows(rig):
+def test_checksums_can_be_turned_off_and_that_shows(rig, monkeypatch):
     a, keys = rig(verify_checksums=False, components=(600_000,)), chain("a", 2)
     a.put(keys)
     with open(a.bundles()[0], "r+b") as file:
         file.write(b"x")
     assert a.storage.get_stats().verifies_checksums is False
-    assert a.get(keys)[0] is not None
+    with monkeypatch.context() as patch:
+        # None is computed, either: they take a sixth of the time of a read of long pages.
+        patch.setattr(reader, "running_checksum", None)
+        assert a.get(keys)[0] is not None
     assert rig(components=(600_000,)).get(keys)[0] is None
 
 
