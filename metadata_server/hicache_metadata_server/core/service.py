@@ -353,7 +353,7 @@ class MetadataService:
         return p.LookedUp(scopes=found, pin=pin, pin_seconds=seconds if pin else 0.0)
 
     def present(self, name: str, keys: Sequence[str], length: int) -> list[bool]:
-        """Whether each page is live and of a length; live ones are marked as used."""
+        """Return for each page whether it is live and of a length, in bytes; mark live ones as used."""
         scope = self.scopes[name]
         slots = scope.lru.used(keys)
         scope.count(len(slots), len(slots) - slots.count(p.NO_SLOT))

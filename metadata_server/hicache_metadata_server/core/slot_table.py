@@ -86,15 +86,8 @@ class SlotTable:
         """Number of slots in a state; a scan of the column, a millisecond for a million."""
         return self.states.count(state)
 
-    def lengths_of(self, slots: Sequence[int]) -> list[int]:
-        """Lengths of live pages; 0 for -1."""
-        lengths, run = self.lengths, as_run(slots)
-        if isinstance(run, range) and run.start >= 0:
-            return lengths[run.start : run.stop].tolist()
-        return [lengths[slot] if slot >= 0 else 0 for slot in slots]
-
     def have_length(self, slots: Sequence[int], length: int) -> list[bool]:
-        """Whether the live page in each slot has a length; False for -1."""
+        """Return for each slot whether its live page has a length, in bytes; False for -1."""
         lengths, run = self.lengths, as_run(slots)
         # Mostly all have, and two arrays are compared without a Python object for each item.
         if isinstance(run, range) and run.start >= 0:
