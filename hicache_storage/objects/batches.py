@@ -37,7 +37,7 @@ _ALWAYS_ACTIVE: Final[AbstractContextManager[bool]] = nullcontext(True)
 class Call:
     """Context of one call: deadline, cancellation, prefix keys and request id."""
 
-    __slots__ = ("_cancellation", "_deadline", "prefix_keys", "request_id")
+    __slots__ = ("_cancellation", "_deadline", "_given_id", "_request_id", "prefix_keys")
 
     def __init__(
         self,
@@ -54,8 +54,15 @@ class Call:
         self._cancellation = cancellation
         self.prefix_keys = prefix_keys
         """Keys that precede the call's keys in the chain."""
-        self.request_id = call_request_id(request_id)
-        """For logs, and for servers: the engine's, or one that was drawn."""
+        self._given_id = request_id
+        self._request_id = ""
+
+    @property
+    def request_id(self) -> str:
+        """For logs, and for servers: the engine's, or one that is drawn at the first use."""
+        if not self._request_id:
+            self._request_id = call_request_id(self._given_id)
+        return self._request_id
 
     def remaining(self) -> float | None:
         """Seconds until the deadline, at least 0; None without one."""

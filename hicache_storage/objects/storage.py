@@ -380,7 +380,9 @@ class ObjectStorage(HiCacheStorage):
             return None
         asked = _asked_pools(keys, pool_transfers)
         call = _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        # No request id is set: nothing is sent, and what is logged here is met again by the lookup
+        # that asks the store.
+        with self._lifecycle:
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
             found = self._lookup_cached(pools, keys, call)
@@ -417,7 +419,7 @@ class ObjectStorage(HiCacheStorage):
             return None
         check_keys(keys)
         name, call = PoolName(pool), _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle:
             started = time.perf_counter()
             registered = self._pools.get(name)
             if registered is None or not keys:

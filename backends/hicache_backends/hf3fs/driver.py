@@ -123,12 +123,15 @@ class Hf3fsStorage(ObjectStorage):
         store = self.store
         if not store.is_embedded:
             return None
-        scopes = store.known_scopes([batch.namespace for batch in batches])
-        if scopes is None:
-            return None
-        return store.metadata.present_in_memory(
-            _lookups(scopes, batches), [batch.namespace.object_bytes for batch in batches]
-        )
+        scopes: list[SlotScope] = []
+        lengths: list[int] = []
+        for batch in batches:
+            scope = store.known_scope(batch.namespace)
+            if scope is None:
+                return None
+            scopes.append(scope)
+            lengths.append(batch.namespace.object_bytes)
+        return store.metadata.present_in_memory(_lookups(scopes, batches), lengths)
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
         scopes = self.store.scopes([batch.namespace for batch in batches])
@@ -222,7 +225,8 @@ class Hf3fsStorage(ObjectStorage):
 
 
 def _lookups(scopes: Sequence[SlotScope], batches: Sequence[LookupBatch]) -> list[p.LookupScope]:
-    lookups, converted = list[p.LookupScope](), dict[int, list[str]]()
+    lookups: list[p.LookupScope] = []
+    converted: dict[int, list[str]] = {}
     for scope, batch in zip(scopes, batches, strict=True):
         # Once for the shards of a pool, which are asked for the same keys.
         if (number := id(batch.keys)) not in converted:

@@ -71,12 +71,9 @@ class Store:
             self._scopes.get(namespace.name) or self._declare(namespace) for namespace in namespaces
         ]
 
-    def known_scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope] | None:
-        """Return the scopes of namespaces, without I/O; None if one is new."""
-        try:
-            return [self._scopes[namespace.name] for namespace in namespaces]
-        except KeyError:
-            return None
+    def known_scope(self, namespace: Namespace) -> SlotScope | None:
+        """Return the scope of a namespace, without I/O; None if it is new."""
+        return self._scopes.get(namespace.name)
 
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""

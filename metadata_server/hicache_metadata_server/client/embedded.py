@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call
 
 A = TypeVar("A", bound=p.Answer)
-T = TypeVar("T")
 
 LOCK_NAME: Final = "local.lock"
 MAX_EXPIRIES: Final = 1024
@@ -80,36 +79,36 @@ class _State:
         return self._service.about
 
     def execute(self, path: str, request: p.Request) -> Any:
-        try:
-            return self._run(lambda now: self._operations[path](request, now))
-        except RequestError as error:
-            raise error_of_response(
-                error.status, error.problem.code, error.problem.message
-            ) from error
+        with self._lock:
+            try:
+                return self._operations[path](request, self._settle())
+            except RequestError as error:
+                raise error_of_response(
+                    error.status, error.problem.code, error.problem.message
+                ) from error
+            finally:
+                self._service.forget_changes()
 
     def present(
         self, scopes: Sequence[p.LookupScope], lengths: Sequence[int]
     ) -> list[list[bool]] | None:
-        def look_up(_: float) -> list[list[bool]] | None:
-            service, found = self._service, list[list[bool]]()
+        service = self._service
+        found: list[list[bool]] = []
+        with self._lock:
+            # What this changes is forgotten after the next request. A lookup changes nothing that
+            # a log would have.
+            self._settle()
             for part, length in zip(scopes, lengths, strict=True):
                 if part.scope not in service.scopes:
                     return None
                 found.append(service.present(part.scope, part.keys, length))
-            return found
+        return found
 
-        return self._run(look_up)
-
-    def _run(self, step: Callable[[float], T]) -> T:
-        """Run a step with the lock, with the state as it is now; it is passed the time."""
-        with self._lock:
-            now = self._clock()
-            # A server does this in the background; here, only calls do work.
-            self._service.settle(now, MAX_EXPIRIES)
-            try:
-                return step(now)
-            finally:
-                self._service.forget_changes()
+    def _settle(self) -> float:
+        """Process what is due, which a server does in the background; return the time."""
+        now = self._clock()
+        self._service.settle(now, MAX_EXPIRIES)
+        return now
 
     def close(self) -> None:
         # A forked child shares the lock through its copy of the descriptor: closing ours would not

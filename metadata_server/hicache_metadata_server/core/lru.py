@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from itertools import compress, repeat
-from operator import eq
+from operator import eq, itemgetter
 from typing import TYPE_CHECKING, Final
 
 from hicache_metadata_server.core.slot_table import LIVE, as_run
@@ -87,7 +87,11 @@ class LruOrder:
     def slots(self, keys: Sequence[str]) -> list[int]:
         """Slots of pages, -1 for those that are not live."""
         by_key, states = self._table.by_key, self._table.states
-        slots = list(map(by_key.get, keys, repeat(-1)))
+        try:
+            # Mostly all are there: one call in place of one for each key.
+            slots = list(itemgetter(*keys)(by_key)) if len(keys) > 1 else [by_key[keys[0]]]
+        except LookupError:
+            slots = list(map(by_key.get, keys, repeat(-1)))
         # Index -1, of a missing key, reads the state of the last slot. That is harmless: a missing
         # key stays -1, whichever way this is decided.
         if self._pages == len(by_key) or bytes(map(states.__getitem__, slots)).count(LIVE) == len(
@@ -117,7 +121,7 @@ class LruOrder:
         """Mark live pages as used, from the last slot to the first."""
         if not slots:
             return
-        stamps, run = self._table.stamps, as_run(slots)
+        stamps, run = self._table.stamps, slots if isinstance(slots, range) else as_run(slots)
         if isinstance(run, range):
             if run.start == self._latest.start and run.stop <= self._latest.stop:
                 # These entries are the last ones already: a client often asks for the same batch

@@ -88,12 +88,12 @@ class SlotTable:
 
     def have_length(self, slots: Sequence[int], length: int) -> list[bool]:
         """Return for each slot whether its live page has a length, in bytes; False for -1."""
-        lengths, run = self.lengths, as_run(slots)
+        lengths = self.lengths
         # Mostly all have, and two arrays are compared without a Python object for each item.
-        if isinstance(run, range) and run.start >= 0:
-            found, expected = lengths[run.start : run.stop], array("Q", [length]) * len(run)
-            if found == expected:
-                return [True] * len(run)
+        if isinstance(slots, range):
+            count = len(slots)
+            if lengths[slots.start : slots.stop] == array("Q", [length]) * count:
+                return [True] * count
         return [slot >= 0 and lengths[slot] == length for slot in slots]
 
     def quarantine_all(self) -> dict[str, int]:
