@@ -19,7 +19,13 @@ from hicache_backends.file.reader import CHUNK_BYTES as READ_BYTES
 from hicache_backends.file.reader import Reader
 from hicache_backends.file.rewriter import Rewriter
 from hicache_backends.file.temp_files import ServerClock, TempFiles
-from hicache_backends.file.writer import CHUNK_BYTES, MAX_BUNDLE_BYTES, Writer
+from hicache_backends.file.writer import (
+    CHUNK_BYTES,
+    MAX_BUNDLE_BYTES,
+    MIN_BUNDLE_BYTES,
+    MOUNT_MIN_BUNDLE_BYTES,
+    Writer,
+)
 from hicache_backends.posix.buffers import Buffers
 from hicache_backends.posix.directories import mount_of, sync_directory
 from hicache_backends.posix.files import Descriptors
@@ -129,6 +135,7 @@ class Store:
             preallocates=mount.preallocates,
             syncs=config.fsync,
             threads=threads,
+            min_bundle_bytes=MIN_BUNDLE_BYTES if mount.is_local else MOUNT_MIN_BUNDLE_BYTES,
             chunk_bytes=CHUNK_BYTES if mount.is_local else MAX_BUNDLE_BYTES,
         )
         self._page_indexes: dict[str, PageIndex] = {}

@@ -26,8 +26,14 @@ logger = logging.getLogger(__name__)
 MAX_BUNDLE_BYTES = 64 << 20
 """Eviction removes whole bundles, so they must not be large; larger ones are not written faster."""
 
-MIN_BUNDLE_BYTES = 24 << 20
-"""A call is not divided into smaller bundles than this to use more threads."""
+MIN_BUNDLE_BYTES = 8 << 20
+"""A call is not divided into smaller bundles than this to use more threads.
+
+Two threads that write to one file wait for each other in the kernel, so each takes a file.
+"""
+
+MOUNT_MIN_BUNDLE_BYTES = 24 << 20
+"""The same on a network mount, where each file costs requests."""
 
 CHUNK_BYTES = 512 << 10
 """Written at a time on a local disk: the checksum brings a page into the core's cache, from where
@@ -72,6 +78,7 @@ class Writer:
             full disk is noticed before the first page is written.
         syncs: make the bytes survive a loss of power.
         threads: a call is divided into so many bundles, as long as they do not become small.
+        min_bundle_bytes: what is small for that.
         chunk_bytes: written with one system call.
     """
 
@@ -83,6 +90,7 @@ class Writer:
         preallocates: bool,
         syncs: bool,
         threads: int,
+        min_bundle_bytes: int,
         chunk_bytes: int,
     ) -> None:
         self._temp_files = temp_files
@@ -90,6 +98,7 @@ class Writer:
         self._preallocates = preallocates
         self._syncs = syncs
         self._threads = threads
+        self._min_bundle_bytes = min_bundle_bytes
         self._chunk_bytes = chunk_bytes
         self._lock = threading.Lock()
         self._last_timestamp = 0
@@ -104,7 +113,11 @@ class Writer:
         """
         page_bytes = page_index.namespace.page_bytes
         total = len(writes) * page_bytes
-        count = max(1, min(self._threads, total // MIN_BUNDLE_BYTES), -(-total // MAX_BUNDLE_BYTES))
+        count = max(
+            1,
+            min(self._threads, total // self._min_bundle_bytes),
+            -(-total // MAX_BUNDLE_BYTES),
+        )
         step = max(1, min(-(-len(writes) // count), MAX_BUNDLE_BYTES // page_bytes))
         created_us, pending_bundles = self._next_timestamp(), list[PendingBundle]()
         for start in range(0, len(writes), step):
@@ -207,7 +220,7 @@ class Writer:
             _stop_if_expired(call)
             some = pending.writes[start : start + step]
             for write in some:
-                write.envelope  # noqa: B018 - computes the checksum now, see PIECE_BYTES
+                write.envelope  # noqa: B018 - computes the checksum now, see CHUNK_BYTES
             write_from(
                 pending.descriptor, [buffer for write in some for buffer in write.buffers], offset
             )

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from hicache_backends.file import store as store_module
 from hicache_backends.file import writer as writer_module
 from hicache_storage import create_storage
 from hicache_storage.spec import PoolTransfer
@@ -238,7 +239,7 @@ def test_pages_of_any_size_and_number_of_components(rig, components):
 
 def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, monkeypatch):
     monkeypatch.setattr(writer_module, "MAX_BUNDLE_BYTES", 40_000)
-    monkeypatch.setattr(writer_module, "MIN_BUNDLE_BYTES", 20_000)
+    monkeypatch.setattr(store_module, "MIN_BUNDLE_BYTES", 20_000)
     a, keys = rig(threads=3), chain("a", 64)
     assert a.put(keys) == [True] * 64
     assert len(a.bundles()) == 8
@@ -253,7 +254,7 @@ def test_a_large_batch_becomes_several_bundles_in_the_order_of_its_chain(rig, mo
 
 
 def test_several_threads_read_and_write_one_large_call(rig, monkeypatch):
-    monkeypatch.setattr(writer_module, "MIN_BUNDLE_BYTES", 80_000)
+    monkeypatch.setattr(store_module, "MIN_BUNDLE_BYTES", 80_000)
     before = set(threading.enumerate())
     a = rig(threads=4)
     a.store.reader._bytes_per_thread = 50_000
