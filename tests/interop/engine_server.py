@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import pkgutil
-import random
 import re
 import shlex
 import signal
@@ -25,7 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from hicache_conformance.harness.ports import accepts, free_ports
+import pytest
+
+from hicache_conformance.harness.ports import free_ports
 from tests.docs.blocks import blocks, steps
 from tests.interop.server_process import WAIT_SECONDS, ServerProcess
 from tests.interop.tiny_model import LLAMA, VOCABULARY, write_model
@@ -37,8 +38,6 @@ PAGE_SIZE = 16
 PAGES = 24
 """Of a prompt."""
 REUSED = PAGES * PAGE_SIZE
-# Below those that Linux gives out: the server takes it half a minute after it was chosen.
-METRICS_PORTS = (20_000, 30_000)
 MAX_STARTS = 3
 ADMIN_KEY = "key"
 ON_CPU = (
@@ -110,7 +109,7 @@ def write_configuration(place: Path, *, ranks: int) -> dict[str, object]:
         subprocess.run(["bash", "-ec", command], cwd=place, check=True)
     file = place / "hicache.json"
     configuration = json.loads(file.read_text()) | {
-        "metrics_port": _free_ports(ranks),
+        "metrics_port": free_ports(ranks)[0],
         "metrics_host": "127.0.0.1",
     }
     file.write_text(json.dumps(configuration))
@@ -272,11 +271,23 @@ class EngineServer(ServerProcess):
         """One of the counters of each rank's bridge, as Prometheus reads it; of one pool, or of
         all."""
         first = json.loads((self.place / "hicache.json").read_text())["metrics_port"]
-        return [_pages_counted(first + rank, what, pool) for rank in range(self.ranks)]
+        return [
+            _pages_counted(self._metrics_at(first + rank), what, pool) for rank in range(self.ranks)
+        ]
 
     def metrics(self) -> str:
         """What rank 0's bridge answers Prometheus."""
-        return _metrics(json.loads((self.place / "hicache.json").read_text())["metrics_port"])
+        return self._metrics_at(
+            json.loads((self.place / "hicache.json").read_text())["metrics_port"]
+        )
+
+    def _metrics_at(self, port: int) -> str:
+        url = f"http://127.0.0.1:{port}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=WAIT_SECONDS) as answer:
+                return answer.read().decode()
+        except OSError as error:
+            pytest.fail(f"no metrics at {url}: {error}\n{self.text()[-6000:]}")
 
     def flush(self) -> None:
         """Forget what is on the device and in host memory, as soon as nothing runs; what is stored
@@ -305,23 +316,12 @@ class EngineServer(ServerProcess):
         return self.call("PUT", "/hicache/storage-backend", body)
 
 
-def _free_ports(count: int) -> int:
-    """The first of some ports that are free, one after another; none that the kernel gives to
-    whoever asks for any."""
-    while True:
-        port = random.randrange(*METRICS_PORTS)
-        if not any(accepts(port + rank) for rank in range(count)):
-            return port
-
-
-def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_SECONDS) as answer:
-        return answer.read().decode()
-
-
-def _pages_counted(port: int, what: str, pool: str) -> int:
-    lines = _metrics(port).splitlines()
-    counters = [line for line in lines if line.startswith(f"hicache_storage_{what}_pages_total{{")]
+def _pages_counted(metrics: str, what: str, pool: str) -> int:
+    counters = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith(f"hicache_storage_{what}_pages_total{{")
+    ]
     return sum(
         int(float(line.split()[-1])) for line in counters if not pool or f'pool="{pool}"' in line
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.ports import free_ports
 from tests.interop.engine_server import PAGES, EngineServer, check_restored, prepare_engine, prompt
 
 if TYPE_CHECKING:
@@ -63,14 +64,12 @@ def test_both_at_once(tmp_path: Path):
     stored.
     """
     command = prepare(tmp_path)
-    # The metrics of one server are at the first port, those of the other at the two after it.
-    file = tmp_path / "hicache.json"
-    configuration = json.loads(file.read_text())
+    configuration = json.loads((tmp_path / "hicache.json").read_text())
     apart = tmp_path / "two"
     apart.mkdir()
     (apart / "cache").symlink_to(tmp_path / "cache")
     (apart / "hicache.json").write_text(
-        json.dumps(configuration | {"metrics_port": configuration["metrics_port"] + 3})
+        json.dumps(configuration | {"metrics_port": free_ports(2)[0]})
     )
     with (
         EngineServer(tmp_path, command, ranks=1) as one,

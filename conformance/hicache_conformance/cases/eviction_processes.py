@@ -13,7 +13,7 @@ from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
@@ -59,6 +59,10 @@ class EvictionProcessCases:
             group.run({writer: work}, {writer: KillSchedule(random.randint(3, 4), random.random())})
             kills += writer.recorder.running() is not None
             writers += 1
+        if not kills:
+            raise Inconclusive(
+                f"none of {writers} writers was killed in a call: all their calls were over before"
+            )
         held_after = _refill(group, survivor, pages)
         # What a killed writer had reserved is free when its lease has ended, not at once.
         deadline = time.monotonic() + context.profile.recovery_seconds

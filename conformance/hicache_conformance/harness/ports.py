@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import os
 import random
 import socket
 
 LOOPBACK = "127.0.0.1"
-_FIRST, _LAST = 20_000, 32_767
+_FIRST, _LAST = 30_000, 32_767
 """Below the range from which Linux takes the ports of outgoing connections (32768 and more), so
-that none of them takes a port before its server listens."""
+that none of them takes a port before its server listens, and above the one from which SGLang picks
+its own (22000 to 29999)."""
+_MAX_RESERVED = 256
 
-_given = set[int]()
+_reserved = collections.deque[int]()
+"""Descriptors of UDP sockets that are bound to the numbers of the ports that were chosen last. They
+are in no server's way, and other processes see them."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Choose ports on which nothing listens, none of them twice in one process.
+    """Choose ports in a row on which nothing listens, for servers that will listen there.
+
+    No other call chooses them, in this process or another, until this one ends or has chosen 256
+    more.
 
     Raises:
-        OSError: if the machine has no free port left.
+        OSError: if the machine has no such ports left.
     """
-    ports = list[int]()
+    last = _LAST + 1 - count
     # Seeded by the system: two processes may choose at the same time.
-    candidates = random.Random().sample(range(_FIRST, _LAST + 1), _LAST + 1 - _FIRST)
-    for port in candidates:
-        if len(ports) == count:
+    for first in random.Random().sample(range(_FIRST, last + 1), last + 1 - _FIRST):
+        ports = list(range(first, first + count))
+        if _reserve(ports):
             return ports
-        if port not in _given and _is_free(port):
-            _given.add(port)
-            ports.append(port)
-    raise OSError(f"no {count} free ports between {_FIRST} and {_LAST}")
+    raise OSError(f"no {count} free ports in a row between {_FIRST} and {_LAST}")
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
+def _reserve(ports: list[int]) -> bool:
+    with contextlib.ExitStack() as stack:
+        sockets = list[socket.socket]()
         try:
-            one.bind((LOOPBACK, port))
+            for port in ports:
+                sockets.append(stack.enter_context(socket.socket(type=socket.SOCK_DGRAM)))
+                sockets[-1].bind((LOOPBACK, port))
+                with socket.socket() as probe:
+                    probe.bind((LOOPBACK, port))
         except OSError:
             return False
+        stack.pop_all()
+    _reserved.extend(one.detach() for one in sockets)
+    while len(_reserved) > _MAX_RESERVED:
+        os.close(_reserved.popleft())
     return True
 
 

@@ -65,6 +65,15 @@ def test_a_page_takes_less_than_one_request_each_way(mounts, on):
     assert requests(mount, before) <= 24
 
 
+def test_a_call_of_16_mib_is_one_bundle_there_and_two_on_a_local_disk(mounts, on, rig):
+    """A bundle costs a mount requests, and a local disk nearly nothing."""
+    shape = {"pages": PAGES, "components": (64 << 10, 64 << 10), "threads": 2}
+    there, here = rig(mounts().point / "store", **shape), rig(**shape)
+    for a, bundles in ((there, 1), (here, 2)):
+        assert a.put(chain("a", PAGES)) == [True] * PAGES
+        assert len(a.bundles()) == bundles
+
+
 def test_what_is_known_is_told_with_one_request(mounts, on):
     mount = mounts()
     a, keys = on(mount), chain("a", PAGES)
