@@ -154,8 +154,8 @@ class ObjectStorage(HiCacheStorage):
     The SDK does not look them up before.
     """
 
-    caches_lookups: ClassVar[bool] = False
-    """`objects_exist_cached` is implemented."""
+    caches_lookups: bool = False
+    """`objects_exist_cached` is implemented; `connect` may set it for a store that it suits."""
 
     # What a driver implements
     # ------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class ObjectStorage(HiCacheStorage):
         """
         return None
 
-    caches_reads: ClassVar[bool] = False
-    """`read_objects_cached` is implemented."""
+    caches_reads: bool = False
+    """`read_objects_cached` is implemented; `connect` may set it for a store that it suits."""
 
     @abstractmethod
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:

@@ -122,6 +122,9 @@ class FileStorage(ObjectStorage):
             if self._store.buffers is not None
             else HungReads.WAIT,
         )
+        # Across a network even the change counter takes a request.
+        self.caches_lookups = self._store.is_local
+        self.caches_reads = self._store.reader.trusts_cache
 
     def disconnect(self) -> None:
         store = self.store

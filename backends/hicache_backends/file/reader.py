@@ -118,7 +118,7 @@ class Reader:
         self._bytes_per_thread = bytes_per_thread
         self._direct = direct
         self._verifies = verifies
-        self._trusts_cache = trusts_cache and buffers is not None
+        self.trusts_cache = trusts_cache and buffers is not None
         self._retires_bad_sectors = retires_bad_sectors
 
     def read(self, extents: Sequence[Extent], call: Call) -> ReadOutcome:
@@ -137,7 +137,7 @@ class Reader:
         Returns:
             `True` if all of them were read and are sound. If not, the buffers may hold anything.
         """
-        if not self._trusts_cache or len(extents) > MAX_OPEN_EXTENTS:
+        if len(extents) > MAX_OPEN_EXTENTS:
             return False
         chunks = list[ReadChunk]()
         for extent in extents:
@@ -228,7 +228,7 @@ class Reader:
         ]
 
     def _handle(self, bundle: Bundle) -> Handle:
-        wanted = os.O_DIRECT if self._direct else os.O_NOATIME if self._trusts_cache else 0
+        wanted = os.O_DIRECT if self._direct else os.O_NOATIME if self.trusts_cache else 0
         try:
             return self._descriptors.borrow(bundle.path, wanted)
         except OSError as error:

@@ -169,13 +169,12 @@ class Store:
         return page_indexes
 
     def cached_page_indexes(self, namespaces: Sequence[Namespace]) -> list[PageIndex] | None:
-        """Answer `page_indexes` without I/O or a lock held during I/O.
+        """Answer `page_indexes` without I/O or a lock held during I/O, on a local file system.
 
         Returns:
             None where that is not possible.
         """
-        # Across a network even the change counter takes a request.
-        snapshot = self.feed.read_cached() if self.is_local else None
+        snapshot = self.feed.read_cached()
         if snapshot is None or snapshot.epoch != self._epoch:
             return None
         known = [self._page_indexes.get(namespace.name) for namespace in namespaces]

@@ -86,6 +86,7 @@ class Hf3fsStorage(ObjectStorage):
 
     def connect(self) -> None:
         store = self._store = Store(self._config, self.recorder.count_failover)
+        self.caches_lookups = store.is_embedded
         self._reader = PageReader(store)
         self._writer = PageWriter(
             store, self._count_evicted, f"{socket.gethostname()}:{os.getpid()}"
@@ -121,8 +122,6 @@ class Hf3fsStorage(ObjectStorage):
         self, batches: Sequence[LookupBatch], call: Call
     ) -> list[list[bool]] | None:
         store = self.store
-        if not store.is_embedded:
-            return None
         scopes: list[SlotScope] = []
         lengths: list[int] = []
         for batch in batches:
