@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -19,6 +18,7 @@ import structlog
 import uvicorn
 
 from hicache_metadata_server.auth.security import Security
+from hicache_metadata_server.core.heap import keep_large_blocks_apart, trim_heap
 from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
@@ -42,9 +42,6 @@ NO_STORE_CONSEQUENCE: Final = (
     "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE "
     "keeps them"
 )
-MMAP_THRESHOLD: Final = -3
-"""M_MMAP_THRESHOLD in glibc's malloc.h."""
-LARGE_BYTES: Final = 1 << 20
 HAND_OVER_SECONDS: Final = 2.0
 """Longest time for which the end of a server waits until others have its scopes."""
 LATE_SECONDS: Final = 0.05
@@ -111,13 +108,13 @@ def serve(settings: ServerSettings) -> None:
     _begin_log(settings)
     if settings.traces:
         _trace()
-    _keep_large_blocks_apart()
+    keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
     # Pages live long and are in no reference cycles: a collection would go through millions of
     # objects, stop the event loop meanwhile, and free nothing. What a start leaves behind is freed
     # first, because frozen objects are never looked at again.
     gc.collect()
-    _trim_heap()
+    trim_heap()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -315,23 +312,3 @@ def _version() -> str:
         return version("hicache-storage")
     except PackageNotFoundError:
         return "0"
-
-
-def _keep_large_blocks_apart() -> None:
-    """Give each large block of memory its own mapping while the process runs.
-
-    The columns of a scope grow with its pages. By default glibc raises its threshold each time a
-    mapped block is freed, so that later blocks come from the heap, where each growth leaves a hole:
-    a seventh of all memory with a million pages. Setting the threshold stops that. Does nothing
-    with another C library.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
-
-
-def _trim_heap() -> None:
-    """Return to the kernel the memory that recovery needed beyond the pages."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

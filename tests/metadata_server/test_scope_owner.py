@@ -27,7 +27,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import FencedError, RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import ownership
+from hicache_metadata_server.shared import ownership, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Incarnation,
@@ -265,6 +265,22 @@ def test_scopes_that_are_given_back_are_taken_with_the_next_heartbeat(world, two
     assert other.live("0:kv", ["a"]) == ["a"]
     one.beat()
     assert one.owner.entries["0:kv"].group == one.owner.entries["0:mamba"].group
+
+
+def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, monkeypatch):
+    """A takeover needs as much memory beyond the pages as the pages."""
+    one, other = two
+    trims = []
+    monkeypatch.setattr(
+        scope_owner, "trim_heap", lambda: trims.append(sorted(other.service.scopes))
+    )
+    one.make("0:kv", "0:mamba")
+    pass_time(world, two, 1.0)
+    assert trims == []
+    one.service.draining = True
+    one.give_back()
+    pass_time(world, two, 1.0)
+    assert trims == [["0:kv", "0:mamba"]]
 
 
 def test_a_server_takes_scopes_of_its_own_ended_life_at_once(world, two):

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from hicache_metadata_server.core.errors import StoreError, moving
+from hicache_metadata_server.core.heap import trim_heap
 from hicache_metadata_server.protocol import ScopeStatus
 from hicache_metadata_server.shared.connection import ScriptCall, new_script
 from hicache_metadata_server.shared.ownership import (
@@ -205,11 +206,14 @@ class ScopeOwner:
         if not self.incarnation.holds(self._clock()):
             return
         taking, leaving = self._wanted()
+        scopes = len(self._service.scopes)
         for begin in range(0, len(taking), TAKES):
             some = [self._take(name) for name in taking[begin : begin + TAKES]]
             for failed in await asyncio.gather(*some, return_exceptions=True):
                 if failed is not None:
                     raise failed
+        if len(self._service.scopes) > scopes:
+            await asyncio.to_thread(trim_heap)
         if leaving:
             await self.give_back(leaving)
 
