@@ -96,13 +96,15 @@ class Model:
 
     def host_content(self, page):
         """Content of a host page of every pool, layer by layer of the model."""
-        return [
-            [part]
+        parts = [
+            part
             for layer in range(self.transfers.layer_num)
             for name, (_, layers) in self.maps.items()
             if (own := layers(layer)) is not None
             for part in self.host[name].page_layer(page * self.device[name].page_size, own)
         ]
+        self.place.host("look at a host page", reads=parts)
+        return [[part] for part in parts]
 
     def _parts(self, pools=None):
         for layer in range(self.transfers.layer_num):
@@ -153,7 +155,9 @@ def read_when_acknowledged(model):
     """A storage reads host pages when their write-back is acknowledged."""
     content = model.run_kernels(4, 0)
     model.transfers.write_back(model.indices((4,), (1,))).wait()
-    assert same(model.host_content(1), content)
+    found = model.host_content(1)
+    model.place.check()
+    assert same(found, content)
 
 
 def acknowledged_when_begun(model):
