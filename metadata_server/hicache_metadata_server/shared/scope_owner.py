@@ -207,13 +207,15 @@ class ScopeOwner:
             return
         taking, leaving = self._wanted()
         scopes = len(self._service.scopes)
-        for begin in range(0, len(taking), TAKES):
-            some = [self._take(name) for name in taking[begin : begin + TAKES]]
-            for failed in await asyncio.gather(*some, return_exceptions=True):
-                if failed is not None:
-                    raise failed
-        if len(self._service.scopes) > scopes:
-            await asyncio.to_thread(trim_heap)
+        try:
+            for begin in range(0, len(taking), TAKES):
+                some = [self._take(name) for name in taking[begin : begin + TAKES]]
+                for failed in await asyncio.gather(*some, return_exceptions=True):
+                    if failed is not None:
+                        raise failed
+        finally:
+            if len(self._service.scopes) > scopes:
+                await asyncio.to_thread(trim_heap)
         if leaving:
             await self.give_back(leaving)
 
