@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
@@ -127,4 +128,7 @@ if __name__ == "__main__":
     # What is sent must be of the same class on both sides, whatever this file is called.
     from checkouts import serve as serve_pickled
 
-    serve_pickled(Connection(int(sys.argv[1])))
+    # Engines call from threads of their own.
+    caller = threading.Thread(target=serve_pickled, args=(Connection(int(sys.argv[1])),))
+    caller.start()
+    caller.join()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -286,6 +287,14 @@ def serve(connection: Connection) -> None:
     arguments, options = connection.recv()
     side = made(*arguments, **options)
     connection.send("")
+    # Engines call from threads of their own; some of SGLang's drivers can be made in the main thread
+    # only.
+    caller = threading.Thread(target=_answer_calls, args=(connection, side))
+    caller.start()
+    caller.join()
+
+
+def _answer_calls(connection: Connection, side: Side) -> None:
     method = ""
     while method != "close":
         method, arguments = connection.recv()

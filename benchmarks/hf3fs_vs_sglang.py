@@ -25,6 +25,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -321,7 +322,12 @@ def main() -> None:
                     )
                 )
             these = [Workload(size, int(pages), layout) for pages in options.pages.split(",")]
-            measure(results, these, candidates, options.rounds * ROUNDS[size], options.patience)
+            rounds = options.rounds * ROUNDS[size]
+            # Engines call from threads of their own.
+            with ThreadPoolExecutor(1) as caller:
+                caller.submit(
+                    measure, results, these, candidates, rounds, options.patience
+                ).result()
             shutil.rmtree(directory)
             workloads += these
     text = report(results, workloads, before=options.before is not None)
