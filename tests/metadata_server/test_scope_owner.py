@@ -267,13 +267,18 @@ def test_scopes_that_are_given_back_are_taken_with_the_next_heartbeat(world, two
     assert one.owner.entries["0:kv"].group == one.owner.entries["0:mamba"].group
 
 
-def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, monkeypatch):
+@pytest.fixture
+def trims(two, monkeypatch):
+    """The scopes that the second server has whenever its heap is trimmed."""
+    _, other = two
+    made = []
+    monkeypatch.setattr(scope_owner, "trim_heap", lambda: made.append(sorted(other.service.scopes)))
+    return made
+
+
+def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, trims):
     """A takeover needs as much memory beyond the pages as the pages."""
-    one, other = two
-    trims = []
-    monkeypatch.setattr(
-        scope_owner, "trim_heap", lambda: trims.append(sorted(other.service.scopes))
-    )
+    one, _ = two
     one.make("0:kv", "0:mamba")
     pass_time(world, two, 1.0)
     assert trims == []
@@ -281,6 +286,24 @@ def test_the_heap_is_trimmed_once_after_scopes_were_taken(world, two, monkeypatc
     one.give_back()
     pass_time(world, two, 1.0)
     assert trims == [["0:kv", "0:mamba"]]
+
+
+def test_the_heap_is_trimmed_where_one_of_several_takeovers_fails(world, two, trims, monkeypatch):
+    one, _ = two
+    read = scope_owner.load
+
+    async def failing(connection, name, token):
+        if name == "0:mamba":
+            raise StoreError("Redis has not answered")
+        return await read(connection, name, token)
+
+    monkeypatch.setattr(scope_owner, "load", failing)
+    one.make("0:kv", "0:mamba")
+    one.service.draining = True
+    one.give_back()
+    with pytest.raises(StoreError, match="not answered"):
+        pass_time(world, two, 1.0)
+    assert trims == [["0:kv"]]
 
 
 def test_a_server_takes_scopes_of_its_own_ended_life_at_once(world, two):
