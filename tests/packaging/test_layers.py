@@ -52,3 +52,35 @@ def test_the_command_line_starts_without_heavy_libraries():
     )
     found = run_python(code)
     assert found.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loaded"),
+    [
+        (["metadata", "--help"], {"hicache_metadata_server"}),
+        (["conformance", "--help"], {"hicache_conformance"}),
+        (
+            ["--help"],
+            {"hicache_metadata_server", "hicache_conformance", "hicache_storage.cli.bench"},
+        ),
+        (
+            ["unknown"],
+            {"hicache_metadata_server", "hicache_conformance", "hicache_storage.cli.bench"},
+        ),
+    ],
+)
+def test_a_package_that_is_not_asked_for_is_not_imported(arguments, loaded):
+    # The server is started by an operator's tools, and each command by scripts: others' modules take
+    # as long as their own.
+    code = (
+        "import sys\n"
+        "from hicache_storage.cli.main import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "wanted = ('hicache_metadata_server', 'hicache_conformance', 'hicache_storage.cli.bench')\n"
+        "print(*[name for name in wanted if name in sys.modules], file=sys.stderr)"
+    )
+    found = run_python(code, *arguments)
+    assert set(found.stderr.split("\n")[-2].split()) == loaded
