@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
+OWN_COMMANDS: Final = ("bench", "doctor", "drivers", "metrics", "new")
+"""The SDK's own, which no package's command of that name hides."""
 
 
 def main() -> None:
@@ -47,7 +49,7 @@ def app(name: str = "") -> typer.Typer:
     commands.callback()(root)
     # Sorted, so that the help does not depend on the order of the installed packages.
     points = sorted(entry_points(group=COMMAND_GROUP), key=lambda point: point.name)
-    named = [point for point in points if point.name == name]
+    named = [point for point in points if point.name == name and name not in OWN_COMMANDS]
     if not named:
         _add_own(commands)
     for point in named or points:
