@@ -6,7 +6,7 @@ SGLANG_VENV := .venv-sglang
 VLLM_VENV := .venv-vllm
 EXAMPLES := redis object
 
-.PHONY: demo push test merge long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged metrics benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
+.PHONY: demo push test merge long package-long lint types unit gpu conformance examples $(EXAMPLES:%=judge-%) audit alerts dist docs interop interop-vllm test-long matrix judged metrics benchmark benchmark-field benchmark-tiers quickstarts soak fuzz races screenshots servers hostile clean
 
 demo: $(VENV)/.installed
 	$(PYTHON) examples/demo.py
@@ -25,7 +25,12 @@ test: $(VENV)/.installed
 merge:
 	.ci/run
 
-long: soak races servers quickstarts fuzz hostile test-long
+# Whoever changes a package runs its long tests: `make long PACKAGE=metadata_server`, with a folder of tests/.
+PACKAGE :=
+long: $(if $(PACKAGE),package-long,soak races servers quickstarts fuzz hostile test-long)
+
+package-long: $(VENV)/.installed
+	$(PYTEST_UNIT) -m "$(UNIT) and long" tests/$(PACKAGE)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .

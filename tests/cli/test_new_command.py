@@ -21,6 +21,7 @@ sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 from author import Author
 
 
+@pytest.mark.long
 def test_the_package_conforms_as_it_is_made(tmp_path):
     author = Author(tmp_path)
     author.install(ROOT)

@@ -97,6 +97,7 @@ def test_untested_levels_exit_1(site):
     assert "incomplete: 3 rules untested: ST-1, ST-2, ST-3" in ran.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -146,6 +147,7 @@ def test_a_driver_that_hangs_is_ended(site, tmp_path, results):
     assert results(tmp_path)["reason"] == "breaks FT-3; the driver hangs in batch_get_v2()"
 
 
+@pytest.mark.long
 def test_results_are_the_same_for_the_same_seed(site, wrong, results, tmp_path):
     def comparable(directory):
         report = results(directory)
@@ -241,6 +243,7 @@ def test_the_users_pytest_has_no_say(site, tmp_path):
     assert sorted(tmp_path.iterdir()) == [tmp_path / "conftest.py", tmp_path / "pytest.ini"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["GET-1", "EV-3"])
 def test_explain_says_what_why_and_how(site, rule):
     ran = site.hicache("conformance", "explain", rule.lower())
@@ -251,12 +254,14 @@ def test_explain_says_what_why_and_how(site, rule):
     assert {"GET-1": "test_pages_read_back", "EV-3": "(needs evicts)"}[rule] in words
 
 
+@pytest.mark.long
 def test_explain_of_no_rule(site):
     ran = site.hicache("conformance", "explain", "GET-99")
     assert ran.status == 2
     assert "no rule 'GET-99'" in ran.output
 
 
+@pytest.mark.long
 def test_rules_lists_all(site):
     output = site.hicache("conformance", "rules").output
     assert all(re.search(rf"^{rule} ", output, re.MULTILINE) for rule in rules())

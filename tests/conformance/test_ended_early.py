@@ -25,6 +25,7 @@ def rules(report, outcome):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "step", "frame"),
     [

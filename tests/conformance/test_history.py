@@ -381,6 +381,7 @@ def before(one, two):
     return one.ended_at is not None and one.ended_at < two.began_at
 
 
+@pytest.mark.long
 @hypothesis.given(histories(), st.booleans())
 @hypothesis.settings(max_examples=1500, deadline=None, database=None)
 def test_the_sweep_finds_what_the_definition_says(events, keeps):
@@ -526,6 +527,7 @@ def test_a_right_store_is_killed_in_its_calls():
     assert sum(event.ended is None for events in histories for event in events) > 20
 
 
+@pytest.mark.long
 def test_the_work_is_linear_in_the_history():
     def visits(calls):
         events = RightStore(random.Random(1), deaths=0).run(clients=4, calls=calls)

@@ -51,6 +51,7 @@ def test_a_right_driver_in_the_current_directory_exits_0(site, tmp_path, results
     }
 
 
+@pytest.mark.long
 def test_a_method_that_is_not_implemented_is_not_declared_and_its_text_quoted(
     site, tmp_path, results
 ):
@@ -125,6 +126,7 @@ def test_a_mutant_of_this_interface_is_found(site, tmp_path, results, driver, ca
     assert any(words in found["detail"] for one in report["rules"] for found in one["cases"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "driver", [pytest.param("ClearsNothing", marks=pytest.mark.long), "HasAnEmptyClear"]
 )
@@ -180,6 +182,7 @@ def test_a_case_that_ends_the_process_and_one_that_hangs_fail_and_the_others_are
     assert "4 cases in" in ran.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "arguments", "words"),
     [
@@ -204,6 +207,7 @@ def test_what_cannot_be_run_exits_2_and_says_why(site, driver, arguments, words)
     assert words in " ".join(ran.output.split())
 
 
+@pytest.mark.long
 def test_a_driver_that_refuses_every_page_of_a_size_is_told_so_once(site):
     ran = site.hicache(*RUN, "sample_storage:Blocks", *SGLANG, "--level", "core", cwd=DRIVERS)
     assert ran.status == 2, ran.output
@@ -243,6 +247,7 @@ def test_the_length_of_pages_goes_into_what_repeats_a_failure(site, tmp_path, re
     assert "of 16384 bytes differ" in repeated.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page_bytes", ["100", "8192000001", "some"])
 def test_a_length_that_pages_cannot_have_exits_2(site, page_bytes):
     ran = site.hicache(

@@ -46,6 +46,7 @@ def test_six_lines_are_enough(alone):
     assert "seed 3" in ran.output
 
 
+@pytest.mark.long
 def test_pages_can_be_longer(site, project, results):
     longer = (*CORE, "--hicache-page-bytes=4KiB", "-k", "test_pages_read_back")
     ran = site.pytest(*longer, "--hicache-report=longer", cwd=project)
@@ -53,6 +54,7 @@ def test_pages_can_be_longer(site, project, results):
     assert results(project / "longer")["page_bytes"] == 4096
 
 
+@pytest.mark.long
 def test_a_rule_s_cases_can_be_chosen(site, project):
     ran = site.pytest(*CORE, "-k", "GET-7", "-vv", cwd=project)
     assert ran.status == 0
@@ -81,11 +83,13 @@ def test_workers_report_to_one_verdict(site, project, alone, results):
     assert outcomes(one) == outcomes(two)
 
 
+@pytest.mark.long
 def test_a_report_with_a_worse_verdict_fails_the_run(site, project):
     assert site.pytest(*CORE, "-k", "GET-6", cwd=project).status == 0
     assert site.pytest(*CORE, "-k", "GET-6", "--hicache-report=out", cwd=project).status == 1
 
 
+@pytest.mark.long
 def test_a_class_without_a_driver_is_a_usage_error(site, project):
     (project / "test_none.py").write_text(SIX_LINES.replace('driver = "memory"', "pass"))
     ran = site.pytest(*CORE, cwd=project)
@@ -101,6 +105,7 @@ def test_a_failure_shows_in_the_author_s_terminal(site, project):
     assert "non-conformant: breaks SET-3" in ran.output
 
 
+@pytest.mark.long
 def test_options_known_at_run_time(site, project):
     text = """
 import pytest
@@ -117,6 +122,7 @@ class TestMemory(DriverConformance):
     assert site.pytest(*CORE, "-k", "SET-1", cwd=project).status == 0
 
 
+@pytest.mark.long
 def test_two_drivers_two_reports(site, project, results):
     (project / "test_more.py").write_text(
         SIX_LINES.replace("TestMemory", "TestMore").replace('"memory"', '"Objects"')

@@ -125,6 +125,7 @@ def failure(flawed, results):
     return rule["id"], case
 
 
+@pytest.mark.long
 def test_the_faults_of_a_case_are_in_the_results(failure):
     _, case = failure
     plans = msgspec.convert(case["plans"], list[FaultPlan])
@@ -201,6 +202,7 @@ def test_a_replay_shows_calls_and_the_bytes_that_differ(site, tmp_path):
     assert "batch_get_v2(kv" not in (tmp_path / "results.json").read_text()
 
 
+@pytest.mark.long
 def test_a_repaired_driver_passes_from_the_same_results(site, flawed, failure, tmp_path):
     shutil.copytree(flawed[0], tmp_path / "home")
     (tmp_path / "home" / "flawed.py").write_text(DRIVER)
@@ -278,6 +280,7 @@ def test_hidden_options_have_to_be_given_again(site, flawed, failure, tmp_path):
     }
 
 
+@pytest.mark.long
 def test_what_stands_in_the_way_is_told(site, flawed, failure, tmp_path):
     results = rewritten(
         flawed[0],
@@ -349,6 +352,7 @@ SERVE = shlex.join([sys.executable, "-P", str(SERVER), "{port:mine}", "{tmp}/log
 SMOKE = ("--level", "faults", "--profile", "smoke", "--seed", "3")
 
 
+@pytest.mark.long
 def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
     site, tmp_path, results
 ):
@@ -384,6 +388,7 @@ def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
     assert "test_an_outage_is_told_once[network]: fails again" in again.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("serve", "port", "words"),
     [

@@ -64,6 +64,7 @@ def altered(site, home, before, after):
     return {"PYTHONPATH": f"{home}:{site.environment['PYTHONPATH']}"}
 
 
+@pytest.mark.long
 def test_a_file_names_all_that_a_run_follows_from(published, results):
     report = results(published)
     assert set(report["environment"]) >= {"python", "torch", "pytest", "hypothesis"}
@@ -93,6 +94,7 @@ def test_the_same_run_exits_0(site, published):
     assert "here" not in ran.output
 
 
+@pytest.mark.long
 def test_a_file_of_a_driver_that_is_altered_here_differs(site, published, tmp_path):
     environment = altered(site, tmp_path, "call: Call) -> list", "call: Call)  -> list")
     ran = site.hicache(*VERIFY, str(published), "--no-run", **environment)
@@ -101,6 +103,7 @@ def test_a_file_of_a_driver_that_is_altered_here_differs(site, published, tmp_pa
     assert "different: 1 difference" in ran.output
 
 
+@pytest.mark.long
 def test_a_driver_that_conforms_no_more_differs_rule_by_rule(site, published, tmp_path):
     environment = altered(
         site, tmp_path, "[[self._fill(read) for", "[[bool(self._fill(read)) or True for"
@@ -142,6 +145,7 @@ def test_a_failure_that_was_turned_into_a_pass_is_found_by_running(site, tmp_pat
     assert "verdict: conformant in the file, non-conformant here" in again.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -185,6 +189,7 @@ def test_other_versions_are_told_and_are_no_difference(site, copied):
     assert "environment.torch: 2.6.0 in the file" in ran.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -231,6 +236,7 @@ def test_hidden_options_have_to_be_given_again(site, copied):
     assert ran.status == 0, ran.output
 
 
+@pytest.mark.long
 def test_a_driver_that_cannot_be_opened_exits_2(site, copied):
     ran = site.hicache(*VERIFY, str(copied), "-c", "stor=mine")
     assert ran.status == 2, ran.output

@@ -43,6 +43,7 @@ def test_hit_rates(example, run, with_shards, without):
         assert result.rounds == [float(rate) for rate in rates(expected)]
 
 
+@pytest.mark.long
 def test_the_command_writes_rates_and_a_drawing(tmp_path):
     options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     rates_file, plot = tmp_path / "rates.json", tmp_path / "rates.svg"

@@ -275,6 +275,7 @@ def test_a_second_process_goes_on_where_the_first_stopped():
     assert "  L1" in first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("driver", "kind"),
     [
@@ -291,6 +292,7 @@ def test_servers_keep_the_pages_for_a_second_process(driver, kind):
     assert re.search(r"L3 +6 +[1-9][0-9]* +6\n", last)
 
 
+@pytest.mark.long
 def test_the_command_says_what_it_cannot_do():
     for options, message in (
         (("--rounds", "1"), "--rounds must be at least 3"),

@@ -92,6 +92,7 @@ def worlds(tmp_path_factory):
     return world
 
 
+@pytest.mark.long
 def test_endpoints_are_intersected(worlds):
     """The peer agrees on the smaller of the largest, which one of the ranks cannot restore, and
     discards all."""

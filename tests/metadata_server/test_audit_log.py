@@ -211,6 +211,7 @@ def trusting(wire, authority):
     return connection
 
 
+@pytest.mark.long
 def test_nothing_that_a_server_writes_holds_a_secret(tmp_path, monkeypatch):
     given = Given(tmp_path)
     monkeypatch.setenv("HICACHE_METADATA_ADMIN_TOKEN", given.by_name["env"])

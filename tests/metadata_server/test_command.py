@@ -127,6 +127,7 @@ def test_settings_that_cannot_be(arguments, said):
     assert said in " ".join(done.output.split())
 
 
+@pytest.mark.long
 def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
     tokens, store = (
         write_tokens(tmp_path / "tokens.json", a="read one"),

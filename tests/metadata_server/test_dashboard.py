@@ -197,6 +197,7 @@ def test_from_the_list_through_a_scope_to_a_key(page, server):
     page.until(lambda: page.all(TABLE))
 
 
+@pytest.mark.long
 def test_a_key_is_found_whatever_it_is_made_of(page, server):
     place, _ = server
     page.open(f"{place.url}/#/scope/{SCOPE}")
@@ -328,6 +329,7 @@ def test_the_past_is_drawn_and_told(page, server):
 SLOWEST = "return fetch('/v2/history').then((answer) => answer.json()).then((told) => told.slowest.map((call) => call.route))"
 
 
+@pytest.mark.long
 def test_it_pauses(page, server):
     place, _ = server
     page.open(place.url)
@@ -346,6 +348,7 @@ def seconds_of_the_pause(page):
     return int(re.fullmatch(r"paused (\d+) s ago", page.text("#freshness"))[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("path", ["", f"scope/{SCOPE}", f"scope/{SCOPE}/slot/0"])
 def test_a_narrow_screen_and_readable_colours(page, server, path, dark):
@@ -382,6 +385,7 @@ return found;
 """
 
 
+@pytest.mark.long
 def test_an_empty_server(page):
     with served(SERVE) as (place, _):
         page.open(place.url)
@@ -393,6 +397,7 @@ def test_an_empty_server(page):
         page.expected = ["404"]
 
 
+@pytest.mark.long
 def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
     file = write_tokens(tmp_path / "tokens.json", operator="admin all", reader="read look")
     page.expected = ["401"]
@@ -418,6 +423,7 @@ def test_a_token_is_asked_for_and_kept_in_the_tab(page, tmp_path):
         assert page.run("return sessionStorage.length") == 0
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_and_comes_back(page):
     page.expected = ["ERR_CONNECTION"]
     with served(LASTING) as (place, client):
@@ -435,6 +441,7 @@ def test_a_server_that_is_killed_and_comes_back(page):
         assert table(page)[0][3] == "2"
 
 
+@pytest.mark.long
 def test_a_server_that_drains(page):
     page.expected = ["503"]
     with served(LASTING) as (place, client):
@@ -527,6 +534,7 @@ def problem(status, code, message):
     return status, {"code": code, "message": message, "field": ""}
 
 
+@pytest.mark.long
 def test_problems_in_words_and_back(page):
     page.expected = ["status of"]
     well = {"/readyz": (200, {"status": "ok"}), "/v2": (200, ABOUT), "/v2/scopes": (200, LISTED)}

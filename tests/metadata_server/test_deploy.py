@@ -173,6 +173,7 @@ def test_metrics_are_collected_with_a_token():
         assert policy["spec"]["podSelector"]["matchLabels"] == service["spec"]["selector"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["kubernetes", "systemd"])
 def test_scheduled_backups_are_made(tmp_path, kind):
     """The command as it stands there, with the paths of this test."""

@@ -399,6 +399,7 @@ async def test_random_requests(tmp_path):
     see(*(await fuzz(kept(tmp_path), 1, 2000)))
 
 
+@pytest.mark.long
 async def test_random_requests_to_a_shared_store(tmp_path):
     with redis_server(tmp_path) as redis:
         see(*(await fuzz(shared(redis), 1, 2000)))
@@ -408,6 +409,7 @@ async def test_random_requests_of_tenants(tmp_path):
     check_guarded(*(await fuzz(kept(tmp_path, tokens=True), 2, 2000, tokens=True)))
 
 
+@pytest.mark.long
 async def test_random_requests_of_tenants_to_a_shared_store(tmp_path):
     with redis_server(tmp_path) as redis:
         check_guarded(*(await fuzz(shared(redis, tokens=True), 2, 2000, tokens=True)))

@@ -140,6 +140,7 @@ def step(model, chance):
     model.check()
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chance=st.randoms(use_true_random=False), steps=st.integers(1, 100))
 def test_any_use(chance, steps):

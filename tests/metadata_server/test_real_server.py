@@ -75,6 +75,7 @@ def tokens(tmp_path):
     return write_tokens(tmp_path / "tokens", a="admin all", b="read look", c="write write")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "seed", [1, *(pytest.param(seed, marks=pytest.mark.fuzz) for seed in (2, 3))]
 )

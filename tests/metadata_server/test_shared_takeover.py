@@ -29,7 +29,7 @@ from tests.backends.hf3fs.harness import Rig, chain
 from tests.metadata_server.http_calls import running_shared
 from tests.metadata_server.redis_servers import redis_cluster, redis_replicas, sentinels
 
-pytestmark = pytest.mark.slow(seconds=60)
+pytestmark = [pytest.mark.slow(seconds=60), pytest.mark.long]
 
 PATIENCE_SECONDS = 60.0
 LIMITS = msgspec.structs.replace(DEFAULTS, quarantine_seconds=0.0)

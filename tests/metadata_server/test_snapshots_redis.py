@@ -118,6 +118,7 @@ def test_a_backup_of_a_shared_store(url, tmp_path):
         assert live(store) == live(engine.service)
 
 
+@pytest.mark.long
 def test_a_copy_from_servers_that_share_a_store_drains_them_all(url, tmp_path):
     """One that is not named would take the scopes of those that drain, and go on."""
     command = f"{SERVE} --quarantine-seconds 0 --store {url} --durability none"
@@ -187,6 +188,7 @@ def test_what_fails_leaves_no_scope(url, place):
         assert client.hgetall("hm:{map}:scopes") == {}
 
 
+@pytest.mark.long
 def test_servers_that_use_a_store_are_named(url, tmp_path):
     with served(f"{SERVE} --store {url} --durability none") as (server, client):
         client.call("/v2/initialize", p.Initialize(scopes=[SCOPE]), p.Initialized)
@@ -215,6 +217,7 @@ def test_a_store_of_an_earlier_version_is_refused(url, place):
     assert "back it up with that version" in done.output
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:Call to '__init__' function with deprecated usage:DeprecationWarning"
 )

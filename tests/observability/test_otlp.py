@@ -130,6 +130,7 @@ def test_engine_client_and_server_are_one_trace_at_the_receiver(tmp_path, monkey
         )
 
 
+@pytest.mark.long
 def test_a_receiver_that_is_gone_costs_no_request_and_no_end():
     with receiving() as receiver:
         gone = receiver.url

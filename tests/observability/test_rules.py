@@ -36,6 +36,7 @@ def test_prometheus_takes_the_rules():
     assert f"{len(ALERTS)} rules found" in checked.stdout
 
 
+@pytest.mark.long
 def test_each_fires_when_it_must_and_not_short_of_it():
     told = promtool("test", "rules", TESTS)
     assert told.returncode == 0, told.stdout + told.stderr
@@ -52,6 +53,7 @@ def test_what_must_not_fire_has_something_to_look_at(alert, short):
     }
 
 
+@pytest.mark.long
 def test_a_rule_that_fires_too_soon_is_found(tmp_path):
     loose = rules().replace(
         "hicache_storage_faults_total[5m])) > 0.1", "hicache_storage_faults_total[5m])) > 0.05"

@@ -55,6 +55,7 @@ def stored_pages(directory):
     return [path for path in files if path.stat().st_size >= 4096]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ClientKind)
 def test_every_cell_is_measured_and_nothing_stays(tmp_path, kind):
     told = []

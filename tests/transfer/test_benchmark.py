@@ -63,6 +63,7 @@ def test_it_runs_on_the_simulator(tmp_path):
     assert len(overlaps) == 6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--pages", "3"], "no whole number of tokens"), (["--mib", "0"], "--mib")],
@@ -81,6 +82,7 @@ def test_scattered_pages_lie_beside_no_other(benchmark):
     assert first != sorted(first)
 
 
+@pytest.mark.long
 def test_engines_share_few_streams(benchmark, monkeypatch, tmp_path):
     """torch has 32; one that is the compute stream as well would make an overlap of two."""
     made, stream = [], StreamSimulator.stream

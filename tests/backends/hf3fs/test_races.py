@@ -24,7 +24,7 @@ from hicache_storage.spec import InvalidTransferError, PoolTransfer
 from tests.backends.hf3fs.harness import Rig, chain, content
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow(seconds=93)
+pytestmark = [pytest.mark.slow(seconds=93), pytest.mark.long]
 
 SMALL = "64KiB"
 SLOTS = 14

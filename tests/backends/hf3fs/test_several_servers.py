@@ -36,7 +36,7 @@ from tests.metadata_server.redis_servers import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.slow(seconds=50)
+pytestmark = [pytest.mark.slow(seconds=50), pytest.mark.long]
 
 SECONDS = float(os.environ.get("HICACHE_SERVERS_SECONDS", "0"))
 """How long servers are struck; each of them is once at least."""

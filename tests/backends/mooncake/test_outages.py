@@ -116,6 +116,7 @@ def test_the_master_hangs():
         wait_for_hits(workers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gone", ["kill", "suspend"])
 def test_lookups_end_by_themselves(gone):
     """Within the time that the driver declares, in their caller's thread: the deadline is
@@ -149,6 +150,7 @@ def test_a_store_is_killed():
         wait_for_hits(workers)
 
 
+@pytest.mark.long
 def test_a_store_is_restarted_under_its_old_name():
     """The library remembers the port of its former process; a new client does not."""
     with DevCluster(1, 32 << 20, client_ttl_seconds=2, fixed_names=True) as cluster:
@@ -175,6 +177,7 @@ def test_a_store_is_restarted_under_its_old_name():
         rig.storage.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("component", [64 << 10, 256 << 10], ids=["small", "large"])
 def test_a_store_hangs(component):
     """A get is left at its deadline, and what arrives later arrives in the driver's buffers."""
@@ -203,6 +206,7 @@ def test_a_store_hangs(component):
         rig.storage.close()
 
 
+@pytest.mark.long
 def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
     """A get that reads straight into it waits until the library has given up, and then the pool is
     its owner's."""
@@ -236,6 +240,7 @@ def test_nothing_arrives_in_the_pool_after_a_get(monkeypatch):
             each.storage.close()
 
 
+@pytest.mark.long
 def test_a_write_that_could_not_be_given_up():
     """The library goes on believing that it is written; the next set of that page ends this, and
     stores it."""
@@ -260,6 +265,7 @@ def test_a_write_that_could_not_be_given_up():
         rig.storage.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["wait", "bounce_buffer"])
 def test_four_times_more_pages_than_memory(way):
     """More than half is stored, what is read is right, and a batch that is stored last is there."""

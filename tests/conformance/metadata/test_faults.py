@@ -21,7 +21,7 @@ from tests.conformance.metadata.judging import (
     served,
 )
 
-pytestmark = pytest.mark.slow(seconds=45)
+pytestmark = [pytest.mark.slow(seconds=45), pytest.mark.long]
 
 
 @pytest.mark.parametrize("name", FAULTS)

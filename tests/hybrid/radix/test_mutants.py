@@ -22,6 +22,8 @@ from tests.hybrid.radix import standin
 from tests.hybrid.radix.standin import StandInController
 from tests.hybrid.radix.test_programs import Fetches, Programs, RealFetches, RealPrograms
 
+pytestmark = pytest.mark.long
+
 
 class Mutant(NamedTuple):
     owner: object
