@@ -1,6 +1,7 @@
-"""Circuit breaker: after consecutive faults, calls are misses for a while (rule FT-4).
+"""Circuit breakers: after consecutive faults, calls are misses for a while (rule FT-4).
 
-Then one trial call passes.
+Then one trial call passes. Each kind of operation has a breaker of its own: a store that cannot be
+written may still be read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
 from hicache_storage.objects.lifecycle import begin_in_children
@@ -18,7 +19,9 @@ from hicache_storage.spec import (
     FaultScope,
     PoolName,
     StorageClosedError,
+    StorageUnavailableError,
 )
+from hicache_storage.spec.stats import BREAKERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,12 +54,17 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """State machine of a circuit breaker, without a storage.
 
-    Thread-safe; the lock is never held during a call.
+    Thread-safe; the lock is never held during a call. The log has the `kind` of the operations.
     """
 
     def __init__(
-        self, threshold: int, cooldown_seconds: float, clock: Callable[[], float] = time.monotonic
+        self,
+        threshold: int,
+        cooldown_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        kind: str = "call",
     ) -> None:
+        self._kind = kind
         self._threshold = threshold
         self._cooldown = cooldown_seconds
         self._clock = clock
@@ -101,7 +109,7 @@ class CircuitBreaker:
             return
         with self._lock:
             if self._state is not BreakerState.CLOSED:
-                logger.info("circuit breaker closed: the store answers again")
+                logger.info("circuit breaker closed: the store answers again (%s)", self._kind)
             self._failures = 0
             self._state = BreakerState.CLOSED
 
@@ -128,20 +136,33 @@ class CircuitBreaker:
                 return
             if self._state is BreakerState.HALF_OPEN or self._failures >= self._threshold:
                 if self._state is BreakerState.CLOSED:
-                    logger.warning("circuit breaker open after %d faults in a row", self._failures)
+                    logger.warning(
+                        "circuit breaker open after %d faults in a row (%s)",
+                        self._failures,
+                        self._kind,
+                    )
                 self._state = BreakerState.OPEN
                 self._open_until = self._clock() + self._cooldown
 
 
 class CircuitBreakerLayer(MissAnsweringLayer):
-    """A layer that answers misses while the breaker is open, without calling the store.
+    """A layer that answers misses while a breaker is open, without calling the store.
 
-    Misuse still raises.
+    A clear raises then (rule LC-7). Misuse raises always.
     """
 
-    def __init__(self, inner: HiCacheStorage, breaker: CircuitBreaker) -> None:
+    def __init__(
+        self,
+        inner: HiCacheStorage,
+        threshold: int,
+        cooldown_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         super().__init__(inner)
-        self.breaker = breaker
+        self.breakers = {
+            kind: CircuitBreaker(threshold, cooldown_seconds, clock, kind) for kind in BREAKERS
+        }
+        """By kind of operation."""
         self._notes_faults = inner.notes_faults
         self._closed = False
 
@@ -152,6 +173,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
         return self._guard(
+            "read",
             lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
             lambda: self._misses.exists(keys, pool_transfers),
             extra_info,
@@ -165,6 +187,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         return self._guard(
+            "read",
             lambda: self.inner.batch_present(keys, pool=pool, extra_info=extra_info),
             lambda: self._misses.presence(keys, pool),
             extra_info,
@@ -174,6 +197,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         return self._guard(
+            "read",
             lambda: self.inner.batch_get_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=True),
             extra_info,
@@ -183,16 +207,38 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         return self._guard(
+            "write",
             lambda: self.inner.batch_set_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=False),
             extra_info,
         )
 
+    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
+        if not self.capabilities.deletes:
+            return super().delete(keys, pool=pool)
+        return self._guard(
+            "delete",
+            lambda: self.inner.delete(keys, pool=pool),
+            lambda: self._misses.removal(keys, pool),
+        )
+
+    def clear(self) -> None:
+        def refuse() -> NoReturn:
+            raise StorageUnavailableError(
+                f"{type(self.inner).__name__}: nothing was cleared: several calls in a row have "
+                "failed, and the circuit breaker of deletes is open; repeat the clear"
+            )
+
+        if not self.capabilities.clears:
+            super().clear()
+        else:
+            self._guard("delete", self.inner.clear, refuse)
+
     def get_stats(self) -> StorageStats:
         return replace(
             super().get_stats(),
-            breaker_state=str(self.breaker.state),
-            breaker_refusals=self.breaker.refusals,
+            breaker_states={kind: str(each.state) for kind, each in self.breakers.items()},
+            breaker_refusals=sum(each.refusals for each in self.breakers.values()),
         )
 
     def close(self) -> None:
@@ -201,9 +247,10 @@ class CircuitBreakerLayer(MissAnsweringLayer):
 
     def _guard(
         self,
+        kind: str,
         ask: Callable[[], AnswerT],
         miss: Callable[[], AnswerT],
-        info: HiCacheStorageExtraInfo | None,
+        info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
@@ -211,7 +258,8 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             # The deadline has passed already: a miss without I/O, which tells nothing about the
             # store.
             return ask()
-        if not self.breaker.admits():
+        breaker = self.breakers[kind]
+        if not breaker.admits():
             return miss()
         # A storage that does not report faults to the call has a counter, which calls of other
         # threads increase as well.
@@ -223,10 +271,10 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             raised = False
         finally:
             if faults.count or (before is not None and self.inner.fault_count() != before):
-                self.breaker.failed()
+                breaker.failed()
             elif raised or not faults.store_asked:
                 # Neither misuse nor an answer from memory shows that the store works.
-                self.breaker.undecided()
+                breaker.undecided()
             else:
-                self.breaker.succeeded()
+                breaker.succeeded()
         return answer

@@ -12,7 +12,7 @@ from hicache_storage.objects.requests import (
     registered_pool,
 )
 from hicache_storage.pools.adapter import page_access
-from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult
+from hicache_storage.spec import PoolName, PoolPresence, PoolTransferResult, UnknownPoolError
 from hicache_storage.spec.arguments import check_keys
 
 if TYPE_CHECKING:
@@ -64,6 +64,18 @@ class MissAnswers:
         """
         check_keys(keys)
         PoolName(pool)
+        return [False] * len(keys)
+
+    def removal(self, keys: Sequence[str], pool: str) -> list[bool]:
+        """Answer that no page was removed.
+
+        Raises:
+            InvalidTransferError: the arguments are invalid, as for the storage.
+            UnknownPoolError: the pool was never registered.
+        """
+        check_keys(keys)
+        if PoolName(pool) not in self._pools:
+            raise UnknownPoolError(f"pool {pool!r} is not registered")
         return [False] * len(keys)
 
     def pages(

@@ -19,9 +19,9 @@ class StorageOptions:
     deadline_seconds: float | None = 30.0
     """Time after which a call is answered as a miss; None waits without limit."""
     breaker_threshold: int = 5
-    """Consecutive failed calls that open the circuit breaker.
+    """Consecutive failed calls of a kind (read, write, delete) that open its circuit breaker.
 
-    Calls are misses then, without calling the driver; 0 disables the breaker.
+    Calls of the kind are misses then, without calling the driver; 0 disables the breakers.
     """
     breaker_cooldown_seconds: float = 5.0
     """Time until a trial call passes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hicache_storage.layers.breaker import CircuitBreaker, CircuitBreakerLayer
+from hicache_storage.layers.breaker import CircuitBreakerLayer
 from hicache_storage.layers.deadline import DeadlineLayer
 from hicache_storage.layers.metrics import MetricsLayer
 from hicache_storage.objects import ObjectStorage
@@ -34,7 +34,7 @@ def wrap(driver: HiCacheStorage, options: StorageOptions) -> HiCacheStorage:
         storage = DeadlineLayer(storage, options.deadline_seconds)
     if options.breaker_threshold:
         storage = CircuitBreakerLayer(
-            storage, CircuitBreaker(options.breaker_threshold, options.breaker_cooldown_seconds)
+            storage, options.breaker_threshold, options.breaker_cooldown_seconds
         )
     if options.traces:
         from hicache_storage.layers.tracing import TracingLayer

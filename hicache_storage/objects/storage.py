@@ -51,6 +51,7 @@ from hicache_storage.spec import (
     UnknownPoolError,
     common_hit,
     current_call_info,
+    is_refusal,
 )
 from hicache_storage.spec.arguments import check_keys
 
@@ -73,6 +74,9 @@ CLOSE_TIMEOUT_SECONDS = 30.0
 
 _OWN_MEMBERS: Final = set[str]()
 """Names of `ObjectStorage`'s private methods, which no subclass may define."""
+
+CHANGING = frozenset({"write", "delete", "discard"})
+"""Operations that need more than to read: one on a read-only store is refused, which is no fault."""
 
 MOVING = frozenset({"read", "write"})
 """Operations that may answer without having touched what fails.
@@ -121,6 +125,8 @@ class ObjectStorage(HiCacheStorage):
         self._verifies_checksums = verifies_checksums
         self._pools: dict[PoolName, RegisteredPool] = {}
         self._damaged: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._refusal = ""
+        """Reason of the last set that was refused; empty once another has stored something."""
         self._faulty = set[str]()
         """Operations that have failed since the last success; empty while the store serves."""
         self._lifecycle = Lifecycle(driver_name, self.connect, self._disconnect)
@@ -291,7 +297,10 @@ class ObjectStorage(HiCacheStorage):
         """Undo `connect`; called once, when no batch is in flight any more."""
 
     def check_health(self) -> Health:
-        """Check that the store answers; may raise."""
+        """Check that the store answers, and tell what is known to keep sets out; may raise.
+
+        The reason of the last refused set is added.
+        """
         return Health(ok=True)
 
     # What a driver may call
@@ -301,14 +310,14 @@ class ObjectStorage(HiCacheStorage):
         """Report faults of some pages of a batch, which the driver answers as missed or not stored.
 
         If other pages were served, one fault is counted; otherwise the first is raised, for the SDK
-        to count and log. A refusal (`StorageRefusedError`) is no fault.
+        to count and log. A refusal (`is_refusal`) is no fault.
 
         Raises:
             Exception: the first of the faults, where no page was served.
         """
         if not faults:
             return
-        real = [fault for fault in faults if not isinstance(fault, StorageRefusedError)]
+        real = [fault for fault in faults if not is_refusal(fault, reads=True)]
         first = (real or faults)[0]
         if not served:
             raise first
@@ -521,11 +530,15 @@ class ObjectStorage(HiCacheStorage):
                 self._lifecycle.ensure_connected(insist=True)
                 self.clear_namespaces(namespaces, call)
             except Exception as error:
-                self._count_fault(error)
+                refused = is_refusal(error)
+                if not refused:
+                    self.recorder.count_fault()
                 if isinstance(error, HiCacheError):
                     raise
                 kind = (
-                    StorageTimeoutError
+                    StorageRefusedError
+                    if refused
+                    else StorageTimeoutError
                     if isinstance(error, TimeoutError)
                     else StorageUnavailableError
                 )
@@ -565,9 +578,13 @@ class ObjectStorage(HiCacheStorage):
         try:
             with self._lifecycle:
                 self._lifecycle.ensure_connected(insist=True)
-                return self.check_health()
+                health, refusal = self.check_health(), self._refusal
         except Exception as error:  # noqa: BLE001 - whatever is wrong is the answer
             return Health(ok=False, detail=f"{type(error).__name__}: {error}")
+        if not refusal:
+            return health
+        detail = "; ".join(filter(None, (health.detail, f"sets are refused: {refusal}")))
+        return replace(health, writable=False, detail=detail)
 
     def open(self) -> None:
         with self._lifecycle:
@@ -910,6 +927,13 @@ class ObjectStorage(HiCacheStorage):
             if self._identity.is_writer(request.pool.name)
             else set[str]()
         )
+        if written and self._refusal:
+            self._refusal = ""
+            logger.info(
+                "%s: sets are stored again",
+                self._driver_name,
+                extra=fields(driver=self._driver_name),
+            )
         if written or refused:
             # A page once, however many of its shards were written, and only if it is complete.
             self.recorder.count(
@@ -1002,20 +1026,26 @@ class ObjectStorage(HiCacheStorage):
             self.recorder.count_fault()
             logger.warning("%s: closed, but not cleanly: %s", self._driver_name, error)
 
-    def _count_fault(self, error: Exception) -> None:
-        if not isinstance(error, StorageRefusedError):
-            self.recorder.count_fault()
-
     def _note_fault(self, operation: str, error: Exception) -> None:
-        self._count_fault(error)
+        refused = is_refusal(error, reads=operation not in CHANGING)
+        if not refused:
+            self.recorder.count_fault()
+        if refused and operation == "write":
+            # An episode of its own: a disk may be full for days, and a fault of reads has to be
+            # seen meanwhile.
+            begins, text = not self._refusal, "sets are refused"
+            self._refusal = str(error) or repr(error)
+        else:
+            begins = not self._faulty
+            text = "answering misses" if begins else "still answering misses"
+            self._faulty.add(operation)
         expected = isinstance(error, (StorageUnavailableError, OSError))
-        begins = not self._faulty
-        self._faulty.add(operation)
-        # One warning for an episode of faults: a store that is down fails each call.
+        # One warning for an episode: a store that is down fails each call.
         logger.log(
             logging.WARNING if begins else logging.DEBUG,
-            "%s: answering misses: %s" if begins else "%s: still answering misses: %s",
+            "%s: %s: %s",
             self._driver_name,
+            text,
             error,
             # Only an unexpected exception has a traceback in the log: it may be a bug of the
             # driver. A store that is down says enough in its message.

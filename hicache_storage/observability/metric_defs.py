@@ -136,7 +136,7 @@ MISSED_DEADLINES: Final = _counter(
 )
 BREAKER_REFUSALS: Final = _counter(
     "hicache_storage_breaker_refusals_total",
-    "Calls answered as misses by the open circuit breaker.",
+    "Calls answered as misses by an open circuit breaker.",
     "driver",
     source="breaker_refusals",
 )
@@ -148,8 +148,10 @@ FAILOVERS: Final = _counter(
 )
 BREAKER_OPEN: Final = _gauge(
     "hicache_storage_breaker_open",
-    "1 while the circuit breaker refuses calls, or lets a single one try.",
+    "1 while the circuit breaker of a kind of operation (read, write, delete) refuses calls, or lets "
+    "a single one try.",
     "driver",
+    "operation",
 )
 CHECKSUMS_OFF: Final = _gauge(
     "hicache_storage_checksums_off",

@@ -126,11 +126,19 @@ def storage_families(
                     [stats.driver, pool, *constant.values()], getattr(pool_stats, metric.source)
                 )
         yield family
-    for metric in (*STORAGE_SCALARS, v.BREAKER_OPEN, v.CHECKSUMS_OFF):
+    for metric in (*STORAGE_SCALARS, v.CHECKSUMS_OFF):
         family = scalars(metric, constant)
         for stats in storages:
             family.add_metric([stats.driver, *constant.values()], _scalar_of(stats, metric))
         yield family
+    breakers = scalars(v.BREAKER_OPEN, constant)
+    for stats in storages:
+        for operation, state in stats.breaker_states.items():
+            # Half-open counts as open: it lets a single call through and refuses the others.
+            breakers.add_metric(
+                [stats.driver, operation, *constant.values()], float(state != "closed")
+            )
+    yield breakers
     latencies = histogram(v.CALL_SECONDS, constant)
     for stats in storages:
         for pool, pool_stats in stats.pools.items():
@@ -141,9 +149,6 @@ def storage_families(
 
 
 def _scalar_of(stats: StorageStats, metric: Metric) -> float:
-    if metric is v.BREAKER_OPEN:
-        # Half-open counts as open: it lets a single call through and refuses the others.
-        return float(stats.breaker_state != "closed")
     if metric is v.CHECKSUMS_OFF:
         return float(not stats.verifies_checksums)
     return float(getattr(stats, metric.source))

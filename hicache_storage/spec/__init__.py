@@ -35,6 +35,7 @@ from hicache_storage.spec.errors import (
     StorageUnavailableError,
     UnknownPoolError,
     UnsupportedOperationError,
+    is_refusal,
 )
 from hicache_storage.spec.host_pool import HostPool, PageGeometry
 from hicache_storage.spec.identity import IDENTITY_FIELDS, StorageIdentity
@@ -104,6 +105,7 @@ __all__ = [
     "common_hit",
     "covered_pages",
     "current_call_info",
+    "is_refusal",
     "leading_pages",
     "legal_endpoints",
     "note_answer_from_memory",

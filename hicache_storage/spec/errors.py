@@ -17,7 +17,7 @@ HiCacheError
 +-- StorageClosedError               used after close() (RuntimeError)
 +-- StorageForkedError               opened before a fork, used in the child (RuntimeError)
 +-- StorageUnavailableError          the outside world failed: raised inside drivers, by open() and clear(), never by the data path
-    +-- StorageRefusedError          it works, and refuses: a quota, a limit of requests
+    +-- StorageRefusedError          it works, and refuses: full, a quota, a limit of requests
     +-- StorageTimeoutError          it did not answer in time (TimeoutError)
 ```
 
@@ -27,7 +27,8 @@ errors.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import errno
+from typing import ClassVar, Final
 
 
 class HiCacheError(Exception):
@@ -140,7 +141,7 @@ class StorageUnavailableError(HiCacheError):
 
 
 class StorageRefusedError(StorageUnavailableError):
-    """The store works and refuses this caller: a quota is used up, or requests come too fast.
+    """The store works and refuses this caller: it is full, a quota is used up, requests come too fast.
 
     A driver raises it instead of a plain `StorageUnavailableError`: the pages are missed or refused
     all the same, but it is no fault, and opens no circuit breaker.
@@ -153,3 +154,22 @@ class StorageTimeoutError(StorageUnavailableError, TimeoutError):
     """The outside world did not answer before the deadline."""
 
     code = "timeout"
+
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+_DENIED: Final = frozenset({errno.EACCES, errno.EPERM})
+
+
+def is_refusal(error: BaseException, *, reads: bool = False) -> bool:
+    """Return True if a store has answered with this error, and refuses: no fault of it.
+
+    A store that is full, over its quota, read-only or not writable works: what is there can be
+    read.
+
+    Args:
+        error: of the store.
+        reads: the call was to read, for which denied permission is a fault.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM or (not reads and error.errno in _DENIED)
+    return isinstance(error, StorageRefusedError)

@@ -33,6 +33,12 @@ LATENCY_BOUNDS_SECONDS: tuple[float, ...] = (
 
 OPERATIONS = ("exists", "get", "set")
 
+BREAKERS = ("read", "write", "delete")
+"""Kinds of operations that have a circuit breaker each.
+
+Read: exists, present, get. Write: set. Delete: delete, clear.
+"""
+
 
 @dataclass(slots=True)
 class Latency:
@@ -103,8 +109,13 @@ class StorageStats:
     faults: int = 0
     """Calls into the driver that failed and were turned into misses."""
     deadlines_missed: int = 0
-    breaker_state: str = "closed"
-    """`closed`, `open` or `half_open`; `closed` without a circuit breaker."""
+    breaker_states: dict[str, str] = field(
+        default_factory=lambda: dict.fromkeys(BREAKERS, "closed")
+    )
+    """`closed`, `open` or `half_open` by kind of operation (`BREAKERS`).
+
+    All are `closed` without circuit breakers.
+    """
     breaker_refusals: int = 0
     verifies_checksums: bool = True
     """False only where the operator turned verification off (rule GET-5)."""
@@ -114,12 +125,18 @@ class StorageStats:
     A call that another server has answered is no fault.
     """
 
+    @property
+    def breaker_state(self) -> str:
+        """Worst state of the circuit breakers."""
+        # Their names sort from the best to the worst.
+        return max(self.breaker_states.values())
+
     @classmethod
     def total(cls, driver: str, parts: Iterable[StorageStats]) -> StorageStats:
         """Sum the counters of several storages of one driver, which `driver` names if there are none.
 
-        The state of the circuit breaker is the first that is not `closed`; checksums count as
-        verified where all storages verify them.
+        The state of a circuit breaker is the worst of all storages; checksums count as verified
+        where all storages verify them.
         """
         total = cls(driver)
         for part in parts:
@@ -130,7 +147,7 @@ class StorageStats:
             total.deadlines_missed += part.deadlines_missed
             total.breaker_refusals += part.breaker_refusals
             total.failovers += part.failovers
-            if total.breaker_state == "closed":
-                total.breaker_state = part.breaker_state
+            for kind, state in part.breaker_states.items():
+                total.breaker_states[kind] = max(state, total.breaker_states[kind])
             total.verifies_checksums = total.verifies_checksums and part.verifies_checksums
         return total

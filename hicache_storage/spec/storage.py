@@ -26,7 +26,10 @@ class Health:
     """Answer of `health()`."""
 
     ok: bool
+    """False only where nothing can be served: what is there cannot be read."""
     detail: str = ""
+    writable: bool = True
+    """False where sets are refused, as by a full or read-only store; `detail` has the reason."""
 
 
 class HiCacheStorage(ABC):
@@ -234,7 +237,7 @@ class HiCacheStorage(ABC):
 
     @abstractmethod
     def health(self) -> Health:
-        """Check that the storage can serve now; never raises for a fault of the environment."""
+        """Check that the storage can serve, and store; never raises for a fault of the environment."""
 
     @abstractmethod
     def open(self) -> None:

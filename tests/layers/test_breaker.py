@@ -49,7 +49,7 @@ def broken(kit):
     storage.open()
     storage.before = before
     clock = Clock()
-    layer = CircuitBreakerLayer(storage, CircuitBreaker(3, 10.0, clock))
+    layer = CircuitBreakerLayer(storage, 3, 10.0, clock)
     layer.register_mem_host_pool_v2(pool, "kv")
     return layer, storage, pool, down, clock
 
@@ -61,7 +61,7 @@ def test_opens_after_a_row_of_faults_and_leaves_the_store_alone(broken):
         assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
     asked = len(storage.operations)
     assert layer.batch_get_v2([pool.transfer("kv", ["a", "b"], [0, 1])]) == {"kv": [False, False]}
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    assert layer.batch_present(["a"]) == [False]
     result = layer.batch_exists_v2(["a"], [PoolTransfer("mamba")])
     assert (result.kv_hit_pages, result.extra_pool_hit_pages) == (0, {"kv": 0, "mamba": 0})
     assert len(storage.operations) == asked
@@ -77,7 +77,7 @@ def test_a_success_in_between_starts_the_row_again(broken):
         layer.batch_exists_v2(["a"])
         down.clear()
         layer.batch_exists_v2(["a"])
-    assert layer.breaker.state is BreakerState.CLOSED
+    assert layer.breakers["read"].state is BreakerState.CLOSED
 
 
 def test_half_open_closes_after_one_good_call(broken):
@@ -87,10 +87,11 @@ def test_half_open_closes_after_one_good_call(broken):
         layer.batch_exists_v2(["a"])
     clock.now = 9.9
     down.clear()
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
-    clock.now = 10.0
     assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
-    assert layer.breaker.state is BreakerState.CLOSED
+    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    clock.now = 10.0
+    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 1
+    assert layer.breakers["read"].state is BreakerState.CLOSED
 
 
 def test_half_open_opens_again_after_one_bad_call(broken):
@@ -100,11 +101,11 @@ def test_half_open_opens_again_after_one_bad_call(broken):
         layer.batch_exists_v2(["a"])
     clock.now = 10.0
     layer.batch_exists_v2(["a"])
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
     clock.now = 19.9
-    assert not layer.breaker.admits()
+    assert not layer.breakers["read"].admits()
     clock.now = 20.0
-    assert layer.breaker.admits()
+    assert layer.breakers["read"].admits()
 
 
 def test_half_open_lets_one_caller_through():
@@ -130,23 +131,81 @@ def test_misuse_is_told_while_open_and_does_not_block_half_open(broken):
     clock.now = 10.0
     with pytest.raises(UnknownPoolError):
         layer.batch_get_v2([pool.transfer("swa", ["a"], [0])])
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+    assert layer.batch_present(["a"]) == [False]
+    assert layer.breakers["read"].state is BreakerState.CLOSED
 
 
-def test_a_clear_is_asked_of_the_store_in_every_state(broken):
-    """LC-7: an operator's request is not answered by what the data path has met; nor does it decide
-    about that."""
-    layer, storage, pool, down, _clock = broken
-    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+def test_each_kind_of_operation_has_a_breaker(broken):
+    """Sets that fail opened the breaker of gets, too: what was there was missed, again and again."""
+    layer, storage, pool, down, clock = broken
+    pages, new = [pool.transfer("kv", ["a"], [0])], [pool.transfer("kv", ["b"], [1])]
+    calls = {
+        "read": lambda: layer.batch_get_v2(pages)["kv"],
+        "write": lambda: layer.batch_set_v2(new)["kv"],
+        "delete": lambda: layer.delete(["nowhere"]),
+    }
+    assert layer.batch_set_v2(pages) == {"kv": [True]}
+    for kind, fails in calls.items():
+        down.set()
+        for _ in range(3):
+            assert fails() == [False]
+        down.clear()
+        assert layer.get_stats().breaker_states == {
+            each: "open" if each == kind else "closed" for each in calls
+        }
+        assert layer.get_stats().breaker_state == "open"
+        asked = len(storage.operations)
+        assert fails() == [False]
+        assert len(storage.operations) == asked
+        for other in calls.keys() - {kind}:
+            calls[other]()
+            assert len(storage.operations) > asked, f"{other} beside {kind}"
+        clock.now += 10.0
+        fails()
+    assert layer.get_stats().breaker_state == "closed"
+
+
+def test_a_clear_counts_for_deletes_alone_and_raises_while_they_are_refused(broken):
+    """LC-7: it is never answered as if it had happened."""
+    layer, storage, pool, down, clock = broken
+    pages = [pool.transfer("kv", ["a"], [0])]
+    assert layer.batch_set_v2(pages) == {"kv": [True]}
     down.set()
     for _ in range(3):
         layer.batch_exists_v2(["a"])
-    with pytest.raises(StorageUnavailableError, match="down"):
-        layer.clear()
+    for _ in range(3):
+        with pytest.raises(StorageUnavailableError, match="down"):
+            layer.clear()
     down.clear()
+    with pytest.raises(StorageUnavailableError, match="nothing was cleared"):
+        layer.clear()
+    with pytest.raises(UnknownPoolError):
+        layer.delete(["a"], pool="swa")
+    assert storage.objects
+    clock.now = 10.0
     layer.clear()
     assert not storage.objects
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.batch_set_v2(pages) == {"kv": [True]}
+
+
+def test_a_set_that_hangs_keeps_no_read_out(kit):
+    storage, pool = kit.memory_storage(capabilities=Capabilities(may_hang=True))
+    storage.open()
+    release = threading.Event()
+    storage.before = lambda operation: operation != "write" or release.wait(PATIENCE_SECONDS)
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0)
+    layer.register_mem_host_pool_v2(pool, "kv")
+    assert layer.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [False]}
+    assert layer.get_stats().breaker_states == {
+        "read": "closed",
+        "write": "open",
+        "delete": "closed",
+    }
+    asked = len(storage.operations)
+    layer.batch_exists_v2(["a"])
+    assert len(storage.operations) == asked + 1
+    release.set()
+    layer.close()
 
 
 def test_closed_is_told_while_open(broken):
@@ -179,7 +238,7 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
             raise OSError(5, "I/O error")
 
     storage.before = before
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, PATIENCE_SECONDS), CircuitBreaker(2, 10.0))
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, PATIENCE_SECONDS), 2, 10.0)
     layer.register_mem_host_pool_v2(pool, "kv")
     threads = [
         threading.Thread(target=layer.batch_exists_v2, args=(["a"],)) for _ in range(CALLERS)
@@ -191,11 +250,11 @@ def test_one_fault_counts_once_however_many_calls_run_beside_it(kit, may_hang):
     go_on.set()
     for thread in threads:
         thread.join()
-    assert layer.breaker.state is BreakerState.CLOSED
+    assert layer.breakers["read"].state is BreakerState.CLOSED
     # Two in a row are two, also where they are met in the deadline layer's threads.
     for _ in range(2):
         layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
     layer.close()
 
 
@@ -204,10 +263,10 @@ def test_a_missed_deadline_is_a_fault_of_its_call(kit):
     storage.open()
     release = threading.Event()
     storage.before = lambda operation: release.wait(PATIENCE_SECONDS)
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), CircuitBreaker(1, 10.0))
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, 0.05), 1, 10.0)
     layer.register_mem_host_pool_v2(pool, "kv")
     layer.batch_exists_v2(["a"])
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
     release.set()
     layer.close()
 
@@ -226,10 +285,10 @@ def test_a_storage_that_only_counts_faults_opens_it_too(kit):
         raise OSError("down")
 
     storage.before = fail
-    layer = CircuitBreakerLayer(Foreign(storage), CircuitBreaker(2, 10.0))
+    layer = CircuitBreakerLayer(Foreign(storage), 2, 10.0)
     for _ in range(2):
         layer.batch_exists_v2(["a"])
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
 
 
 def test_a_probe_that_hangs_lets_another_try():
@@ -274,10 +333,13 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
         ).kv_hit_pages
         == 0
     )
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
     asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
     assert len(storage.operations) == asked + 1, "the next call tries"
+
+
+CACHED = ("batch_exists_cached", "batch_present_cached", "batch_get_cached")
 
 
 @pytest.mark.parametrize("call", ["exists", "present", "get"])
@@ -289,14 +351,17 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
     storage.batch_exists_cached = lambda *args: PoolTransferResult({})
     storage.batch_present_cached = lambda keys, **_: [True]
     storage.batch_get_cached = lambda transfers, info=None: {PoolName.KV: [True]}
-    clock = Clock()
-    layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), CircuitBreaker(2, 10.0, clock))
+    clock, cached = Clock(), dict(vars(storage))
+    layer = CircuitBreakerLayer(DeadlineLayer(storage, 60.0), 2, 10.0, clock)
     layer.register_mem_host_pool_v2(pool, "kv")
 
-    def set_fails():
-        layer.batch_set_v2([pool.transfer("kv", ["a"], [0])])
+    def read_fails():
+        for name in CACHED:
+            setattr(storage, name, lambda *_, **__: None)
+        layer.batch_get_v2([pool.transfer("kv", ["a"], [0])])
 
     def answer_from_memory():
+        vars(storage).update({name: cached[name] for name in CACHED})
         if call == "exists":
             layer.batch_exists_v2(["a"])
         elif call == "present":
@@ -308,14 +373,14 @@ def test_an_answer_from_memory_neither_closes_it_nor_ends_a_row_of_faults(kit, c
         raise OSError("down")
 
     storage.before = fail
-    set_fails()
+    read_fails()
     answer_from_memory()
-    assert layer.breaker.state is BreakerState.CLOSED
-    set_fails()
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.CLOSED
+    read_fails()
+    assert layer.breakers["read"].state is BreakerState.OPEN
     clock.now = 10.0
     answer_from_memory()
-    assert layer.breaker.state is BreakerState.OPEN
+    assert layer.breakers["read"].state is BreakerState.OPEN
     layer.close()
 
 
@@ -329,7 +394,7 @@ def test_a_refusal_is_no_fault(kit, caplog):
         raise StorageRefusedError("429 too_many")
 
     storage.before = refuse
-    layer = CircuitBreakerLayer(storage, CircuitBreaker(1, 10.0))
+    layer = CircuitBreakerLayer(storage, 1, 10.0)
     layer.register_mem_host_pool_v2(pool, "kv")
     for _ in range(3):
         assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
@@ -338,7 +403,8 @@ def test_a_refusal_is_no_fault(kit, caplog):
     stats = layer.get_stats()
     assert (stats.faults, stats.breaker_state) == (0, "closed")
     assert (stats.pools["kv"].pages_refused, stats.pools["kv"].pages_missed) == (3, 3)
-    assert caplog.text.count("429 too_many") == 1
+    assert caplog.text.count("answering misses: 429 too_many") == 1
+    assert caplog.text.count("sets are refused: 429 too_many") == 1
     with pytest.raises(StorageRefusedError):
         layer.clear()
     assert layer.fault_count() == 0

@@ -13,13 +13,13 @@ from hicache_storage.spec import Capabilities, StorageForkedError
 from tests.objects.forking import in_child
 
 LOCKS = {
-    "lifecycle": "inner.inner._lifecycle._lock",
-    "connecting": "inner.inner._lifecycle._connecting",
-    "damage": "inner.inner._damaged_lock",
-    "recorder": "inner.inner.recorder._lock",
-    "breaker": "breaker._lock",
-    "closing": "inner._closing",
-    "thread_pool": "inner._thread_pool._lock",
+    "lifecycle": attrgetter("inner.inner._lifecycle._lock"),
+    "connecting": attrgetter("inner.inner._lifecycle._connecting"),
+    "damage": attrgetter("inner.inner._damaged_lock"),
+    "recorder": attrgetter("inner.inner.recorder._lock"),
+    "breaker": lambda layers: layers.breakers["read"]._lock,
+    "closing": attrgetter("inner._closing"),
+    "thread_pool": attrgetter("inner._thread_pool._lock"),
 }
 
 
@@ -31,7 +31,8 @@ def around(kit):
     )
     layers = wrap(storage, StorageOptions())
     layers.register_mem_host_pool_v2(pool, "kv")
-    layers.breaker.failed()
+    for breaker in layers.breakers.values():
+        breaker.failed()
     yield layers, pool
     layers.close()
 
@@ -64,7 +65,7 @@ def test_of_an_open_storage(around, lock):
     layers, pool = around
     layers.open()
     layers.batch_exists_v2(["a"])
-    with attrgetter(LOCKS[lock])(layers):
+    with LOCKS[lock](layers):
         assert in_child(lambda: used(layers, pool)) == "forked " * 7 + "ok=False"
     assert layers.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
 
@@ -74,7 +75,7 @@ def test_of_one_that_was_never_opened(around, lock):
     """It belongs to nobody yet, and calls of the parent that are on their way do not count in the
     child."""
     layers, pool = around
-    with attrgetter(LOCKS[lock])(layers):
+    with LOCKS[lock](layers):
         assert (
             in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
         )
@@ -83,7 +84,7 @@ def test_of_one_that_was_never_opened(around, lock):
 def test_while_the_parent_connects(around):
     """Half of a connection is the parent's."""
     layers, pool = around
-    with attrgetter(LOCKS["connecting"])(layers):
+    with LOCKS["connecting"](layers):
         assert in_child(lambda: used(layers, pool)).startswith("forked forked")
 
 

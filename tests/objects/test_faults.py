@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -10,11 +11,15 @@ import time
 import pytest
 
 from hicache_storage.spec import (
+    Health,
     StorageClosedError,
     StorageForkedError,
+    StorageRefusedError,
     StorageUnavailableError,
 )
 from tests.objects.storing import stored
+
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class TestFaults:
@@ -53,7 +58,7 @@ class TestFaults:
 
         def fail(operation):
             if operation == failing:
-                raise OSError(28, "No space left on device")
+                raise OSError(5, "I/O error")
 
         storage.before = fail
         with caplog.at_level(logging.INFO):
@@ -63,6 +68,57 @@ class TestFaults:
                 storage.batch_set_v2([pool.transfer("kv", [f"new{number}"], [1])])
             assert caplog.text.count("answering misses") == 1
             assert "serving again" not in caplog.text
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            *(OSError(number, os.strerror(number)) for number in NOT_WRITABLE),
+            StorageRefusedError("over its quota"),
+        ],
+        ids=str,
+    )
+    def test_a_store_that_refuses_sets_is_no_fault(self, kit, error, caplog):
+        """A full disk counted as one, opened the breaker, and `health()` knew nothing of it."""
+        storage, pool = kit.memory_storage()
+        stored(storage, pool, ["a"], [0])
+
+        def refuse(operation):
+            if operation in ("write", "delete", "clear"):
+                raise error
+
+        storage.before = refuse
+        with caplog.at_level(logging.INFO):
+            for _ in range(3):
+                assert storage.batch_set_v2([pool.transfer("kv", ["b"], [1])]) == {"kv": [False]}
+            assert storage.delete(["a"]) == [False]
+            with pytest.raises(StorageRefusedError):
+                storage.clear()
+            assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [True]}
+            stats = storage.get_stats()
+            assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 3)
+            assert storage.health() == Health(
+                ok=True, detail=f"sets are refused: {error}", writable=False
+            )
+            assert caplog.text.count("sets are refused") == 1
+            storage.before = lambda operation: None
+            assert storage.batch_set_v2([pool.transfer("kv", ["a"], [0])]) == {"kv": [True]}
+            assert not storage.health().writable, "nothing was stored"
+            assert storage.batch_set_v2([pool.transfer("kv", ["b"], [1])]) == {"kv": [True]}
+            assert storage.health() == Health(ok=True)
+            assert caplog.text.count("sets are stored again") == 1
+
+    def test_permission_that_a_read_lacks_is_a_fault(self, kit):
+        storage, pool = kit.memory_storage()
+        stored(storage, pool, ["a"], [0])
+
+        def deny(operation):
+            if operation == "read":
+                raise PermissionError(13, "Permission denied")
+
+        storage.before = deny
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [1])]) == {"kv": [False]}
+        assert storage.fault_count() == 1
+        assert storage.health().writable
 
     def test_reads_of_nothing_do_not_end_the_episode_of_reads(self, kit, caplog):
         """A driver that knows that a page is not there does not touch what fails."""

@@ -37,7 +37,8 @@ def test_prometheus_is_told_what_the_storage_counts(exporter):
         in said
     )
     assert (
-        'hicache_storage_breaker_open{driver="memory",model_name="llama",tp_rank="1"} 0.0' in said
+        'hicache_storage_breaker_open{driver="memory",model_name="llama",operation="read",tp_rank="1"} 0.0'
+        in said
     )
 
 

@@ -30,7 +30,9 @@ def test_exported_text(kit):
     assert f"hicache_storage_absent_pages_total{labels} 2.0" in text
     assert 'hicache_storage_faults_total{driver="memory",tp_rank="3"} 0.0' in text
     assert 'hicache_storage_failovers_total{driver="memory",tp_rank="3"} 0.0' in text
-    assert 'hicache_storage_breaker_open{driver="memory",tp_rank="3"} 0.0' in text
+    for kind in ("read", "write", "delete"):
+        labels = f'{{driver="memory",operation="{kind}",tp_rank="3"}}'
+        assert f"hicache_storage_breaker_open{labels} 0.0" in text
     infinite = 'hicache_storage_call_seconds_bucket{driver="memory",le="+Inf",operation="get",pool="kv",tp_rank="3"} 1.0'
     assert infinite in text
 

@@ -82,7 +82,7 @@ def test_what_a_layer_refuses_has_a_span_too(kit, finished):
     for _ in range(9):
         storage.batch_get_v2([pool.transfer("kv", ["a"], [0])])
     assert isinstance(storage.inner, CircuitBreakerLayer)
-    assert storage.inner.breaker.state is BreakerState.OPEN
+    assert storage.inner.breakers["read"].state is BreakerState.OPEN
     assert [span.attributes["hicache.hits"] for span in finished()] == [0] * 9
 
 

@@ -45,11 +45,15 @@ FAULTS = {
         "def check_health(self): return Health(ok=False, detail='degraded')",
         "health() answers: degraded",
     ),
+    "full": (
+        "def check_health(self): return Health(ok=True, detail='no room', writable=False)",
+        "health() answers: no room",
+    ),
     "refuses": (
         "def write_objects(self, batches, call): raise OSError(28, 'No space left')",
         (
-            "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: answering "
-            "misses: [Errno 28] No space left)"
+            "a set of 4 pages answered {'kv': [False, False, False, False]} (refuses: sets are "
+            "refused: [Errno 28] No space left)"
         ),
     ),
     "forgets": (

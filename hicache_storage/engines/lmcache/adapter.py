@@ -113,7 +113,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._opening = threading.Lock()
         self._storages = dict[Place, HiCacheStorage]()
         self._refusals = RefusedCalls("LMCache")
-        self._health = (0.0, True)
+        self._health = (0.0, True, True)
         self._tasks = itertools.count()
         self._store_event = create_event_notifier()
         self._lookup_event = create_event_notifier()
@@ -214,13 +214,18 @@ class HiCacheL2Adapter(L2AdapterInterface):
         """Report health and counters; asks the stores every few seconds at most."""
         with self._lock:
             storages = list(self._storages.values())
-        checked, healthy = self._health
+        checked, healthy, writable = self._health
         if time.monotonic() - checked > HEALTH_SECONDS:
-            healthy = all(storage.health().ok for storage in storages)
-            self._health = time.monotonic(), healthy
+            found = [storage.health() for storage in storages]
+            healthy, writable = (
+                all(each.ok for each in found),
+                all(each.writable for each in found),
+            )
+            self._health = time.monotonic(), healthy, writable
         pools = self.get_stats().pools.values()
         return {
             "is_healthy": healthy,
+            "is_writable": writable,
             "type": type(self).__name__,
             "driver": self._config.driver,
             "places": len(storages),

@@ -71,9 +71,12 @@ class TierMetrics:
                     increase = value - self._reported.get(key, 0.0)
                     taken.increase_counter(metric.name, increase, (stats.driver, *labels))
                     self._reported[key] = value
-        taken.set_gauge(
-            metric_defs.BREAKER_OPEN.name, float(stats.breaker_state != "closed"), (stats.driver,)
-        )
+        for operation, state in stats.breaker_states.items():
+            taken.set_gauge(
+                metric_defs.BREAKER_OPEN.name,
+                float(state != "closed"),
+                (stats.driver, operation),
+            )
         taken.set_gauge(
             metric_defs.CHECKSUMS_OFF.name, float(not stats.verifies_checksums), (stats.driver,)
         )

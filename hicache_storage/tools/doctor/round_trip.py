@@ -166,7 +166,7 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
             )
         storage.open()
         health = storage.health()
-        if not health.ok:
+        if not (health.ok and health.writable):
             yield fail(
                 check,
                 f"opened, and health() answers: {health.detail or 'not ok'}",

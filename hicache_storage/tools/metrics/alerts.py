@@ -307,9 +307,10 @@ ALERTS: Final = (
         f"{v.BREAKER_OPEN.name} == 1",
         "2m",
         "critical",
-        "{{ $labels.instance }} does not ask its store any more ({{ $labels.driver }}).",
-        "Several calls in a row have failed. All calls are misses; every few seconds one is let "
-        "through to try.",
+        "{{ $labels.instance }} does not ask its store any more ({{ $labels.driver }}, "
+        "{{ $labels.operation }}).",
+        "Several calls of this kind in a row have failed. All of them are misses; every few seconds "
+        "one is let through to try.",
         "The SDK's log says what failed first (`answering misses`). Repair the store; the breaker "
         "closes by itself.",
     ),
