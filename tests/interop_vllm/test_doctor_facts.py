@@ -113,6 +113,7 @@ def hashes(seed):
     return {name: key for _, name, key in lines}
 
 
+@pytest.mark.long
 def test_keys_of_another_server():
     none, zero, again = hashes(""), hashes("0"), hashes("0")
     assert none["blake3"] == zero["blake3"]
