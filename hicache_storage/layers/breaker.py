@@ -176,7 +176,6 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
             lambda: self._misses.exists(keys, pool_transfers),
-            extra_info,
         )
 
     def batch_present(
@@ -190,7 +189,6 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_present(keys, pool=pool, extra_info=extra_info),
             lambda: self._misses.presence(keys, pool),
-            extra_info,
         )
 
     def batch_get_v2(
@@ -200,7 +198,6 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_get_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=True),
-            extra_info,
         )
 
     def batch_set_v2(
@@ -210,7 +207,6 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "write",
             lambda: self.inner.batch_set_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=False),
-            extra_info,
         )
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
@@ -250,14 +246,9 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         kind: str,
         ask: Callable[[], AnswerT],
         miss: Callable[[], AnswerT],
-        info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
-        if info is not None and info.deadline_seconds is not None and info.deadline_seconds <= 0:
-            # The deadline has passed already: a miss without I/O, which tells nothing about the
-            # store.
-            return ask()
         breaker = self.breakers[kind]
         if not breaker.admits():
             return miss()
@@ -273,7 +264,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             if faults.count or (before is not None and self.inner.fault_count() != before):
                 breaker.failed()
             elif raised or not faults.store_asked:
-                # Neither misuse nor an answer from memory shows that the store works.
+                # Neither misuse nor an answer without the store shows that it works.
                 breaker.undecided()
             else:
                 breaker.succeeded()

@@ -24,6 +24,7 @@ from hicache_storage.spec import (
     StorageTimeoutError,
     note_answer_from_memory,
     note_fault,
+    seconds_since_asked,
 )
 from hicache_storage.spec.arguments import check_keys
 
@@ -147,7 +148,7 @@ class DeadlineLayer(MissAnsweringLayer):
             with CallInfoScope(info):
                 return self.inner.delete(keys, pool=pool)
 
-        return self._bounded(delete, lambda: [False] * len(keys), self._default)
+        return self._bounded(delete, lambda: [False] * len(keys), self._within(None))
 
     def clear(self) -> None:
         def clear(info: HiCacheStorageExtraInfo) -> None:
@@ -161,11 +162,11 @@ class DeadlineLayer(MissAnsweringLayer):
                 "still happen: repeat it before relying on it"
             )
 
-        self._bounded(clear, refuse, self._default)
+        self._bounded(clear, refuse, self._within(None))
 
     def health(self) -> Health:
         late = Health(ok=False, detail=f"no answer within {self._seconds} s")
-        return self._bounded(lambda _: self.inner.health(), lambda: late, self._default)
+        return self._bounded(lambda _: self.inner.health(), lambda: late, self._within(None))
 
     def open(self) -> None:
         def refuse() -> None:
@@ -173,7 +174,7 @@ class DeadlineLayer(MissAnsweringLayer):
                 f"{type(self.inner).__name__}: did not open within {self._seconds} s"
             )
 
-        self._bounded(lambda _: self.inner.open(), refuse, self._default)
+        self._bounded(lambda _: self.inner.open(), refuse, self._within(None))
 
     def get_stats(self) -> StorageStats:
         stats = super().get_stats()
@@ -227,13 +228,11 @@ class DeadlineLayer(MissAnsweringLayer):
             self._closed.set()
 
     def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
-        if extra_info is None:
+        waited = seconds_since_asked()
+        if extra_info is None and not waited:
             return self._default
-        asked = extra_info.deadline_seconds
-        return replace(
-            extra_info,
-            deadline_seconds=self._seconds if asked is None else min(asked, self._seconds),
-        )
+        info = extra_info or self._default
+        return replace(info, deadline_seconds=min(self._limit(info), self._seconds) - waited)
 
     def _limit(self, info: HiCacheStorageExtraInfo) -> float:
         return self._seconds if info.deadline_seconds is None else info.deadline_seconds
@@ -254,7 +253,9 @@ class DeadlineLayer(MissAnsweringLayer):
         """
         seconds = self._limit(info)
         if seconds <= 0:
-            # The caller has set the deadline that has passed: no fault of the store.
+            # The caller has set the deadline that has passed, or has waited in a queue for longer:
+            # no fault of the store.
+            note_answer_from_memory()
             if self._closes:
                 raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
             return miss()

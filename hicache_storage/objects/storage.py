@@ -52,6 +52,7 @@ from hicache_storage.spec import (
     common_hit,
     current_call_info,
     is_refusal,
+    note_answer_from_memory,
 )
 from hicache_storage.spec.arguments import check_keys
 
@@ -961,6 +962,7 @@ class ObjectStorage(HiCacheStorage):
         After the deadline the driver is not called, which is no fault of the store.
         """
         if call.expired():
+            note_answer_from_memory()
             return [[False] * len(batch) for batch in items]
 
         def checked() -> list[list[bool]]:

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from hicache_storage.spec.calls import (
+    AskedScope,
     CallInfoScope,
     CancellationToken,
     FaultScope,
@@ -14,6 +15,7 @@ from hicache_storage.spec.calls import (
     current_call_info,
     note_answer_from_memory,
     note_fault,
+    seconds_since_asked,
 )
 from hicache_storage.spec.capabilities import Capabilities, Durability, HungReads, Sharing
 from hicache_storage.spec.errors import (
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "IDENTITY_FIELDS",
     "MAX_KEY_BYTES",
+    "AskedScope",
     "CallInfoScope",
     "CancellationToken",
     "Capabilities",
@@ -112,6 +115,7 @@ __all__ = [
     "note_fault",
     "parse_bytes",
     "parse_config",
+    "seconds_since_asked",
 ]
 
 _HOMES = {"DriverConfig": "config", "parse_bytes": "config", "parse_config": "config"}

@@ -7,6 +7,7 @@ A thread that works for a call runs in a copy of the caller's context, as the de
 from __future__ import annotations
 
 import threading
+import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
@@ -32,7 +33,7 @@ class HiCacheStorageExtraInfo:
     prefix_keys: Sequence[str] | None = None
     """Keys that precede the call's keys in the chain, from the start of the sequence."""
     deadline_seconds: float | None = None
-    """Time the call may take from now, in seconds.
+    """Time the call may take from now, or from when its `AskedScope` was made, in seconds.
 
     None, or more than the storage's own deadline, leaves it to that.
 
@@ -119,6 +120,7 @@ _faults: Final[ContextVar[FaultScope | None]] = ContextVar("hicache_call_faults"
 _info: Final[ContextVar[HiCacheStorageExtraInfo | None]] = ContextVar(
     "hicache_call_info", default=None
 )
+_asked: Final[ContextVar[float | None]] = ContextVar("hicache_call_asked", default=None)
 
 
 def current_call_info() -> HiCacheStorageExtraInfo | None:
@@ -145,6 +147,30 @@ class CallInfoScope:
 
     def __exit__(self, *_: object) -> None:
         _info.reset(self._token)
+
+
+def seconds_since_asked() -> float:
+    """Return how long ago the engine asked for the calls in this context; 0 without a scope."""
+    asked = _asked.get()
+    return 0.0 if asked is None else time.monotonic() - asked
+
+
+class AskedScope:
+    """Context manager for calls whose deadlines began when it was made, and not when they are made.
+
+    For bridges that queue calls: made when the engine asks, entered by the thread that calls.
+    """
+
+    __slots__ = ("_at", "_token")
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def __enter__(self) -> None:
+        self._token: Token[float | None] = _asked.set(self._at)
+
+    def __exit__(self, *_: object) -> None:
+        _asked.reset(self._token)
 
 
 class FaultScope:

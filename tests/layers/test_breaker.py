@@ -12,6 +12,8 @@ from hicache_storage.layers import (
     CircuitBreakerLayer,
     DeadlineLayer,
     StorageLayer,
+    StorageOptions,
+    wrap,
 )
 from hicache_storage.spec import (
     Capabilities,
@@ -337,6 +339,28 @@ def test_what_finds_nothing_out_neither_closes_it_nor_counts(broken):
     asked = len(storage.operations)
     layer.batch_exists_v2(["a"])
     assert len(storage.operations) == asked + 1, "the next call tries"
+
+
+@pytest.mark.parametrize("deadline", [None, 60.0])
+def test_a_call_whose_deadline_has_passed_does_not_end_a_row_of_faults(kit, deadline):
+    """Nor one that has waited in a queue for as long: the store was not asked."""
+    storage, pool = kit.memory_storage()
+    layer = wrap(storage, StorageOptions(deadline_seconds=deadline, breaker_threshold=2))
+    layer.register_mem_host_pool_v2(pool, "kv")
+    layer.open()
+    pages, passed = [pool.transfer("kv", ["a"], [0])], HiCacheStorageExtraInfo(deadline_seconds=0)
+
+    def fail(operation):
+        raise OSError("down")
+
+    storage.before = fail
+    layer.batch_get_v2(pages)
+    layer.batch_get_v2(pages, passed)
+    layer.batch_exists_v2(["a"], None, passed)
+    layer.batch_present(["a"], extra_info=passed)
+    layer.batch_get_v2(pages)
+    assert layer.get_stats().breaker_states["read"] == "open"
+    layer.close()
 
 
 CACHED = ("batch_exists_cached", "batch_present_cached", "batch_get_cached")

@@ -12,6 +12,7 @@ import pytest
 from hicache_storage.engines.sglang.identity import bridge_config
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.spec import (
+    AskedScope,
     Capabilities,
     ConfigError,
     DriverConfig,
@@ -19,8 +20,10 @@ from hicache_storage.spec import (
     HungReads,
     InvalidTransferError,
     StorageClosedError,
+    StorageTimeoutError,
     UnknownPoolError,
     parse_config,
+    seconds_since_asked,
 )
 from hicache_storage.testing import FaultOptions
 
@@ -148,3 +151,34 @@ def test_a_drivers_options_are_finite(name, value):
 def test_the_bridges_deadline_too(seconds):
     with pytest.raises(ConfigError, match="deadline_seconds"):
         bridge_config({"interface_v1": 1, "driver": "file", "deadline_seconds": seconds})
+
+
+@pytest.mark.parametrize("may_hang", [False, True])
+def test_a_deadline_begins_when_the_engine_asks(kit, may_hang):
+    """Calls that had waited in a queue of a bridge for their whole time had it once more."""
+    storage, pool = kit.memory_storage(
+        capabilities=Capabilities(may_hang=may_hang, deletes=True, clears=True)
+    )
+    layers = wrap(storage, StorageOptions(deadline_seconds=0.001, breaker_threshold=1))
+    layers.register_mem_host_pool_v2(pool, "kv")
+    transfers, asked = [pool.transfer("kv", ["a"], [0])], AskedScope()
+    while seconds_since_is_short(asked):
+        pass
+    with asked:
+        assert layers.batch_exists_v2(["a"]).kv_hit_pages == 0
+        assert layers.batch_present(["a"]) == [False]
+        assert layers.batch_get_v2(transfers) == {"kv": [False]}
+        assert layers.batch_set_v2(transfers, info(60.0)) == {"kv": [False]}
+        assert layers.delete(["a"]) == [False]
+        assert not layers.health().ok
+        for call in (layers.clear, layers.open):
+            with pytest.raises(StorageTimeoutError):
+                call()
+    assert storage.operations == []
+    assert layers.get_stats().faults == 0
+    layers.close()
+
+
+def seconds_since_is_short(asked):
+    with asked:
+        return seconds_since_asked() <= 0.001
