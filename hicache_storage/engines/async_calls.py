@@ -7,6 +7,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from hicache_storage.spec import AskedScope
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -44,10 +46,11 @@ class AsyncCalls(Generic[ResultT]):
             call: returns the result.
             otherwise: result of a call that raises, or that has not begun when `close` is called.
         """
+        asked = AskedScope()
         with self._changed:
             self._running += 1
         try:
-            self._executor.submit(self._run, job, call, otherwise)
+            self._executor.submit(self._run, job, asked, call, otherwise)
         except RuntimeError:
             # Closed already, or the interpreter ends.
             self._report(job, otherwise)
@@ -69,11 +72,14 @@ class AsyncCalls(Generic[ResultT]):
             self._closed = True
         self._executor.shutdown()
 
-    def _run(self, job: int, call: Callable[[], ResultT], otherwise: ResultT) -> None:
+    def _run(
+        self, job: int, asked: AskedScope, call: Callable[[], ResultT], otherwise: ResultT
+    ) -> None:
         result = otherwise
         try:
             if not self._closed:
-                result = call()
+                with asked:
+                    result = call()
         except (Exception, SystemExit):
             # An engine waits for ever for a job that is never reported.
             logger.exception("hicache bridge: job %d failed", job)

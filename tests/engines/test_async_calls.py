@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from hicache_storage.engines.async_calls import AsyncCalls
+from hicache_storage.spec import seconds_since_asked
 
 
 @pytest.fixture
@@ -90,3 +92,17 @@ def test_nothing_is_notified_once_it_is_closed():
     calls.submit(1, lambda: "done", "nothing")
     assert calls.finished() == [(1, "nothing")]
     assert not notified
+
+
+def test_a_call_knows_how_long_its_job_has_waited():
+    """A deadline began when a thread took the job: jobs behind hung ones had one each, in turn."""
+    calls, go_on = AsyncCalls[float]("test", 1), threading.Event()
+    calls.submit(1, lambda: float(go_on.wait(60)), 0.0)
+    calls.submit(2, seconds_since_asked, -1.0)
+    submitted = time.monotonic()
+    while (released := time.monotonic()) <= submitted:
+        pass
+    go_on.set()
+    calls.wait_idle()
+    assert dict(calls.finished())[2] >= released - submitted
+    calls.close()
