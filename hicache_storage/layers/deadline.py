@@ -7,6 +7,7 @@ import threading
 import time
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_storage.layers.miss import MissAnsweringLayer
@@ -22,6 +23,7 @@ from hicache_storage.spec import (
     PoolName,
     StorageClosedError,
     StorageTimeoutError,
+    StorageUnavailableError,
     note_answer_from_memory,
     note_fault,
     seconds_since_asked,
@@ -87,7 +89,7 @@ class DeadlineLayer(MissAnsweringLayer):
                 return found
         return self._bounded(
             lambda info: self.inner.batch_exists_v2(keys, pool_transfers, info),
-            lambda: self._misses.exists(keys, pool_transfers),
+            lambda _: self._misses.exists(keys, pool_transfers),
             info,
             waits=longest is not None and longest <= self._limit(info),
         )
@@ -107,7 +109,7 @@ class DeadlineLayer(MissAnsweringLayer):
                 return found
         return self._bounded(
             lambda info: self.inner.batch_present(keys, pool=pool, extra_info=info),
-            lambda: self._misses.presence(keys, pool),
+            lambda _: self._misses.presence(keys, pool),
             info,
             waits=longest is not None and longest <= self._limit(info),
         )
@@ -127,7 +129,7 @@ class DeadlineLayer(MissAnsweringLayer):
             info = replace(info, deadline_seconds=left)
         return self._bounded(
             lambda info: self.inner.batch_get_v2(transfers, info),
-            lambda: self._misses.pages(transfers, reads=True),
+            lambda _: self._misses.pages(transfers, reads=True),
             info,
             waits=waits,
         )
@@ -137,7 +139,7 @@ class DeadlineLayer(MissAnsweringLayer):
     ) -> dict[PoolName, list[bool]]:
         return self._bounded(
             lambda info: self.inner.batch_set_v2(transfers, info),
-            lambda: self._misses.pages(transfers, reads=False),
+            lambda _: self._misses.pages(transfers, reads=False),
             self._within(extra_info),
         )
 
@@ -148,31 +150,31 @@ class DeadlineLayer(MissAnsweringLayer):
             with CallInfoScope(info):
                 return self.inner.delete(keys, pool=pool)
 
-        return self._bounded(delete, lambda: [False] * len(keys), self._within(None))
+        return self._bounded(delete, lambda _: [False] * len(keys), self._within(None))
 
     def clear(self) -> None:
         def clear(info: HiCacheStorageExtraInfo) -> None:
             with CallInfoScope(info):
                 self.inner.clear()
 
-        def refuse() -> None:
-            raise StorageTimeoutError(
-                f"{type(self.inner).__name__}: the clear was not over within {self._seconds} s; it "
-                f"may have happened, or may "
-                "still happen: repeat it before relying on it"
+        def refuse(error: StorageUnavailableError) -> None:
+            raise type(error)(
+                f"{error}; the clear may have happened, or may still happen: repeat it before "
+                "relying on it"
             )
 
         self._bounded(clear, refuse, self._within(None))
 
     def health(self) -> Health:
-        late = Health(ok=False, detail=f"no answer within {self._seconds} s")
-        return self._bounded(lambda _: self.inner.health(), lambda: late, self._within(None))
+        return self._bounded(
+            lambda _: self.inner.health(),
+            lambda error: Health(ok=False, detail=str(error)),
+            self._within(None),
+        )
 
     def open(self) -> None:
-        def refuse() -> None:
-            raise StorageTimeoutError(
-                f"{type(self.inner).__name__}: did not open within {self._seconds} s"
-            )
+        def refuse(error: StorageUnavailableError) -> None:
+            raise type(error)(f"{error}; the storage did not open")
 
         self._bounded(lambda _: self.inner.open(), refuse, self._within(None))
 
@@ -201,13 +203,17 @@ class DeadlineLayer(MissAnsweringLayer):
             # A thread of its own: `MAX_HUNG_CALLS` others may hang, and nobody else would ever
             # close the storage.
             closer = ThreadPool(self._thread_name)
-            context = copy_context()
-            task = closer.submit(lambda: context.run(self._close_inner))
+            close = partial(copy_context().run, self._close_inner)
+            # Where none can be started, as when the interpreter ends, one that is idle.
+            task = closer.submit(close) or self._thread_pool.submit(close)
             ended = task is not None and task.wait(self._seconds)
             closer.close(JOIN_SECONDS if ended else 0)
-            if task is None:
+            if task is None and not self._thread_pool.hung:
+                # No thread can watch over it; but the store answers, as far as is known.
+                self._close_inner()
+            elif task is None:
                 logger.error(
-                    "%s: no thread can be started; the storage stays open",
+                    "%s: a call hangs, and no thread can be started; the storage stays open",
                     type(self.inner).__name__,
                 )
             elif ended:
@@ -240,7 +246,7 @@ class DeadlineLayer(MissAnsweringLayer):
     def _bounded(
         self,
         ask: Callable[[HiCacheStorageExtraInfo], AnswerT],
-        miss: Callable[[], AnswerT],
+        miss: Callable[[StorageUnavailableError], AnswerT],
         info: HiCacheStorageExtraInfo,
         *,
         waits: bool = False,
@@ -248,17 +254,20 @@ class DeadlineLayer(MissAnsweringLayer):
         """Run a call, and answer a miss at the deadline.
 
         Args:
+            ask: the call.
+            miss: answers in its place, and is told why.
+            info: of the call.
             waits: the call runs in the caller's thread: it ends in time by itself, or must not be
                 abandoned.
         """
-        seconds = self._limit(info)
+        seconds, name = self._limit(info), type(self.inner).__name__
         if seconds <= 0:
             # The caller has set the deadline that has passed, or has waited in a queue for longer:
             # no fault of the store.
             note_answer_from_memory()
             if self._closes:
-                raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
-            return miss()
+                raise StorageClosedError(f"{name}: the storage is closed")
+            return miss(StorageTimeoutError(f"{name}: the deadline has passed before the call"))
         if waits or not self.inner.capabilities.may_hang:
             return ask(info)
         token = CancellationToken()
@@ -284,13 +293,18 @@ class DeadlineLayer(MissAnsweringLayer):
         token.cancel()
         self._deadlines_missed += 1
         note_fault()
+        if task is not None:
+            error = StorageTimeoutError(f"{name}: no answer within {seconds} s")
+        else:
+            hung = self._thread_pool.hung
+            why = f"{hung} calls hang" if hung >= MAX_HUNG_CALLS else "can't start new thread"
+            error = StorageUnavailableError(f"{name}: no thread for the call: {why}")
         level = logging.WARNING if self._answers else logging.DEBUG
         self._answers = False
         logger.log(
             level,
-            "%s: no answer within %s s; answering a miss",
-            type(self.inner).__name__,
-            seconds,
+            "%s; answering a miss",
+            error,
             extra={"request_id": bounded.request_id, "seconds": seconds},
         )
-        return miss()
+        return miss(error)

@@ -135,7 +135,8 @@ class ThreadPool:
         """All threads except those of abandoned calls."""
         self._queue: deque[Task[object]] = deque()
         """Calls that wait for a thread; empty while one is idle."""
-        self._hung = 0
+        self.hung = 0
+        """Threads of abandoned calls."""
 
     @property
     def closed(self) -> bool:
@@ -220,7 +221,7 @@ class ThreadPool:
                 return False
             task.abandoned = True
             self._threads.discard(task.worker)
-            self._hung += 1
+            self.hung += 1
             while self._queue and self._assign(self._queue[0]):
                 self._queue.popleft()
         return True
@@ -252,7 +253,7 @@ class ThreadPool:
         return True
 
     def _start_worker(self) -> _Worker | None:
-        if self._max_hung is not None and self._hung >= self._max_hung:
+        if self._max_hung is not None and self.hung >= self._max_hung:
             return None
         if self._max_threads is not None and len(self._threads) >= self._max_threads:
             return None
@@ -273,7 +274,7 @@ class ThreadPool:
             task.ended = True
             task.worker = None
             if task.abandoned:
-                self._hung -= 1
+                self.hung -= 1
                 # Another thread may have taken its place.
                 if len(self._threads) != self._max_threads:
                     self._threads.add(worker)

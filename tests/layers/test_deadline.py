@@ -16,6 +16,7 @@ from hicache_storage.spec import (
     HungReads,
     StorageClosedError,
     StorageTimeoutError,
+    StorageUnavailableError,
     UnknownPoolError,
 )
 from tests.support.waiting import eventually
@@ -229,14 +230,56 @@ def test_close_returns_at_the_deadline_while_a_call_hangs(hanging):
     eventually(lambda: "disconnect" in storage.operations)
 
 
-def test_a_storage_that_no_thread_can_close_is_told(hanging, monkeypatch, caplog):
-    layer, storage, _pool, release = hanging("exist")
-    release.set()
+@pytest.fixture
+def no_more_threads(monkeypatch):
+    """What a limit of threads does, and the end of the interpreter in Python 3.12.0."""
 
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    return lambda: monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_a_call_without_a_thread_says_so(kit, no_more_threads):
+    """It had not opened within 30.0 s, after 0.0 s."""
+    storage, _pool = kit.memory_storage(capabilities=Capabilities(may_hang=True, clears=True))
+    layer = DeadlineLayer(storage, PATIENCE_SECONDS)
+    no_more_threads()
+    for call in (layer.open, layer.clear):
+        with pytest.raises(StorageUnavailableError, match="can't start new thread") as caught:
+            call()
+        assert not isinstance(caught.value, StorageTimeoutError)
+    assert "can't start new thread" in layer.health().detail
+    assert layer.batch_exists_v2(["a"]).kv_hit_pages == 0
+    assert storage.operations == []
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_storage_is_closed_where_no_thread_can_be_started(hanging, no_more_threads, idle):
+    """In atexit of Python 3.12.0 it stayed open."""
+    layer, storage, _pool, release = hanging("exist")
+    release.set()
+    if idle:
+        layer.batch_exists_v2(["a"])
+    closed_in = []
+    disconnect, storage.disconnect = (
+        storage.disconnect,
+        lambda: (
+            closed_in.append(threading.current_thread()),
+            disconnect(),
+        ),
+    )
+    no_more_threads()
+    layer.close()
+    assert "disconnect" in storage.operations
+    assert (closed_in == [threading.current_thread()]) is not idle
+
+
+def test_a_hung_storage_that_no_thread_can_close_is_told(hanging, no_more_threads, caplog):
+    layer, storage, _pool, _release = hanging("exist")
+    hurry(layer)
+    layer.batch_exists_v2(["a"])
+    no_more_threads()
     layer.close()
     assert "no thread can be started; the storage stays open" in caplog.text
     assert "disconnect" not in storage.operations
