@@ -21,6 +21,7 @@ from hicache_storage.spec import (
     StorageClosedError,
     StorageUnavailableError,
 )
+from hicache_storage.spec.calls import check_info
 from hicache_storage.spec.stats import BREAKERS
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_exists_v2(keys, pool_transfers, extra_info),
             lambda: self._misses.exists(keys, pool_transfers),
+            extra_info,
         )
 
     def batch_present(
@@ -189,6 +191,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_present(keys, pool=pool, extra_info=extra_info),
             lambda: self._misses.presence(keys, pool),
+            extra_info,
         )
 
     def batch_get_v2(
@@ -198,6 +201,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "read",
             lambda: self.inner.batch_get_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=True),
+            extra_info,
         )
 
     def batch_set_v2(
@@ -207,6 +211,7 @@ class CircuitBreakerLayer(MissAnsweringLayer):
             "write",
             lambda: self.inner.batch_set_v2(transfers, extra_info),
             lambda: self._misses.pages(transfers, reads=False),
+            extra_info,
         )
 
     def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> list[bool]:
@@ -246,9 +251,11 @@ class CircuitBreakerLayer(MissAnsweringLayer):
         kind: str,
         ask: Callable[[], AnswerT],
         miss: Callable[[], AnswerT],
+        extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> AnswerT:
         if self._closed:
             raise StorageClosedError(f"{type(self.inner).__name__}: the storage is closed")
+        check_info(extra_info)
         breaker = self.breakers[kind]
         if not breaker.admits():
             return miss()

@@ -29,6 +29,7 @@ from hicache_storage.spec import (
     seconds_since_asked,
 )
 from hicache_storage.spec.arguments import check_keys
+from hicache_storage.spec.calls import check_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,6 +235,7 @@ class DeadlineLayer(MissAnsweringLayer):
             self._closed.set()
 
     def _within(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+        check_info(extra_info)
         waited = seconds_since_asked()
         if extra_info is None and not waited:
             return self._default

@@ -11,6 +11,7 @@ from hicache_storage.objects.requests import check_transfers
 from hicache_storage.observability.request_ids import RequestScope, call_request_id
 from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName
 from hicache_storage.spec.arguments import check_list
+from hicache_storage.spec.calls import check_info
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,5 +113,6 @@ class TracingLayer(MeasuringLayer):
 
 
 def _with_id(extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo:
+    check_info(extra_info)
     info = extra_info or HiCacheStorageExtraInfo()
     return replace(info, request_id=call_request_id(info.request_id))

@@ -55,6 +55,7 @@ from hicache_storage.spec import (
     note_answer_from_memory,
 )
 from hicache_storage.spec.arguments import check_keys
+from hicache_storage.spec.calls import check_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -1138,6 +1139,7 @@ def _is_any_served(answers: list[list[bool]]) -> bool:
 
 
 def _call(extra_info: HiCacheStorageExtraInfo | None) -> Call:
+    check_info(extra_info)
     if extra_info is None:
         return Call()
     if extra_info.prefix_keys:

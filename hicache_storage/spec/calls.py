@@ -60,6 +60,23 @@ class HiCacheStorageExtraInfo:
         request_id: object = self.request_id
         if not (request_id is None or isinstance(request_id, str)):
             raise InvalidTransferError(f"request_id must be a text or None, got {request_id!r:.80}")
+        token: object = self.cancellation
+        if not (token is None or isinstance(token, CancellationToken)):
+            raise InvalidTransferError(
+                f"cancellation must be a CancellationToken or None, got {token!r:.80}"
+            )
+
+
+def check_info(extra_info: object) -> None:
+    """Check the argument `extra_info` of a call.
+
+    Raises:
+        InvalidTransferError: it is something else.
+    """
+    if not (extra_info is None or isinstance(extra_info, HiCacheStorageExtraInfo)):
+        raise InvalidTransferError(
+            f"extra_info must be a HiCacheStorageExtraInfo or None, got {extra_info!r:.80}"
+        )
 
 
 class CancellationToken:

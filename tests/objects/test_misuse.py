@@ -171,6 +171,29 @@ class TestNoList:
         assert storage.operations == []
         assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
 
+    @pytest.mark.parametrize("is_open", [False, True])
+    @pytest.mark.parametrize(
+        "extra", [{"deadline_seconds": 1.0}, "chat_7", 1.0, [], 7], ids=repr
+    )
+    def test_extra_info(self, around, extra, is_open):
+        """It was a bare AttributeError out of a layer, or taken for none."""
+        asked, storage, pool = around
+        for breaker in getattr(getattr(asked, "inner", asked), "breakers", {}).values():
+            if is_open:
+                breaker.failed()
+        for call in (
+            lambda: asked.batch_exists_v2(["a"], None, extra),
+            lambda: asked.batch_present(["a"], extra_info=extra),
+            lambda: asked.batch_get_v2([pool.transfer("kv", ["a"], [0])], extra),
+            lambda: asked.batch_set_v2([pool.transfer("kv", ["b"], [0])], extra),
+        ):
+            with pytest.raises(InvalidTransferError, match="extra_info"):
+                call()
+        with pytest.raises(InvalidTransferError, match="cancellation"):
+            HiCacheStorageExtraInfo(cancellation=extra)
+        assert storage.operations == []
+        assert asked.fault_count() == 0
+
     @pytest.mark.parametrize(
         "transfers", [None, 3, "kv", PoolTransfer("kv"), [None], ["kv"], iter([PoolTransfer("kv")])]
     )
