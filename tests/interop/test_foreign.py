@@ -174,6 +174,7 @@ def test_a_right_driver_is_not_blamed(runs):
     assert run.results["totals"]["pass"] >= 15
 
 
+@pytest.mark.long
 def test_the_command_in_a_report_shows_a_fault_again(runs):
     case = runs["sglang-sim"].cases()["test_the_greatest_common_endpoint"]
     program, *arguments = shlex.split(case["reproduce"])

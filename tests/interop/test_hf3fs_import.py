@@ -14,6 +14,7 @@ from tests.support.commands import run_hicache
 
 pytestmark = [
     pytest.mark.interop,
+    pytest.mark.long,
     # SGLang's mock client reads into bytes, of which torch makes a tensor; that is told once in a
     # process.
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),

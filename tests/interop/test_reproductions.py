@@ -10,7 +10,7 @@ import pytest
 from hicache_conformance.interfaces.profile import INTERFACES
 from tests.support.reproductions import ROOT, failing_rules, reproduce, scripts
 
-pytestmark = [pytest.mark.interop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.interop, pytest.mark.long, pytest.mark.timeout(300)]
 
 KNOWN = INTERFACES["sglang"].known()
 

@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # One start of a server each; minutes where nothing else leaves it a processor.
-pytestmark = [pytest.mark.slow(seconds=150), pytest.mark.interop, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow(seconds=150),
+    pytest.mark.interop,
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]
 
 
 @pytest.mark.parametrize(
     ("layout", "io_backend"),
-    [pytest.param("layer_first", "direct", marks=pytest.mark.long), ("page_head", "kernel")],
+    [("layer_first", "direct"), ("page_head", "kernel")],
 )
 def test_what_was_stored_is_restored(tmp_path: Path, layout: str, io_backend: str):
     command = prepare_engine(tmp_path, ranks=1, layout=layout, io_backend=io_backend)
