@@ -172,9 +172,7 @@ class TestNoList:
         assert (asked.fault_count(), asked.get_stats().breaker_state) == (0, "closed")
 
     @pytest.mark.parametrize("is_open", [False, True])
-    @pytest.mark.parametrize(
-        "extra", [{"deadline_seconds": 1.0}, "chat_7", 1.0, [], 7], ids=repr
-    )
+    @pytest.mark.parametrize("extra", [{"deadline_seconds": 1.0}, "chat_7", 1.0, [], 7], ids=repr)
     def test_extra_info(self, around, extra, is_open):
         """It was a bare AttributeError out of a layer, or taken for none."""
         asked, storage, pool = around
