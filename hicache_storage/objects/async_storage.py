@@ -273,7 +273,12 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         # A daemon: a coroutine that blocks it must not keep the process from exiting.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            # `open` is tried again and again: each loop that is left open keeps three descriptors.
+            self._loop.close()
+            raise StorageUnavailableError(str(error)) from error
 
     def run(
         self, work: Callable[[], Coroutine[Any, Any, ResultT]], seconds: float | None = None

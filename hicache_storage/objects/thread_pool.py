@@ -103,15 +103,16 @@ class ThreadPool:
     until it returns, and another thread takes the place of that one. Neither `close` nor the end
     of the process waits for such a thread.
 
-    Used by the deadline layer, the hybrid controller and all drivers. The conformance suite has
-    threads of its own: it judges storages that may use this class, so that a defect here must not
-    hide in both.
+    Used by the deadline layer, the hybrid controller, the bridges and all drivers. The conformance
+    suite has threads of its own: it judges storages that may use this class, so that a defect here
+    must not hide in both.
 
     Args:
         name: of the threads.
-        max_threads: threads that are not abandoned; a further call waits for one. With 0, `run`
-            leaves all calls to its caller, and one thread runs the calls of others, whose callers
-            must not wait. None: no limit, and no call waits.
+        max_threads: threads that are not abandoned; a further call waits for one, as it does where
+            there are fewer and no other can be started. With 0, `run` leaves all calls to its
+            caller, and one thread runs the calls of others, whose callers must not wait. None: no
+            limit, and no call waits.
         max_hung: abandoned calls from which on no thread is started.
     """
 
@@ -148,17 +149,17 @@ class ThreadPool:
         return bool(self._threads)
 
     def submit(self, call: Callable[[], ResultT]) -> Task[ResultT] | None:
-        """Run a call in a thread, or queue it while `max_threads` are busy.
+        """Run a call in a thread, or queue it until one is free where their number is limited.
 
         Returns:
-            None if the pool is closed or no thread can be started: the call is not made.
+            None if the pool is closed, or has no thread and can start none: the call is not made.
         """
         task = Task(call)
         with self._lock:
             if self._closed:
                 return None
             if not self._assign(task):
-                if len(self._threads) != self._max_threads:
+                if self._max_threads is None or not self._threads:
                     return None
                 self._queue.append(task)
         return task

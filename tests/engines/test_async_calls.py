@@ -71,8 +71,40 @@ def test_jobs_that_wait_when_it_is_closed_do_not_begin():
     go_on.set()
     closing.join(60)
     calls.submit(3, lambda: "done", "nothing")
-    assert calls.finished() == [(1, "done"), (2, "nothing"), (3, "nothing")]
+    assert sorted(calls.finished()) == [(1, "done"), (2, "nothing"), (3, "nothing")]
     calls.close()
+
+
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_job_for_which_no_thread_can_be_started_is_reported_and_never_made(monkeypatch):
+    calls, made = AsyncCalls[str]("test", 2), list[int]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        calls.submit(1, lambda: made.append(1) or "done", "nothing")
+    assert calls.finished() == [(1, "nothing")]
+    calls.submit(2, lambda: made.append(2) or "done", "nothing")
+    calls.wait_idle()
+    calls.close()
+    assert (calls.finished(), made) == ([(2, "done")], [2])
+
+
+def test_where_no_further_thread_can_be_started_a_job_waits_and_is_reported_once(monkeypatch):
+    """Reported as failed, and made all the same, it would write to another request's memory."""
+    calls, made = AsyncCalls[str]("test", 2), list[int]()
+    begun, go_on = threading.Event(), threading.Event()
+    calls.submit(1, lambda: begun.set() or (go_on.wait(60) and "done"), "nothing")
+    assert begun.wait(60)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        calls.submit(2, lambda: made.append(2) or "done", "nothing")
+    assert (calls.finished(), made) == ([], [])
+    go_on.set()
+    calls.wait_idle()
+    calls.close()
+    assert (calls.finished(), made) == ([(1, "done"), (2, "done")], [2])
 
 
 def test_whoever_waits_for_results_is_notified():

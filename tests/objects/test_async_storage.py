@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import warnings
 
@@ -245,6 +246,27 @@ def test_a_store_that_does_not_open_leaves_no_thread(gated, monkeypatch):
     with pytest.raises(StorageUnavailableError, match="not today"):
         storage.open()
     assert not [thread for thread in threading.enumerate() if thread.name == "hicache-gated"]
+
+
+def test_where_no_thread_can_be_started_nothing_is_left_open(gated, monkeypatch):
+    storage, _ = gated()
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    # Nothing that the garbage collection closes is counted as closed.
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(5):
+                with pytest.raises(StorageUnavailableError, match="can't start new thread"):
+                    storage.open()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    finally:
+        gc.enable()
+    storage.open()
 
 
 def test_forked_children(gated):

@@ -200,6 +200,19 @@ def test_without_a_thread_to_be_had_no_call_is_accepted(make_pool, monkeypatch):
     assert result(pool.submit(threading.get_ident))
 
 
+def test_where_no_further_thread_can_be_had_a_call_waits_for_those_there_are(
+    make_pool, hang, monkeypatch
+):
+    pool = make_pool(2)
+    [running] = begin(pool, hang)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        queued = pool.submit(threading.get_ident)
+    assert queued is not None
+    hang.set()
+    assert result(queued) == result(running)
+
+
 # Calls that are divided among threads ------------------------------------------------------------
 
 
