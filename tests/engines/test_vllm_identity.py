@@ -17,6 +17,7 @@ BUILD = {"vllm": "0.32", "device": "cuda 9.0"}
 class Group:
     tokens_per_block: int = 16
     layer_names: tuple[str, ...] = ("a", "b")
+    group_id: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ def test_the_same_engine_has_the_same_identity():
         replace(Engine(), model=Model(dtype="float16")),
         replace(Engine(), groups=(Group(tokens_per_block=32),)),
         replace(Engine(), groups=(Group(layer_names=("a", "c")),)),
-        replace(Engine(), groups=(Group(layer_names=("a",)), Group(layer_names=("b",)))),
+        replace(Engine(), groups=(Group(group_id=1),)),
+        replace(
+            Engine(), groups=(Group(layer_names=("a",)), Group(layer_names=("b",), group_id=1))
+        ),
         replace(Engine(), cache=Cache(blocks_per_chunk=8)),
         replace(Engine(), cache=Cache(tokens_per_hash=32)),
         replace(Engine(), kv_cache_layout="LBNHC"),
@@ -114,8 +118,24 @@ def test_a_row_has_each_worker_once_unless_all_hold_the_same():
     assert row_bytes(Engine(), replicated=True) == 4 * 1000
 
 
-def test_each_group_has_a_pool():
-    assert pool_names(3) == ["kv", "group_1", "group_2"]
+@pytest.mark.parametrize(
+    ("numbers", "names"),
+    [((0, 1, 2), ["kv", "group_1", "group_2"]), ((2, 5), ["kv", "group_5"]), ((7,), ["kv"])],
+)
+def test_each_group_has_a_pool_by_its_number_which_keys_have(numbers, names):
+    groups = [Group(group_id=number) for number in numbers]
+    assert pool_names(groups) == dict(zip(numbers, names, strict=True))
+
+
+def test_groups_that_vllm_leaves_out_keep_engines_apart():
+    def of(*numbers):
+        groups = tuple(
+            Group(layer_names=(str(place),), group_id=number)
+            for place, number in enumerate(numbers)
+        )
+        return fingerprint(Engine(groups=groups))
+
+    assert len({of(0, 1), of(0, 2), of(1, 2)}) == 3
 
 
 @pytest.mark.parametrize(

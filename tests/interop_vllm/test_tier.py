@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.engines.vllm.build import build_of
 from hicache_storage.spec import ConfigError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 pytestmark = pytest.mark.vllm
 
 CHUNKS, USED = 16, 6000
@@ -30,9 +34,9 @@ CHUNKS, USED = 16, 6000
 class Engine:
     """vLLM's side of a tier: the memory of the CPU tier, and numbers of jobs."""
 
-    def __init__(self, path, groups: int = 1, **options: object) -> None:
+    def __init__(self, path, groups: Sequence[int] = (0,), **options: object) -> None:
         self.rows = Rows(CHUNKS, USED)
-        layers = [(f"layer{group}",) for group in range(groups)]
+        layers = {group: (f"layer{group}",) for group in groups}
         spec = TierSpec(
             config=offloading_config(worker_bytes=USED, layers=layers, kv_events=True),
             kv_events_config=OffloadingKVEventsConfig(
@@ -157,15 +161,17 @@ def test_a_load_keeps_what_was_delivered_and_marks_the_rest_as_misses(engine):
     assert engine.tier.lookup(wanted[1], request) is LookupResult.MISS
 
 
-def test_groups_have_pools_of_their_own(tmp_path):
-    engine = Engine(tmp_path, groups=2)
+@pytest.mark.parametrize("groups", [(0, 1), (0, 2), (3, 5)])
+def test_groups_have_pools_of_their_own(tmp_path, groups):
+    """Whatever their numbers: vLLM leaves out groups that are not prefix cacheable."""
+    engine = Engine(tmp_path, groups=groups)
     first, second = engine.fill(0, 1), engine.fill(1, 2)
-    both = [*keys(1, group=0), *keys(1, group=1)]
+    both = [key for group in groups for key in keys(1, group=group)]
     assert engine.store(both, [0, 1]).success
-    assert engine.found([*both, *keys(1, group=1, start=3)]) == [True, True, False]
+    assert engine.found([*both, *keys(1, group=groups[1], start=3)]) == [True, True, False]
     assert engine.load(both, [5, 6]).success
     assert (engine.bytes_of(5), engine.bytes_of(6)) == (first, second)
-    assert {"kv", "group_1"} <= set(engine.tier.storage.get_stats().pools)
+    assert set(engine.tier.storage.get_stats().pools) == {"kv", f"group_{groups[1]}"}
     engine.close()
 
 

@@ -63,6 +63,8 @@ class GroupConfig(Protocol):
     def tokens_per_block(self) -> int: ...
     @property
     def layer_names(self) -> tuple[str, ...]: ...
+    @property
+    def group_id(self) -> int: ...
 
 
 class ModelConfig(Protocol):
@@ -128,9 +130,13 @@ def tier_config(options: Mapping[str, object]) -> TierConfig:
     return parse_options(TierConfig, options, where=WHERE)
 
 
-def pool_names(groups: int) -> list[str]:
-    """Name the pool of each KV cache group, in their order."""
-    return ["kv", *(f"group_{number}" for number in range(1, groups))]
+def pool_names(groups: Sequence[GroupConfig]) -> dict[int, str]:
+    """Name the pool of each KV cache group, by the number that vLLM's keys have of it.
+
+    The numbers have gaps: vLLM leaves out groups that are not prefix cacheable.
+    """
+    first, *others = (group.group_id for group in groups)
+    return {first: "kv", **{number: f"group_{number}" for number in others}}
 
 
 def row_bytes(engine: EngineConfig, *, replicated: bool) -> int:
@@ -196,8 +202,10 @@ def _page_format(engine: EngineConfig, *, replicated: bool, build: Mapping[str, 
             "names": hashlib.blake2b(
                 json.dumps(group.layer_names).encode(), digest_size=8
             ).hexdigest(),
+            # Groups that vLLM leaves out are told by the gaps of the others' numbers alone.
+            **({} if group.group_id == place else {"id": group.group_id}),
         }
-        for group in engine.groups
+        for place, group in enumerate(engine.groups)
     ]
     return json.dumps(
         {

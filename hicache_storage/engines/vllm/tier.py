@@ -159,8 +159,8 @@ class HiCacheTier(SecondaryTierManager):
         identity = tier_identity(
             engine, self._config, replicated=replicated, build=build_of(engine)
         )
-        names = pool_names(len(engine.groups))
-        self._names = [PoolName(name) for name in names]
+        names = pool_names(engine.groups)
+        self._names = {group: PoolName(name) for group, name in names.items()}
         self._pool: ChunkPool | None = ChunkPool(
             primary_kv_view, page_bytes=self._row_bytes, layout=identity.layout
         )
@@ -175,7 +175,9 @@ class HiCacheTier(SecondaryTierManager):
         self._chains = dict[str, _Chain]()
         self._metrics = TierMetrics()
         self._refusals = RefusedCalls("vLLM")
-        self._storage = open_storage(self._config, identity, dict.fromkeys(names, self._pool))
+        self._storage = open_storage(
+            self._config, identity, dict.fromkeys(names.values(), self._pool)
+        )
         self._loads = AsyncCalls[_Moved]("hicache-load", self._config.threads)
         # Of their own, so that a load never waits for stores.
         self._stores = AsyncCalls[_Moved]("hicache-store", self._config.threads)
@@ -334,7 +336,7 @@ class HiCacheTier(SecondaryTierManager):
     def _by_pool(self, keys: Sequence[OffloadKey]) -> dict[PoolName, list[int]]:
         """Return the places of the keys of each pool."""
         if len(self._names) == 1:
-            return {self._names[0]: list(range(len(keys)))}
+            return {name: list(range(len(keys))) for name in self._names.values()}
         places = dict[PoolName, list[int]]()
         for place, key in enumerate(keys):
             places.setdefault(self._names[get_offload_group_idx(key)], []).append(place)

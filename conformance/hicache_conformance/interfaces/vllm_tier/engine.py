@@ -73,7 +73,7 @@ class TierSpec:
 def offloading_config(
     *,
     worker_bytes: int,
-    layers: Sequence[Sequence[str]] = (("layers.0",),),
+    layers: Mapping[int, Sequence[str]] | None = None,
     model: str = "model",
     dtype: str = "bfloat16",
     tokens_per_block: int = 16,
@@ -88,18 +88,19 @@ def offloading_config(
 
     Args:
         worker_bytes: bytes of a block in one worker.
-        layers: names of the layers of each KV cache group.
+        layers: names of the layers of each KV cache group, by its number; one group by default.
         model, dtype, tokens_per_block, layout: of the KV cache.
         tp_size, pp_size, pcp_size: workers of each kind.
         replicated: every worker holds the same, as with latent attention.
         kv_events: vLLM publishes KV cache events.
     """
+    layers = layers or {0: ["layers.0"]}
     return OffloadingConfig(
         groups=tuple(
             OffloadingGroupConfig(
                 tokens_per_block=tokens_per_block, layer_names=tuple(names), group_id=group
             )
-            for group, names in enumerate(layers)
+            for group, names in layers.items()
         ),
         worker_kv_bytes_per_block=worker_bytes,
         enable_kv_cache_events=kv_events,

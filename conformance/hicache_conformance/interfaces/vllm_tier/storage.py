@@ -73,7 +73,8 @@ class TierStorage(PresenceStorage):
         identity, names = self._identity, pool_order(self._pools)
         # KV is a group of every model.
         names = names if PoolName.KV in names else [PoolName.KV, *names]
-        self._groups = {name: group for group, name in enumerate(names)}
+        # With gaps, as where vLLM leaves out groups that are not prefix cacheable.
+        self._groups = {name: 2 * place for place, name in enumerate(names)}
         geometry = self._pools[next(name for name in names if name in self._pools)].geometry
         workers = (
             1 if identity.kv_replicated else identity.tp_size * identity.pp_size * identity.cp_size
@@ -81,7 +82,7 @@ class TierStorage(PresenceStorage):
         longest = max(pool.geometry.page_bytes for pool in self._pools.values())
         config = offloading_config(
             worker_bytes=-(-longest // workers),
-            layers=[_layers(identity, name) for name in names],
+            layers={self._groups[name]: _layers(identity, name) for name in names},
             model=identity.model,
             dtype=element_type(geometry, identity),
             tokens_per_block=identity.page_size,
