@@ -9,12 +9,13 @@ from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,
     Place,
     adapter_config,
+    object_key,
     place_identity,
 )
 from hicache_storage.spec import ConfigError
 
 OPTIONS = {"driver": "file", "driver_config": {"path": "/data"}}
-PLACE = Place("model", 0x01000100, 0, "", ObjectLayout.of([(2, 4, 64, 16)], ["torch.bfloat16"]))
+PLACE = Place("model", 0x01000100, 0, ObjectLayout.of([(2, 4, 64, 16)], ["torch.bfloat16"]))
 
 
 def fingerprint(place=PLACE, version="0.5", **options):
@@ -28,7 +29,6 @@ def fingerprint(place=PLACE, version="0.5", **options):
         PLACE._replace(model="other"),
         PLACE._replace(kv_rank=0x02000200),
         PLACE._replace(group=1),
-        PLACE._replace(cache_salt="s"),
         # LMCache's own keys do not tell these.
         PLACE._replace(layout=ObjectLayout.of([(2, 4, 64, 16)], ["float16"])),
         PLACE._replace(layout=ObjectLayout.of([(2, 4, 16, 64)], ["bfloat16"])),
@@ -45,6 +45,16 @@ def test_places_that_differ_share_nothing(other):
 )
 def test_options_that_differ_share_nothing(options):
     assert fingerprint(**options) != fingerprint()
+
+
+def test_salts_share_a_storage_and_no_key():
+    """Clients choose them: with a storage each, some hundred take all descriptors."""
+    chunks = [bytes([number]) * 32 for number in range(3)]
+    salts = ["", "a", "b", "a" * 128, "\ud800"]
+    names = {object_key(chunk, salt) for chunk in chunks for salt in salts}
+    assert len(names) == len(chunks) * len(salts)
+    assert {len(name) for name in names} == {64}
+    assert object_key(chunks[0], "") == chunks[0].hex()
 
 
 def test_a_bad_option_is_refused_by_name():

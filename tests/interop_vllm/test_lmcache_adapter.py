@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,24 @@ def test_keys_that_differ_name_other_objects(server, other):
     assert server.store(keys(1), [server.item(0)])
     assert server.found(keys(1, **other)) == [False]
     assert server.load(keys(1, **other), [server.item(1)]) == [False]
+
+
+def test_salts_take_neither_threads_nor_descriptors(server):
+    """Clients choose them."""
+    content = server.fill(0, 1)
+    assert server.store(keys(1), [server.item(0)])
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for number in range(100):
+        assert server.found(keys(1, cache_salt=f"client {number}")) == [False]
+    # The adapter's own threads for lookups.
+    assert threading.active_count() <= threads + 4
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 4
+    salted = keys(1, cache_salt="client 7")
+    other = server.fill(1, 2)
+    assert server.store(salted, [server.item(1)])
+    # Both in one task.
+    assert server.load([*keys(1), *salted], [server.item(2), server.item(3)]) == [True, True]
+    assert (server.bytes_at(2), server.bytes_at(3)) == (content, other)
 
 
 def test_another_dtype_of_the_same_width_reads_nothing(server):

@@ -25,6 +25,7 @@ from hicache_storage.engines.lmcache.identity import (
     ObjectLayout,
     Place,
     adapter_config,
+    object_key,
     place_identity,
 )
 from hicache_storage.observability.logs import log_like
@@ -69,7 +70,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
     """Adapter: serves LMCache's L2 from a driver of this project, zero copy.
 
     Objects lie in LMCache's L1 arena, and are read and written there. Each place (model, worker,
-    object group, salt and layout) has a storage of its own, opened when it is first named.
+    object group and layout) has a storage of its own, opened when it is first named.
 
     Construction fails, with the field to mend, where the configuration cannot be served. After that
     nothing is raised into LMCache: each task is reported once, a fault is a 0 bit or an object that
@@ -104,7 +105,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         create_storage(
             self._config.driver,
             place_identity(
-                Place("probe", 0, 0, "", ObjectLayout((), ())), self._config, version=self._version
+                Place("probe", 0, 0, ObjectLayout((), ())), self._config, version=self._version
             ),
             self._config.driver_config,
         ).close()
@@ -369,11 +370,11 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
 
 def _place(key: ObjectKey, layout: ObjectLayout) -> Place:
-    return Place(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, layout)
+    return Place(key.model_name, key.kv_rank, key.object_group_id, layout)
 
 
 def _text(key: ObjectKey) -> str:
-    return key.chunk_hash.hex()
+    return object_key(key.chunk_hash, key.cache_salt)
 
 
 def _layout(item: MemoryObj) -> ObjectLayout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
@@ -61,15 +62,23 @@ class Place(NamedTuple):
     kv_rank: int
     """LMCache's number of a worker: world size and rank, globally and on the node."""
     group: int
-    cache_salt: str
     layout: ObjectLayout
+
+
+def object_key(chunk_hash: bytes, cache_salt: str) -> str:
+    """Name an object within its place, which all salts share: clients choose them, and each storage
+    has threads and descriptors."""
+    if not cache_salt:
+        return chunk_hash.hex()
+    salt = hashlib.blake2b(cache_salt.encode(errors="surrogatepass")).digest()
+    return hashlib.blake2b(chunk_hash, digest_size=32, key=salt).hexdigest()
 
 
 def place_identity(place: Place, config: AdapterConfig, *, version: str) -> StorageIdentity:
     """Derive the identity of the objects of a place.
 
-    LMCache's own keys tell model, worker, object group and salt, and neither dtype nor layout: of
-    two servers on one directory with other dtypes of one width, one would read the other's bytes.
+    LMCache's own keys tell model, worker and object group, and neither dtype nor layout: of two
+    servers on one directory with other dtypes of one width, one would read the other's bytes.
 
     Args:
         place: where the objects belong.
@@ -83,7 +92,6 @@ def place_identity(place: Place, config: AdapterConfig, *, version: str) -> Stor
         "lmcache": version,
         "kv_rank": f"{place.kv_rank:#010x}",
         "group": place.group,
-        "cache_salt": place.cache_salt,
         "shapes": layout.shapes,
         "dtypes": layout.dtypes,
     }
