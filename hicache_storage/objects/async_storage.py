@@ -276,7 +276,7 @@ class _LoopThread:
         try:
             self._thread.start()
         except RuntimeError as error:
-            # `open` is tried again and again: each loop that is left open keeps three descriptors.
+            # Its descriptors; `open` is tried again and again.
             self._loop.close()
             raise StorageUnavailableError(str(error)) from error
 

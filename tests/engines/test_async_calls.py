@@ -8,6 +8,7 @@ import time
 import pytest
 
 from hicache_storage.engines.async_calls import AsyncCalls
+from hicache_storage.engines.bridge_metrics import RefusedCalls
 from hicache_storage.spec import seconds_since_asked
 
 
@@ -66,8 +67,7 @@ def test_jobs_that_wait_when_it_is_closed_do_not_begin():
     assert begun.wait(60)
     closing = threading.Thread(target=calls.close)
     closing.start()
-    while not calls._closed:
-        pass
+    assert calls._closing.wait(60)
     go_on.set()
     closing.join(60)
     calls.submit(3, lambda: "done", "nothing")
@@ -105,6 +105,35 @@ def test_where_no_further_thread_can_be_started_a_job_waits_and_is_reported_once
     calls.wait_idle()
     calls.close()
     assert (calls.finished(), made) == ([(1, "done"), (2, "done")], [2])
+
+
+def test_jobs_that_wait_behind_hung_ones_are_answered_at_their_deadline_and_never_made():
+    notified, late = threading.Semaphore(0), RefusedCalls("test")
+    calls = AsyncCalls[str]("test", 1, notified.release, 0.05, late)
+    begun, go_on, made = threading.Event(), threading.Event(), list[int]()
+    # In the memory of a read that hangs, a storage with `HungReads.WAIT` may still write.
+    calls.submit(0, lambda: begun.set() or (go_on.wait(60) and "done"), "nothing")
+    assert begun.wait(60)
+    for row in (range(1, 4), range(4, 6)):
+        for job in row:
+            calls.submit(job, lambda job=job: made.append(job) or "done", "nothing")
+        for _ in row:
+            assert notified.acquire(timeout=60)
+        assert calls.finished() == [(job, "nothing") for job in row]
+    go_on.set()
+    assert notified.acquire(timeout=60)
+    calls.close()
+    assert (calls.finished(), made) == ([(0, "done")], [])
+    assert late.count == 5
+
+
+def test_a_job_that_a_thread_takes_too_late_is_not_made():
+    made, late = list[int](), RefusedCalls("test")
+    calls = AsyncCalls[str]("test", 1, deadline_seconds=0, refusals=late)
+    calls.submit(1, lambda: made.append(1) or "done", "nothing")
+    calls.wait_idle()
+    assert (calls.finished(), made, late.count) == ([(1, "nothing")], [], 1)
+    calls.close()
 
 
 def test_whoever_waits_for_results_is_notified():

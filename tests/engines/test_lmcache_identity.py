@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hicache_storage.engines.lmcache.arena_pool import ArenaPool
@@ -51,10 +53,14 @@ def test_salts_share_a_storage_and_no_key():
     """Clients choose them: with a storage each, some hundred take all descriptors."""
     chunks = [bytes([number]) * 32 for number in range(3)]
     salts = ["", "a", "b", "a" * 128, "\ud800"]
-    names = {object_key(chunk, salt) for chunk in chunks for salt in salts}
+    names = {
+        object_key(SimpleNamespace(chunk_hash=chunk, cache_salt=salt))
+        for chunk in chunks
+        for salt in salts
+    }
     assert len(names) == len(chunks) * len(salts)
     assert {len(name) for name in names} == {64}
-    assert object_key(chunks[0], "") == chunks[0].hex()
+    assert chunks[0].hex() in names
 
 
 def test_a_bad_option_is_refused_by_name():

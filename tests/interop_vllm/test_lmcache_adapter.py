@@ -252,6 +252,33 @@ def test_a_storage_that_raises_is_a_miss(server, monkeypatch):
     assert server.adapter.refused_calls == 3
 
 
+def test_tasks_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypatch):
+    """And LMCache, which waits for the descriptor, is told."""
+    server = Server(tmp_path, threads=1, deadline_seconds=0.1)
+    server.fill(0, 1)
+    assert server.store(keys(1), [server.item(0)])
+    [storage] = server.adapter._storages.values()
+    hung, go_on = threading.Semaphore(0), threading.Event()
+
+    def hang(asked, *_: object, **__: object):
+        hung.release()
+        assert go_on.wait(60)
+        return [False] if isinstance(asked[0], str) else {"kv": [False]}
+
+    for call in ("batch_present", "batch_get_v2"):
+        monkeypatch.setattr(storage, call, hang)
+    layouts = {0: MemoryLayoutDesc([SHAPE], [DTYPE])}
+    server.adapter.submit_lookup_and_lock_task(keys(1), layouts)
+    server.adapter.submit_load_task(keys(1), [server.item(1)])
+    for _ in range(2):
+        assert hung.acquire(timeout=60)
+    assert server.found(keys(1)) == [False]
+    assert server.load(keys(1), [server.item(2)]) == [False]
+    assert server.adapter.refused_calls == 2
+    go_on.set()
+    server.adapter.close()
+
+
 def test_each_kind_of_task_has_a_descriptor_of_its_own(server):
     adapter = server.adapter
     assert (

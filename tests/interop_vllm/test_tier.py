@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from hicache_conformance.interfaces.vllm_tier.engine import Rows, TierSpec, offloading_config
 from hicache_storage.engines.vllm import HiCacheTier
 from hicache_storage.engines.vllm.build import build_of
-from hicache_storage.spec import ConfigError
+from hicache_storage.spec import ConfigError, seconds_since_asked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Engine:
 
     def __init__(self, path, groups: Sequence[int] = (0,), **options: object) -> None:
         self.rows = Rows(CHUNKS, USED)
-        layers = {group: (f"layer{group}",) for group in groups}
+        layers = [(group, (f"layer{group}",)) for group in groups]
         spec = TierSpec(
             config=offloading_config(worker_bytes=USED, layers=layers, kv_events=True),
             kv_events_config=OffloadingKVEventsConfig(
@@ -228,6 +229,55 @@ def test_a_storage_that_raises_is_a_miss(engine, monkeypatch):
     assert not engine.store(keys(1), [0]).success
     assert not engine.load(keys(1), [0]).success
     assert engine.tier.refused_calls == 3
+
+
+def test_lookups_behind_a_hung_one_have_waited_since_they_were_asked_for(engine, monkeypatch):
+    """vLLM has one thread for them all: each would have a deadline of its own, one after another."""
+    waited, hung, go_on = list[float](), threading.Event(), threading.Event()
+
+    def present(texts, **_: object):
+        waited.append(seconds_since_asked())
+        hung.set()
+        assert go_on.wait(60)
+        return [False] * len(texts)
+
+    monkeypatch.setattr(engine.tier._storage, "batch_present", present)
+    requests = [engine.request(name) for name in ("first", "second")]
+    for request, key in zip(requests, keys(2), strict=True):
+        # Asked for in two steps, as two requests that come one after the other.
+        assert engine.tier.lookup(key, request) is LookupResult.RETRY
+        engine.tier.on_schedule_end(ScheduleEndContext([], []))
+        assert hung.wait(60)
+    asked = time.monotonic()
+    while (released := time.monotonic()) <= asked + 0.01:
+        pass
+    go_on.set()
+    for request, key in zip(requests, keys(2), strict=True):
+        assert engine.found([key], request) == [False]
+    assert waited[1] >= released - asked
+    # A request that comes later has waited for less, however long the engine was idle.
+    later = time.monotonic()
+    assert engine.found(keys(3)[2:], engine.request("third")) == [False]
+    assert waited[2] <= time.monotonic() - later
+
+
+def test_loads_behind_hung_ones_are_misses_at_their_deadline(tmp_path, monkeypatch):
+    engine = Engine(tmp_path, threads=1, deadline_seconds=0.1)
+    hung, go_on = threading.Event(), threading.Event()
+
+    def get(transfers, extra_info):
+        hung.set()
+        assert go_on.wait(60)
+        return {transfer.name: [True] * len(transfer.keys) for transfer in transfers}
+
+    monkeypatch.setattr(engine.tier._storage, "batch_get_v2", get)
+    first = engine.submit(keys(1), [0], load=True)
+    assert hung.wait(60)
+    assert not engine.result(engine.submit(keys(1), [1], load=True)).success
+    assert engine.tier.refused_calls == 1
+    go_on.set()
+    assert engine.result(first).success
+    engine.close()
 
 
 def test_stored_chunks_are_published_where_vllm_publishes_events(tmp_path):

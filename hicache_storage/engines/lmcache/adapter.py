@@ -32,6 +32,7 @@ from hicache_storage.observability.logs import log_like
 from hicache_storage.observability.prometheus import PROCESS
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import (
+    AskedScope,
     ConfigError,
     HiCacheStorage,
     InvalidPoolError,
@@ -109,7 +110,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             ),
             self._config.driver_config,
         ).close()
-        # Guards `_storages`, `_lookups_done` and `_loads_done`; never held while a storage opens.
+        # Guards `_storages`; never held while a storage opens.
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         self._storages = dict[Place, HiCacheStorage]()
@@ -119,12 +120,14 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._store_event = create_event_notifier()
         self._lookup_event = create_event_notifier()
         self._load_event = create_event_notifier()
-        threads = self._config.threads
+        threads, seconds = self._config.threads, self._config.deadline_seconds
         self._stores = AsyncCalls[_Stored]("hicache-store", threads, self._store_event.notify)
-        self._lookups = AsyncCalls[list[bool]]("hicache-lookup", threads, self._lookup_event.notify)
-        self._loads = AsyncCalls[list[bool]]("hicache-load", threads, self._load_event.notify)
-        self._lookups_done = dict[int, list[bool]]()
-        self._loads_done = dict[int, list[bool]]()
+        self._lookups = AsyncCalls[list[bool]](
+            "hicache-lookup", threads, self._lookup_event.notify, seconds, self._refusals
+        )
+        self._loads = AsyncCalls[list[bool]](
+            "hicache-load", threads, self._load_event.notify, seconds, self._refusals
+        )
         # LMCache's `/metrics` serves the default registry.
         PROCESS.add(self)
 
@@ -175,7 +178,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
         """Report a lookup task once; None while it runs."""
-        return self._result(task_id, self._lookups, self._lookups_done)
+        return _bitmap(self._lookups.take(task_id))
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
         """Do nothing: objects are not locked."""
@@ -188,7 +191,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
         """Report a load task once; None while it runs."""
-        return self._result(task_id, self._loads, self._loads_done)
+        return _bitmap(self._loads.take(task_id))
 
     def close(self) -> None:
         """End the threads, close the storages and the descriptors. Idempotent."""
@@ -240,18 +243,6 @@ class HiCacheL2Adapter(L2AdapterInterface):
     # How it is done
     # ----------------------------------------------------------------------------------------------
 
-    def _result(
-        self, task: int, calls: AsyncCalls[list[bool]], done: dict[int, list[bool]]
-    ) -> Bitmap | None:
-        with self._lock:
-            done.update(calls.finished())
-            answers = done.pop(task, None)
-        if answers is None:
-            return None
-        found = Bitmap(len(answers))
-        found.batched_set([index for index, answer in enumerate(answers) if answer])
-        return found
-
     def _look_up(
         self, keys: Sequence[ObjectKey], layouts: Mapping[int, ObjectLayout]
     ) -> list[bool]:
@@ -262,7 +253,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         ]
 
         def ask(storage: HiCacheStorage, indices: list[int]) -> list[bool]:
-            return storage.batch_present([_text(keys[index]) for index in indices])
+            return storage.batch_present([object_key(keys[index]) for index in indices])
 
         return self._by_place("batch_present", places, ask)
 
@@ -277,7 +268,9 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def _store(self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> _Stored:
         """Store objects. Blocks."""
-        answers = self._move("batch_set_v2", keys, objects)
+        # No request waits for a store: what it spends in the queue does not count.
+        with AskedScope():
+            answers = self._move("batch_set_v2", keys, objects)
         stored = [
             (key, item.get_size())
             for key, item, answer in zip(keys, objects, answers, strict=True)
@@ -295,7 +288,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
             transfer = PoolTransfer(
                 PoolName.KV,
                 torch.tensor([self._slot(objects[index]) for index in indices]),
-                keys=[_text(keys[index]) for index in indices],
+                keys=[object_key(keys[index]) for index in indices],
             )
             moved = (
                 storage.batch_set_v2([transfer])
@@ -369,12 +362,16 @@ class HiCacheL2Adapter(L2AdapterInterface):
         return offset // self._arena.align_bytes
 
 
+def _bitmap(answers: list[bool] | None) -> Bitmap | None:
+    if answers is None:
+        return None
+    found = Bitmap(len(answers))
+    found.batched_set([index for index, answer in enumerate(answers) if answer])
+    return found
+
+
 def _place(key: ObjectKey, layout: ObjectLayout) -> Place:
     return Place(key.model_name, key.kv_rank, key.object_group_id, layout)
-
-
-def _text(key: ObjectKey) -> str:
-    return object_key(key.chunk_hash, key.cache_salt)
 
 
 def _layout(item: MemoryObj) -> ObjectLayout:

@@ -14,6 +14,8 @@ from hicache_storage.spec import StorageIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from lmcache.v1.distributed.api import ObjectKey
+
 VERSIONS: Final = ("0.5.6",)
 """Versions of LMCache whose interface the bridge serves."""
 WHERE = "adapter_params"
@@ -65,13 +67,12 @@ class Place(NamedTuple):
     layout: ObjectLayout
 
 
-def object_key(chunk_hash: bytes, cache_salt: str) -> str:
-    """Name an object within its place, which all salts share: clients choose them, and each storage
-    has threads and descriptors."""
-    if not cache_salt:
-        return chunk_hash.hex()
-    salt = hashlib.blake2b(cache_salt.encode(errors="surrogatepass")).digest()
-    return hashlib.blake2b(chunk_hash, digest_size=32, key=salt).hexdigest()
+def object_key(key: ObjectKey) -> str:
+    """Return the key of an object in its place, which all salts share: clients choose them."""
+    if not key.cache_salt:
+        return key.chunk_hash.hex()
+    salt = hashlib.blake2b(key.cache_salt.encode(errors="surrogatepass")).digest()
+    return hashlib.blake2b(key.chunk_hash, digest_size=32, key=salt).hexdigest()
 
 
 def place_identity(place: Place, config: AdapterConfig, *, version: str) -> StorageIdentity:

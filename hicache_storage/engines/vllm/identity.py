@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, Protocol
 from msgspec import Meta
 
 from hicache_storage.engines.bridge_config import BridgeConfig, parse_options
-from hicache_storage.spec import ConfigError, StorageIdentity
+from hicache_storage.spec import ConfigError, PoolName, StorageIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,13 +130,10 @@ def tier_config(options: Mapping[str, object]) -> TierConfig:
     return parse_options(TierConfig, options, where=WHERE)
 
 
-def pool_names(groups: Sequence[GroupConfig]) -> dict[int, str]:
-    """Name the pool of each KV cache group, by the number that vLLM's keys have of it.
-
-    The numbers have gaps: vLLM leaves out groups that are not prefix cacheable.
-    """
+def pool_names(groups: Sequence[GroupConfig]) -> dict[int, PoolName]:
+    """Name the pool of each KV cache group, by its number in vLLM's keys, which may have gaps."""
     first, *others = (group.group_id for group in groups)
-    return {first: "kv", **{number: f"group_{number}" for number in others}}
+    return {first: PoolName.KV, **{number: PoolName(f"group_{number}") for number in others}}
 
 
 def row_bytes(engine: EngineConfig, *, replicated: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -32,6 +32,7 @@ from hicache_storage.engines.vllm.identity import pool_names, row_bytes, tier_co
 from hicache_storage.engines.vllm.metrics import TierMetrics, definitions
 from hicache_storage.observability.logs import log_like
 from hicache_storage.spec import (
+    AskedScope,
     ConfigError,
     HiCacheStorageExtraInfo,
     PoolName,
@@ -83,6 +84,8 @@ class _Chain:
     def __init__(self) -> None:
         self._ends: dict[OffloadKey, int] = {}
         """Number of tokens up to the end of a chunk."""
+        self.asked: dict[OffloadKey, AskedScope] = {}
+        """Scopes of the keys that were looked up."""
 
     def note(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
         """Note the places of some keys."""
@@ -159,8 +162,7 @@ class HiCacheTier(SecondaryTierManager):
         identity = tier_identity(
             engine, self._config, replicated=replicated, build=build_of(engine)
         )
-        names = pool_names(engine.groups)
-        self._names = {group: PoolName(name) for group, name in names.items()}
+        self._names = pool_names(engine.groups)
         self._pool: ChunkPool | None = ChunkPool(
             primary_kv_view, page_bytes=self._row_bytes, layout=identity.layout
         )
@@ -175,12 +177,14 @@ class HiCacheTier(SecondaryTierManager):
         self._chains = dict[str, _Chain]()
         self._metrics = TierMetrics()
         self._refusals = RefusedCalls("vLLM")
-        self._storage = open_storage(
-            self._config, identity, dict.fromkeys(names.values(), self._pool)
+        pools: dict[str, object] = dict.fromkeys(self._names.values(), self._pool)
+        self._storage = open_storage(self._config, identity, pools)
+        threads, seconds = self._config.threads, self._config.deadline_seconds
+        self._loads = AsyncCalls[_Moved](
+            "hicache-load", threads, deadline_seconds=seconds, refusals=self._refusals
         )
-        self._loads = AsyncCalls[_Moved]("hicache-load", self._config.threads)
         # Of their own, so that a load never waits for stores.
-        self._stores = AsyncCalls[_Moved]("hicache-store", self._config.threads)
+        self._stores = AsyncCalls[_Moved]("hicache-store", threads)
         self._lookups = _Lookups(self, tier_type)
 
     @classmethod
@@ -211,9 +215,12 @@ class HiCacheTier(SecondaryTierManager):
         """Answer from the lookups that have been made; RETRY where this one has to be."""
         if self._off:
             return LookupResult.MISS
-        self._chain(req_context).note([key], req_context)
+        chain = self._chain(req_context)
+        chain.note([key], req_context)
         found = self._lookups.lookup(key, req_context)
         if found is None:
+            if key not in chain.asked:
+                chain.asked[key] = AskedScope()
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
@@ -233,14 +240,18 @@ class HiCacheTier(SecondaryTierManager):
     def present(self, keys: Sequence[OffloadKey], request: ReqContext) -> list[bool]:
         """Find out which chunks are stored; a fault is a miss. Blocks."""
         found = [False] * len(keys)
+        chain = self._chains.get(request.req_id)
+        # vLLM has one thread for all lookups. These keys were asked for in one step.
+        asked = None if chain is None else chain.asked.get(keys[0])
         for name, places in self._by_pool(keys).items():
             started = time.monotonic()
             try:
-                answers = self._storage.batch_present(
-                    [_text(keys[place]) for place in places],
-                    pool=name,
-                    extra_info=HiCacheStorageExtraInfo(request_id=request.req_id),
-                )
+                with asked or AskedScope():
+                    answers = self._storage.batch_present(
+                        [_text(keys[place]) for place in places],
+                        pool=name,
+                        extra_info=HiCacheStorageExtraInfo(request_id=request.req_id),
+                    )
             except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of the engine
                 self._refusals.note("batch_present", name, error)
                 continue
@@ -379,7 +390,9 @@ class HiCacheTier(SecondaryTierManager):
         started = time.monotonic()
         try:
             move = self._storage.batch_set_v2 if writes else self._storage.batch_get_v2
-            moved = move(transfers, extra_info)
+            # No request waits for a store: what it spends in the queue does not count.
+            with AskedScope() if writes else nullcontext():
+                moved = move(transfers, extra_info)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - counted and logged; it may not end a thread of the engine
             self._refusals.note("batch_set_v2" if writes else "batch_get_v2", "", error)
             return _Moved(answers, time.monotonic() - started)

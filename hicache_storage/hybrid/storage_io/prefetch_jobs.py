@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache_storage.hybrid.storage_io.calls import BATCH_PAGES
 from hicache_storage.hybrid.storage_io.workers import Job
-from hicache_storage.spec import leading_pages
+from hicache_storage.spec import AskedScope, leading_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,13 +24,16 @@ class QueryJob(Job):
         self._calls = calls
         self._request = request
         self._restorable: list[int] = []
+        # Jobs that read have none: their requests wait as long as `PrefetchPolicy` says.
+        self._asked = AskedScope()
 
     def perform(self) -> None:
         with self.lock:
             if not self.begin_call():
                 return
         request = self._request
-        found = self._calls.restorable(request.keys, request.prefix_keys, request.request_id)
+        with self._asked:
+            found = self._calls.restorable(request.keys, request.prefix_keys, request.request_id)
         with self.lock:
             self._restorable = found
 

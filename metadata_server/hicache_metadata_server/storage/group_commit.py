@@ -41,8 +41,7 @@ class GroupCommit:
     All methods run in one event loop. A quick store, which writes to the page cache, is written in
     the loop itself: that takes less time than waking a thread. A store that waits for the network
     has a writer of coroutines. A store that waits for the disk is written in a thread. Checkpoints
-    run in a thread of their own. Both threads are started at construction, so that a process at its
-    limit of threads goes on to write.
+    run in a thread of their own.
 
     The store is failing from the first step that fails until each step has succeeded again.
     Meanwhile no change is acknowledged, because a growing log would take the space that the
@@ -66,8 +65,7 @@ class GroupCommit:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="group-commit")
         self._checkpoint_thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         for executor in (self._thread, self._checkpoint_thread):
-            # Starts the thread. An executor that cannot start one later has queued the step by
-            # then: it fails, its requests wait for ever, and it is made with a later one.
+            # Starts the thread: where a later step cannot, its requests wait for ever.
             executor.submit(time.monotonic)
         self._open: list[asyncio.Future[None]] = []
         """Requests that wait for the next group."""

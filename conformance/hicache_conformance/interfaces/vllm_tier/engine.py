@@ -73,7 +73,7 @@ class TierSpec:
 def offloading_config(
     *,
     worker_bytes: int,
-    layers: Mapping[int, Sequence[str]] | None = None,
+    layers: Sequence[tuple[int, Sequence[str]]] = ((0, ("layers.0",)),),
     model: str = "model",
     dtype: str = "bfloat16",
     tokens_per_block: int = 16,
@@ -88,19 +88,18 @@ def offloading_config(
 
     Args:
         worker_bytes: bytes of a block in one worker.
-        layers: names of the layers of each KV cache group, by its number; one group by default.
+        layers: number of each KV cache group, and names of its layers.
         model, dtype, tokens_per_block, layout: of the KV cache.
         tp_size, pp_size, pcp_size: workers of each kind.
         replicated: every worker holds the same, as with latent attention.
         kv_events: vLLM publishes KV cache events.
     """
-    layers = layers or {0: ["layers.0"]}
     return OffloadingConfig(
         groups=tuple(
             OffloadingGroupConfig(
                 tokens_per_block=tokens_per_block, layer_names=tuple(names), group_id=group
             )
-            for group, names in layers.items()
+            for group, names in layers
         ),
         worker_kv_bytes_per_block=worker_bytes,
         enable_kv_cache_events=kv_events,

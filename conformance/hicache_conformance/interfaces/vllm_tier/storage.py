@@ -82,7 +82,7 @@ class TierStorage(PresenceStorage):
         longest = max(pool.geometry.page_bytes for pool in self._pools.values())
         config = offloading_config(
             worker_bytes=-(-longest // workers),
-            layers={self._groups[name]: _layers(identity, name) for name in names},
+            layers=[(self._groups[name], _layers(identity, name)) for name in names],
             model=identity.model,
             dtype=element_type(geometry, identity),
             tokens_per_block=identity.page_size,
