@@ -295,9 +295,10 @@ class DeadlineLayer(MissAnsweringLayer):
         token.cancel()
         self._deadlines_missed += 1
         note_fault()
-        if task is not None:
-            error = StorageTimeoutError(f"{name}: no answer within {seconds} s")
-        else:
+        error: StorageUnavailableError = StorageTimeoutError(
+            f"{name}: no answer within {seconds} s"
+        )
+        if task is None:
             hung = self._thread_pool.hung
             why = f"{hung} calls hang" if hung >= MAX_HUNG_CALLS else "can't start new thread"
             error = StorageUnavailableError(f"{name}: no thread for the call: {why}")

@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
 from hicache_storage.spec import StorageClosedError, StorageForkedError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 OPEN_RETRY_SECONDS = 1.0
 """Time until a failed connect is retried, so that an unreachable store does not delay each call."""
@@ -56,10 +55,8 @@ os.register_at_fork(after_in_child=_begin)
 class Lifecycle:
     """State of a storage: connects before the first call, closes after the last.
 
-    Counts the calls in flight.
-
-    One lock guards all state and is never held while the driver connects or closes; `_connecting`
-    is taken outside it.
+    Each call is made `with lifecycle.lock(), lifecycle`: a lock for each thread, which `close` waits
+    for. An interrupt, as by Ctrl-C, releases a lock; a count would stay wrong.
     """
 
     def __init__(
@@ -79,12 +76,13 @@ class Lifecycle:
         begin_in_children(self)
 
     def _begin(self) -> None:
-        # `_lock` guards `closed` and `_calls`. `_connecting` is held while the driver connects or
-        # disconnects, which may take seconds: a call that begins or ends does not wait for it.
+        # `_lock` guards `_locks`. `_connecting` is held while the driver connects or disconnects,
+        # which may take seconds: a call that begins or ends does not wait for it.
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
         self._connecting = threading.Lock()
-        self._calls = 0
+        self._thread = threading.local()
+        # Weak references: the lock of a thread that has ended is not kept.
+        self._locks: WeakSet[threading.RLock] = WeakSet()
 
     def begin_in_child(self) -> None:
         """Start with new locks and without calls.
@@ -95,29 +93,34 @@ class Lifecycle:
         self.connected = False
         self._begin()
 
-    def __enter__(self) -> Self:
-        """Begin a call.
+    def lock(self) -> threading.RLock:
+        """Return the lock of this thread, which is held during its calls."""
+        lock: threading.RLock | None = getattr(self._thread, "lock", None)
+        if lock is None:
+            lock = self._thread.lock = threading.RLock()
+            with self._lock:
+                self._locks.add(lock)
+        return lock
+
+    def refuse_unusable(self) -> None:
+        """Refuse a call that is about to begin, while its lock is held.
 
         Raises:
             StorageClosedError: `close` has begun.
             StorageForkedError: the parent process has connected.
         """
-        with self._lock:
-            self._refuse_unusable()
-            self._calls += 1
-        return self
+        if self.closed:
+            raise StorageClosedError(f"{self._name}: the storage is closed")
+        if self._forked:
+            raise StorageForkedError(
+                f"{self._name}: opened before a fork; create a storage of its own in the child "
+                "process"
+            )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        with self._lock:
-            self._calls -= 1
-            # Only `close` waits.
-            if self.closed and not self._calls:
-                self._idle.notify_all()
+    __enter__ = refuse_unusable
+
+    def __exit__(self, *_: object) -> None:
+        """End a call: its lock is released next."""
 
     def ensure_connected(self, *, insist: bool = False) -> None:
         """Connect, unless connected; called within a call.
@@ -129,9 +132,11 @@ class Lifecycle:
             StorageUnavailableError: the driver could not connect, now or less than a second ago.
         """
         with self._connecting:
-            # Another thread may have connected while this one waited for the lock.
+            # Another thread may have connected while this one waited for the lock, or closed, if
+            # this call hangs.
             if self.connected:
                 return
+            self.refuse_unusable()
             if not insist and time.monotonic() < self._retry_at:
                 raise StorageUnavailableError(
                     f"{self._name}: not connected; the last attempt has just failed"
@@ -143,27 +148,22 @@ class Lifecycle:
                 raise
             self.connected = True
 
-    def close(self, timeout_seconds: float | None) -> None:
+    def close(self, timeout_seconds: float) -> None:
         """Refuse new calls, wait for those in flight, then disconnect. Idempotent.
 
         Later callers wait for the first.
         """
-        with self._idle:
-            first = not self.closed
-            self.closed = True
+        # First: a call whose lock is not waited for here finds it.
+        self.closed = True
+        with self._lock:
+            locks = list(self._locks)
+        until = time.monotonic() + timeout_seconds
+        for lock in locks:
             # With a time limit: a call that hangs in the store must not make `close` hang (rule
             # LC-2).
-            self._idle.wait_for(lambda: not self._calls, timeout_seconds)
+            if lock.acquire(timeout=max(0.0, until - time.monotonic())):
+                lock.release()
         with self._connecting:
-            if first and self.connected:
+            connected, self.connected = self.connected, False
+            if connected:
                 self._disconnect()
-            self.connected = False
-
-    def _refuse_unusable(self) -> None:
-        if self.closed:
-            raise StorageClosedError(f"{self._name}: the storage is closed")
-        if self._forked:
-            raise StorageForkedError(
-                f"{self._name}: opened before a fork; create a storage of its own in the child "
-                "process"
-            )

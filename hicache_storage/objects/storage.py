@@ -346,7 +346,7 @@ class ObjectStorage(HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         name = PoolName(host_pool_name)
         access = page_access(host_pool)
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             pool = registered_pool(self._identity, name, access)
             self.admit_pool(pool)
             # A new dict, so that calls in flight go on with the pools that they have checked.
@@ -372,7 +372,7 @@ class ObjectStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         asked = _asked_pools(keys, pool_transfers)
         call = _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
             nothing = [list[bool]() for _ in pools]
@@ -393,7 +393,7 @@ class ObjectStorage(HiCacheStorage):
         call = _call(extra_info)
         # No request id is set: nothing is sent, and what is logged here is met again by the lookup
         # that asks the store.
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             started = time.perf_counter()
             pools = [self._pools[name] for name in asked if name in self._pools]
             found = self._lookup_cached(pools, keys, call)
@@ -410,7 +410,7 @@ class ObjectStorage(HiCacheStorage):
     ) -> list[bool]:
         check_keys(keys)
         name, call = PoolName(pool), _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             registered = self._pools.get(name)
             if registered is None or not keys:
@@ -430,7 +430,7 @@ class ObjectStorage(HiCacheStorage):
             return None
         check_keys(keys)
         name, call = PoolName(pool), _call(extra_info)
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             started = time.perf_counter()
             registered = self._pools.get(name)
             if registered is None or not keys:
@@ -445,7 +445,7 @@ class ObjectStorage(HiCacheStorage):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         call = _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
             delivered = self._read([request for request in requests.values() if request.keys], call)
@@ -459,7 +459,7 @@ class ObjectStorage(HiCacheStorage):
         if not self.caches_reads or "read" in self._faulty or self._damaged:
             return None
         call = _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             requests = pool_requests(transfers, self._pools, distinct_slots=True)
             asked = [request for request in requests.values() if request.keys]
@@ -492,7 +492,7 @@ class ObjectStorage(HiCacheStorage):
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[PoolName, list[bool]]:
         call = _call(extra_info)
-        with self._lifecycle, RequestScope(call.request_id):
+        with self._lifecycle.lock(), self._lifecycle, RequestScope(call.request_id):
             started = time.perf_counter()
             # One host page may be stored under several keys; only a destination must not be named
             # twice.
@@ -505,7 +505,7 @@ class ObjectStorage(HiCacheStorage):
         if not self._capabilities.deletes:
             return super().delete(keys, pool=pool)
         check_keys(keys)
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             registered = self._pools.get(PoolName(pool))
             if registered is None:
                 raise UnknownPoolError(f"pool {pool!r} is not registered")
@@ -523,7 +523,7 @@ class ObjectStorage(HiCacheStorage):
         if not self._capabilities.clears:
             super().clear()
             return
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             namespaces = self._namespaces()
             call = _call(current_call_info())
             try:
@@ -562,7 +562,7 @@ class ObjectStorage(HiCacheStorage):
         Raises:
                 HiCacheError, OSError: the store refuses, or cannot be reached.
         """
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             self._lifecycle.ensure_connected(insist=True)
             return self.remove_namespaces(self._namespaces(), Call(seconds))
 
@@ -578,7 +578,7 @@ class ObjectStorage(HiCacheStorage):
 
     def health(self) -> Health:
         try:
-            with self._lifecycle:
+            with self._lifecycle.lock(), self._lifecycle:
                 self._lifecycle.ensure_connected(insist=True)
                 health, refusal = self.check_health(), self._refusal
         except Exception as error:  # noqa: BLE001 - whatever is wrong is the answer
@@ -589,7 +589,7 @@ class ObjectStorage(HiCacheStorage):
         return replace(health, writable=False, detail=detail)
 
     def open(self) -> None:
-        with self._lifecycle:
+        with self._lifecycle.lock(), self._lifecycle:
             try:
                 self._lifecycle.ensure_connected(insist=True)
             except HiCacheError:

@@ -155,14 +155,17 @@ class ThreadPool:
             None if the pool is closed, or has no thread and can start none: the call is not made.
         """
         task = Task(call)
+        return task if self._submit(task) else None
+
+    def _submit(self, task: Task[object]) -> bool:
         with self._lock:
             if self._closed:
-                return None
+                return False
             if not self._assign(task):
                 if self._max_threads is None or not self._threads:
-                    return None
+                    return False
                 self._queue.append(task)
-        return task
+        return True
 
     def run_in_background(self, call: Callable[[], object]) -> None:
         """Run a call that nobody waits for; its errors are logged.
@@ -185,17 +188,15 @@ class ThreadPool:
             return
         left = deque(calls)
         begin = partial(_make_calls, left)
-        begun = [
-            task
-            for _ in calls[1 : self._max_helpers + 1]
-            if (task := self.submit(begin)) is not None
-        ]
+        tasks = [Task(begin) for _ in calls[1 : self._max_helpers + 1]]
         try:
+            for task in tasks:
+                self._submit(task)
             _make_calls(left)
         finally:
             # Also after an interrupt: the others use buffers that the caller gets back.
             left.clear()
-            begun = [task for task in begun if not self.withdraw(task)]
+            begun = [task for task in tasks if not self.withdraw(task)]
             for task in begun:
                 task.wait()
         for task in begun:
@@ -237,17 +238,23 @@ class ThreadPool:
             self._closed = True
             threads = list(self._threads)
             self._threads.difference_update(self._idle)
-            while self._idle:
-                self._idle.pop().inbox.put(None)
+            self._idle.clear()
+            for thread in threads:
+                thread.inbox.put(None)
         until = time.monotonic() + seconds
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
     def _assign(self, task: Task[object]) -> bool:
         """Hand a call to an idle or new thread, if there is one."""
-        # The thread that was idle for the shortest time still has its stack in the CPU cache.
-        worker = self._idle.pop() if self._idle else self._start_worker()
-        if worker is None:
+        # Without a call between the removal and `put`: an interrupt there would lose the thread.
+        if self._idle:
+            # It was idle for the shortest time, and still has its stack in the CPU cache.
+            worker = self._idle[-1]
+            del self._idle[-1]
+        elif (started := self._start_worker()) is not None:
+            worker = started
+        else:
             return False
         task.worker = worker
         worker.inbox.put(task)
@@ -262,11 +269,16 @@ class ThreadPool:
         # Within the lock, so that `close` joins every thread that was started.
         try:
             worker.start()
-        except RuntimeError as error:
+            self._threads.add(worker)
+        except BaseException as error:
+            # Interrupted, it may have begun, and ends.
+            self._threads.discard(worker)
+            worker.inbox.put(None)
+            if not isinstance(error, RuntimeError):
+                raise
             # The process may have no more threads: a fault like any other.
             logger.debug("%s: cannot start a thread: %s", self._name, error)
             return None
-        self._threads.add(worker)
         return worker
 
     def _finish(self, worker: _Worker, task: Task[object]) -> None:
@@ -306,9 +318,11 @@ class _Worker(threading.Thread):
         self._finish = finish
 
     def run(self) -> None:
-        while (task := self.inbox.get()) is not None:
-            task.run()
-            self._finish(self, task)
+        # At `close` None may come before the call that follows this one.
+        while (task := self.inbox.get()) is not None or not self.inbox.empty():
+            if task is not None:
+                task.run()
+                self._finish(self, task)
             # A reference kept while waiting would keep the call's files and buffers.
             del task
 

@@ -90,7 +90,7 @@ def test_while_the_parent_connects(around):
 
 def test_close_in_a_child_does_not_wait_for_the_parents_calls(around):
     layers, pool = around
-    with layers.inner.inner._lifecycle:
+    with layers.inner.inner._lifecycle.lock():
         assert (
             in_child(lambda: used(layers, pool)) == "[True] [True] 1 [False] None None None ok=True"
         )
