@@ -931,11 +931,7 @@ class ObjectStorage(HiCacheStorage):
         )
         if written and self._refusal:
             self._refusal = ""
-            logger.info(
-                "%s: sets are stored again",
-                self._driver_name,
-                extra=fields(driver=self._driver_name),
-            )
+            logger.info("%s: sets are stored again", self._driver_name)
         if written or refused:
             # A page once, however many of its shards were written, and only if it is complete.
             self.recorder.count(

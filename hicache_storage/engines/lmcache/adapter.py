@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from lmcache.v1.distributed.internal_api import L1MemoryDesc
     from lmcache.v1.memory_management import MemoryObj
 
+    from hicache_storage.spec import Health
+
 
 logger = init_logger(__name__)
 
@@ -115,7 +117,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         self._opening = threading.Lock()
         self._storages = dict[Place, HiCacheStorage]()
         self._refusals = RefusedCalls("LMCache")
-        self._health = (0.0, True, True)
+        self._health: tuple[float, list[Health]] = (0.0, [])
         self._tasks = itertools.count()
         self._store_event = create_event_notifier()
         self._lookup_event = create_event_notifier()
@@ -218,18 +220,14 @@ class HiCacheL2Adapter(L2AdapterInterface):
         """Report health and counters; asks the stores every few seconds at most."""
         with self._lock:
             storages = list(self._storages.values())
-        checked, healthy, writable = self._health
+        checked, found = self._health
         if time.monotonic() - checked > HEALTH_SECONDS:
             found = [storage.health() for storage in storages]
-            healthy, writable = (
-                all(each.ok for each in found),
-                all(each.writable for each in found),
-            )
-            self._health = time.monotonic(), healthy, writable
+            self._health = time.monotonic(), found
         pools = self.get_stats().pools.values()
         return {
-            "is_healthy": healthy,
-            "is_writable": writable,
+            "is_healthy": all(health.ok for health in found),
+            "is_writable": all(health.writable for health in found),
             "type": type(self).__name__,
             "driver": self._config.driver,
             "places": len(storages),

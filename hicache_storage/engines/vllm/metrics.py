@@ -72,11 +72,8 @@ class TierMetrics:
                     taken.increase_counter(metric.name, increase, (stats.driver, *labels))
                     self._reported[key] = value
         for operation, state in stats.breaker_states.items():
-            taken.set_gauge(
-                metric_defs.BREAKER_OPEN.name,
-                float(state != "closed"),
-                (stats.driver, operation),
-            )
+            of_breaker = stats.driver, operation
+            taken.set_gauge(metric_defs.BREAKER_OPEN.name, float(state != "closed"), of_breaker)
         taken.set_gauge(
             metric_defs.CHECKSUMS_OFF.name, float(not stats.verifies_checksums), (stats.driver,)
         )
