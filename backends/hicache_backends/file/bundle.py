@@ -58,8 +58,8 @@ TAIL_BYTES = 32 << 10
 class NotABundleError(ValueError):
     """The bytes are not a bundle of this namespace: torn, damaged, or of another format."""
 
-    file_bytes: int | None = None
-    """The file's real length, where it is known."""
+    file_bytes: int = 0
+    """The file's real length."""
 
 
 class BundleId(msgspec.Struct, frozen=True, gc=False):

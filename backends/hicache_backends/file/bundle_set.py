@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
+from hicache_backends.file.paths import MAX_USUAL_BYTES
 from hicache_backends.posix.directories import list_directory, sync_directory
+from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -340,6 +342,13 @@ class BundleSet:
             envelopes,
         )
 
+    def _bundle_in_place(self, name: BundleName, index: BundleIndex | None = None) -> Bundle:
+        """A bundle that another process has published."""
+        bundle = self.bundle(name, index)
+        if name.size > MAX_USUAL_BYTES:
+            bundle.size = file_bytes(bundle.path)
+        return bundle
+
     def _new_events(self, cursors: Mapping[str, WriterCursor]) -> list[Event] | None:
         """The events that are new here; None if some are unknown.
 
@@ -397,7 +406,8 @@ class BundleSet:
                 return None
             if isinstance(event, Removed):
                 continue
-            bundle = self.bundle(event.bundle, event.index if isinstance(event, Added) else None)
+            index = event.index if isinstance(event, Added) else None
+            bundle = self._bundle_in_place(event.bundle, index)
             if bundle.id not in self.bundles and bundle.id not in removed:
                 added.append(bundle)
         self.add(added)
@@ -429,7 +439,9 @@ class BundleSet:
             return other
         # Two files with one number, which only a fault can produce: all storages choose the same
         # one. A file whose length differs from its name is not a bundle.
-        whole = [name for name in (one, other) if self._has_its_size(name)]
+        whole = [
+            name for name in (one, other) if file_bytes(f"{self.directory}/{name}") == name.size
+        ]
         if len(whole) == 1:
             return whole[0]
         known = self.bundles.get(id)
@@ -437,12 +449,6 @@ class BundleSet:
             if known is not None and known.name.plain == name.plain:
                 return name
         return min(one, other, key=lambda name: (name.created_us, name.checksum))
-
-    def _has_its_size(self, name: BundleName) -> bool:
-        try:
-            return os.stat(f"{self.directory}/{name}").st_size == name.size
-        except OSError:
-            return False
 
     def _stable_listing(self) -> list[str]:
         """The names of the files, from a listing that no rename has passed.
@@ -512,7 +518,9 @@ class BundleSet:
                 # is gone.
                 self._remove([id])
         gone = [id for id in (*self.bundles, *self._prepared) if id not in names]
-        self.add([self.bundle(name) for id, name in names.items() if id not in self.bundles])
+        self.add(
+            [self._bundle_in_place(name) for id, name in names.items() if id not in self.bundles]
+        )
         return gone
 
 

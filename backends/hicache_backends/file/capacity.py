@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from hicache_backends.file.bundle import Bundle
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.temp_files import TOLERANCE_NS
+from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -293,7 +294,10 @@ class Capacity:
             removed = self._publisher.remove(bundle_set, victim)
         except OSError as error:
             logger.debug("cannot evict %s: %s", victim.path, error)
-            return 0
+            # A directory with the name of a bundle takes no bytes of pages.
+            claimed = victim.size
+            bundle_set.note_size(victim, file_bytes(victim.path))
+            return claimed - victim.size
         if not removed:
             return None
         if (page_index := self._page_indexes(victim.namespace)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -23,6 +22,7 @@ from hicache_backends.file.bundle import (
 from hicache_backends.file.bundle_set import MAX_RELISTS, no_deadline
 from hicache_backends.file.events import segment_of
 from hicache_backends.posix.faults import detached
+from hicache_backends.posix.files import file_bytes
 from hicache_storage.objects import ObjectRead
 
 if TYPE_CHECKING:
@@ -347,8 +347,9 @@ class PageIndex:
         bundle.keys = index.keys
         if bundle.invalid:
             bundle.invalid = False
-            self.bundle_set.note_size(bundle, bundle.name.size)
             self.ignored -= 1
+        if bundle.size != bundle.name.size:
+            self.bundle_set.note_size(bundle, bundle.name.size)
         self._insert(bundle)
 
     def _insert(self, bundle: Bundle) -> None:
@@ -391,8 +392,7 @@ class PageIndex:
             except (ValueError, OverflowError) as error:
                 # A nonsensical name or footer must not hide other bundles.
                 damaged = NotABundleError(str(error))
-                with contextlib.suppress(OSError):
-                    damaged.file_bytes = os.stat(bundle.path).st_size
+                damaged.file_bytes = file_bytes(bundle.path)
                 read.append((bundle, damaged))
 
     def _read_index(self, bundle: Bundle) -> BundleIndex | None:
@@ -428,8 +428,7 @@ class PageIndex:
         if not fresh:
             return
         bundle.invalid = True
-        if error.file_bytes is not None:
-            self.bundle_set.note_size(bundle, error.file_bytes)
+        self.bundle_set.note_size(bundle, error.file_bytes)
         level = logging.DEBUG if self.ignored else logging.WARNING
         self.ignored += 1
         logger.log(level, "ignoring %s: %s; more of these are logged at debug", bundle.path, error)

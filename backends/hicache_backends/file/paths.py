@@ -41,6 +41,10 @@ HEX = "(?:0|[1-9a-f][0-9a-f]{0,15})"
 MAX_FILE_BYTES = 1 << 44
 """Names with a larger length are ignored: system calls refuse such offsets. In bytes."""
 
+MAX_USUAL_BYTES = 128 << 20
+"""Greater lengths in names are compared with the files: only of larger pages does a writer make
+larger bundles. In bytes."""
+
 MAX_CREATED_US = 1 << 53
 """Names with a later time (the year 2255) are ignored: system calls take nanoseconds."""
 

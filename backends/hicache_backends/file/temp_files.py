@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import re
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hicache_backends.file.paths import (
     HEX,
-    MAX_FILE_BYTES,
+    MAX_USUAL_BYTES,
     PID_SCOPE_PATTERN,
     WRITER_PATTERN,
     ProcessId,
@@ -24,6 +25,7 @@ from hicache_backends.file.paths import (
     has_exited,
 )
 from hicache_backends.posix.directories import list_directory
+from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 TOLERANCE_NS = 2_000_000_000
 """Smaller differences are ignored: some file systems keep whole seconds. In nanoseconds."""
+
+
+RESERVATION_SECONDS = 60.0
+"""A file that a process of another machine has not written for so long counts with its length."""
 
 
 class TemporaryName(NamedTuple):
@@ -64,12 +70,8 @@ def parse_temporary(text: str) -> TemporaryName | None:
     if match is None:
         return None
     pid_scope, pid, started, writer, number, size = match.groups()
-    length = int(size, 16)
-    if length > MAX_FILE_BYTES:
-        return None
-    return TemporaryName(
-        ProcessId(pid_scope, int(pid, 16), int(started, 16)), writer, int(number, 16), length
-    )
+    process = ProcessId(pid_scope, int(pid, 16), int(started, 16))
+    return TemporaryName(process, writer, int(number, 16), int(size, 16))
 
 
 class ServerClock:
@@ -135,9 +137,11 @@ class TempFiles:
         self._abandoned_seconds = abandoned_seconds
         self.process = current_process()
         self._numbers = itertools.count()
+        self._max_reserved = MAX_USUAL_BYTES
 
     def name(self, size: int) -> TemporaryName:
         """A new name for a file of at most `size` bytes."""
+        self._max_reserved = max(self._max_reserved, size)
         return TemporaryName(self.process, self._writer, next(self._numbers), size)
 
     def path(self, name: TemporaryName) -> str:
@@ -205,39 +209,27 @@ class TempFiles:
         Raises:
             OSError: the files could not be listed.
         """
-        reserved = collected = 0
-        for text in list_directory(self._paths.temporaries, asks_server=self._paths.asks_server):
-            name = parse_temporary(text)
-            if name is None:
-                continue
-            if self._is_leftover(name) and self._remove(name):
-                collected += 1
-            else:
-                # The length in the name, not that of the file: its writer has been promised the
-                # rest.
-                reserved += name.size
-        return reserved, collected
+        texts = list_directory(self._paths.temporaries, asks_server=self._paths.asks_server)
+        sizes = list(map(self._reserved, filter(None, map(parse_temporary, texts))))
+        return sum(filter(None, sizes)), sizes.count(None)
 
-    def _is_leftover(self, name: TemporaryName) -> bool:
+    def _reserved(self, name: TemporaryName) -> int | None:
+        """Bytes that a file may come to take; None if it was left behind, and has been removed.
+
+        The length in its name, while it is written: its writer has been promised the rest.
+        """
         # This process may have several storages open; the files of each count as in use.
-        if name.process == self.process:
-            return False
-        dead = has_exited(name.process)
-        if dead is not None:
-            return dead
-        try:
-            # The process cannot be checked from this machine, so the age decides. The server gives
-            # the mtime, and its clock is asked for the age.
-            written = os.stat(self.path(name)).st_mtime_ns
-            return self._clock.age_seconds(written) > self._abandoned_seconds
-        except OSError:
-            return False
-
-    def _remove(self, name: TemporaryName) -> bool:
-        try:
-            os.unlink(self.path(name))
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return True
+        exited = name.process != self.process and has_exited(name.process)
+        if exited is False and name.size <= self._max_reserved:
+            return name.size
+        path, age = self.path(name), math.inf
+        with contextlib.suppress(OSError):
+            # The server gives the mtime, and its clock is asked for the age.
+            age = self._clock.age_seconds(os.lstat(path).st_mtime_ns)
+            # A process that cannot be checked from this machine: the age decides.
+            if exited or (exited is None and age > self._abandoned_seconds):
+                os.unlink(path)
+                return None
+        if exited or age > RESERVATION_SECONDS or name.size > self._max_reserved:
+            return file_bytes(path)
+        return name.size

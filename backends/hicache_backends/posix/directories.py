@@ -153,13 +153,16 @@ def server_attributes(descriptor: int) -> Attributes:
 
 
 def list_directory(path: str, *, asks_server: bool) -> list[str]:
-    """Names in a directory; empty if it is missing.
+    """Names of the files in a directory; empty if it is missing.
 
     A network mount lists from its cache while its cached attributes are valid, so these are
-    refreshed first.
+    refreshed first. There a name may also be that of a directory: a request for each would tell.
     """
     with contextlib.suppress(FileNotFoundError):
-        return _fresh_names(path) if asks_server else os.listdir(path)
+        if asks_server:
+            return _fresh_names(path)
+        with os.scandir(path) as entries:
+            return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
     if asks_server:
         # NFS caches that a name was missing while the cached attributes of its parent are valid.
         for above in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -208,6 +209,14 @@ def write_from(descriptor: int, buffers: Sequence[memoryview], offset: int) -> N
     """
     if not _move_all(os.pwritev, descriptor, buffers, offset):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def file_bytes(path: str) -> int:
+    """Length of a regular file; 0 for anything else."""
+    with contextlib.suppress(OSError):
+        status = os.lstat(path)
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
 
 
 def scatter(page: memoryview, targets: Sequence[memoryview]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hicache_backends.file import capacity as capacity_module
 from hicache_backends.file import store
 from hicache_backends.file import writer as writer_module
+from hicache_backends.file.events import WriterCursor
 from hicache_backends.file.paths import ProcessId
 from hicache_backends.file.temp_files import TemporaryName
 from tests.backends.file.harness import Rig, ScratchPool, chain, identity
@@ -322,6 +323,77 @@ def test_leftovers_of_another_machine_count_until_they_are_old(room, monkeypatch
     a.put(chain("c", 8))
     assert not path.exists()
     assert [a.hit(chain(name, 8)) for name in "bc"] == [8, 8]
+
+
+def test_a_file_of_another_machine_that_is_not_written_counts_with_its_length(room):
+    a = room(2, abandoned_seconds=600.0)
+    a.put(chain("a", 8))
+    foreign = TemporaryName(ProcessId("zzzzzzzz", 1, 1), "aaaaaaaaaa", 0, a.bundle_bytes(8))
+    path = Path(a.store.temp_files.path(foreign))
+    path.write_bytes(b"x" * 10)
+    old = time.time() - 61
+    os.utime(path, (old, old))
+    assert a.store.capacity.used() == a.bundle_bytes(8) + 10
+    assert path.exists()
+
+
+HUGE = 1 << 40
+
+
+@pytest.mark.parametrize("process", ["another machine's", "own"])
+def test_a_length_that_no_writer_reserves_is_not_believed(room, process):
+    """An empty file with the name of a temporary one evicted the whole store, and every set was
+    refused."""
+    a = room(3)
+    a.put(chain("a", 8))
+    own = a.store.temp_files.process if process == "own" else ProcessId("zzzzzzzz", 1, 1)
+    path = Path(a.store.temp_files.path(TemporaryName(own, "aaaaaaaaaa", 0, HUGE)))
+    path.write_bytes(b"")
+    assert a.put(chain("b", 8)) == [True] * 8
+    assert [a.hit(chain(name, 8)) for name in "ab"] == [8, 8]
+    assert path.exists()
+
+
+@pytest.mark.parametrize("own_namespace", [True, False], ids=["own", "another model's"])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("directory", HUGE), ("directory", 1 << 15), ("empty file", HUGE)]
+)
+def test_a_thing_with_the_name_of_a_bundle_counts_with_its_bytes(room, kind, own_namespace, size):
+    """A directory with the name of a bundle evicted the whole store, and every set was refused."""
+    a = room(3)
+    a.put(chain("a", 8))
+    bundles = a.bundles_path if own_namespace else Path(a.store.paths.bundles("0" * 32))
+    bundles.mkdir(parents=True, exist_ok=True)
+    path = bundles / f"aaaaaaaaaa-1-{size:x}-{1 << 52:x}-5.bundle"
+    path.mkdir() if kind == "directory" else path.write_bytes(b"")
+    b = room(3)
+    assert b.put(chain("b", 8)) == [True] * 8
+    assert b.put(chain("c", 8)) == [True] * 8
+    assert [b.hit(chain(name, 8)) for name in "abc"] == [8, 8, 8]
+    assert b.put(chain("d", 8)) == [True] * 8
+    assert [b.hit(chain(name, 8)) for name in "bcd"] == [8, 8, 8]
+
+
+def test_an_announced_length_that_no_writer_makes_is_not_believed(room):
+    a = room(3)
+    a.put(chain("a", 8))
+    for number, event in enumerate(("a1-5-5", f"a{HUGE:x}-{1 << 52:x}-5"), start=1):
+        cursor = WriterCursor("0" * 32, "aaaaaaaaaa", number, (event,), 1)
+        Path(a.store.paths.writers, str(cursor)).write_bytes(b"")
+        a.store.feed.counter.advance()
+        assert a.put(chain(f"{number}", 8)) == [True] * 8
+    assert [a.hit(chain(name, 8)) for name in "a12"] == [8, 8, 8]
+
+
+def test_on_a_mount_a_directory_counts_until_it_is_to_be_evicted(room):
+    a = room(3)
+    a.store.paths.asks_server = True
+    a.put(chain("a", 8))
+    (a.bundles_path / f"aaaaaaaaaa-1-{a.bundle_bytes(8):x}-1-5.bundle").mkdir()
+    a.store.capacity._relist_at = 0.0
+    for name in "bc":
+        assert a.put(chain(name, 8)) == [True] * 8
+    assert [a.hit(chain(name, 8)) for name in "abc"] == [8, 8, 8]
 
 
 def test_a_bundle_that_was_never_announced_is_counted_in_the_end(room, monkeypatch):
