@@ -62,13 +62,27 @@ class CountingMount:
         delay_us: how long each request takes at least, in microseconds.
         cache_seconds: how long the kernel believes names and attributes. Long, so that counts do
             not depend on the time.
+        max_name_bytes: longer names cannot be made.
+        subtype: the mount's kind is `fuse.` and this.
     """
 
     def __init__(
-        self, backing: Path, point: Path, *, delay_us: int = 0, cache_seconds: float = 3600.0
+        self,
+        backing: Path,
+        point: Path,
+        *,
+        delay_us: int = 0,
+        cache_seconds: float = 3600.0,
+        max_name_bytes: int = 255,
+        subtype: str = "",
     ) -> None:
         self.backing, self.point = backing, point
-        self._options = [f"--delay-us={delay_us}", f"--cache-seconds={cache_seconds}"]
+        self._options = [
+            f"--delay-us={delay_us}",
+            f"--cache-seconds={cache_seconds}",
+            f"--max-name-bytes={max_name_bytes}",
+            f"--subtype={subtype}",
+        ]
         descriptor, self._shared = tempfile.mkstemp(prefix="counting-fs-")
         os.truncate(descriptor, _COUNTS.size)
         self._map = mmap.mmap(descriptor, _COUNTS.size)
@@ -139,7 +153,10 @@ class _Passthrough:
 
     use_ns = True
 
-    def __init__(self, root: str, counts: mmap.mmap, delay_seconds: float) -> None:
+    def __init__(
+        self, root: str, counts: mmap.mmap, delay_seconds: float, max_name_bytes: int
+    ) -> None:
+        self._max_name_bytes = max_name_bytes
         self._root = root
         self._counts = (ctypes.c_uint64 * len(OPERATIONS)).from_buffer(counts)
         self._lock = threading.Lock()
@@ -151,6 +168,10 @@ class _Passthrough:
         if self._delay:
             time.sleep(self._delay)
         return self._root + path
+
+    def _check_name(self, path: str) -> None:
+        if len(os.path.basename(path)) > self._max_name_bytes:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
         status = os.lstat(self._path("getattr", path))
@@ -170,6 +191,7 @@ class _Passthrough:
         return os.open(self._path("open", path), flags & ~os.O_DIRECT)
 
     def create(self, path: str, mode: int, flags: int) -> int:
+        self._check_name(path)
         return os.open(self._path("create", path), flags & ~os.O_DIRECT | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
@@ -197,6 +219,7 @@ class _Passthrough:
         return 0
 
     def rename(self, old: str, new: str) -> int:
+        self._check_name(new)
         os.rename(self._path("rename", old), self._root + new)
         return 0
 
@@ -250,13 +273,15 @@ def _serve() -> None:
     parser.add_argument("counts")
     parser.add_argument("--delay-us", type=int, default=0)
     parser.add_argument("--cache-seconds", type=float, default=3600.0)
+    parser.add_argument("--max-name-bytes", type=int, default=255)
+    parser.add_argument("--subtype", default="")
     options = parser.parse_args()
     # The default slack of 50 us would make a delay of 200 us one of 250 us; threads inherit it.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     with open(options.counts, "r+b") as shared:
         counts = mmap.mmap(shared.fileno(), _COUNTS.size)
     operations = type("Operations", (_Passthrough, mfusepy.Operations), {})(
-        os.path.abspath(options.backing), counts, options.delay_us / 1e6
+        os.path.abspath(options.backing), counts, options.delay_us / 1e6, options.max_name_bytes
     )
     mfusepy.log.setLevel("CRITICAL")
     seconds = options.cache_seconds
@@ -268,6 +293,7 @@ def _serve() -> None:
             attr_timeout=seconds,
             entry_timeout=seconds,
             negative_timeout=0,
+            **({"subtype": options.subtype} if options.subtype else {}),
         )
     except RuntimeError as error:
         sys.exit(

@@ -18,6 +18,7 @@ counter itself before it uses the cursor.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 import time
@@ -217,6 +218,7 @@ class ChangeFeed:
         self._announcing = threading.Lock()
         self._on_announced: list[Callable[[], None]] = []
         self._advance_due = False
+        self._short_names = False
 
     def read(self) -> FeedSnapshot:
         """Read everything announced before this call, this storage's own announcements included.
@@ -325,14 +327,22 @@ class ChangeFeed:
             # The tag is in the name before the counter has the value: whoever finds the name can
             # tell whether the counter was changed after it.
             after = (before or WriterCursor(namespace, self.writer, 0, ())).after(
-                self._queued[namespace], counter_tag(value)
+                self._queued[namespace], counter_tag(value), short=self._short_names
             )
             # The log comes first. After the rename a reader may ask it for the events that the name
             # dropped.
             unlogged = self._log(
                 after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]]
             )
-            self._move(before, after)
+            try:
+                self._move(before, after)
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG or self._short_names:
+                    raise
+                # Only the attempt tells: `pathconf` has the length of the encrypted names.
+                self._short_names = True
+                self._announce()
+                return
             self._announced[namespace], self._unlogged[namespace] = after, unlogged
             del self._queued[namespace]
             self._advance_due = True

@@ -64,6 +64,9 @@ MAX_CURSOR_BYTES = 240
 """Names of 255 bytes are legal nearly everywhere; a few are left to file systems that add to
 them."""
 
+SHORT_CURSOR_BYTES = 143
+"""What encrypted names leave of that (eCryptfs, Synology); all others of the driver are shorter."""
+
 
 # A lookup may read thousands of events; `gc=False` keeps them from the garbage collector.
 
@@ -138,10 +141,11 @@ class WriterCursor:
             f"{self.namespace}.{self.writer}.{self.sequence:x}.{self.tag:x}.{','.join(self.events)}"
         )
 
-    def after(self, events: Sequence[Event], tag: int) -> WriterCursor:
+    def after(self, events: Sequence[Event], tag: int, *, short: bool = False) -> WriterCursor:
         """The cursor after more events, with as many of the newest as fit into a name."""
         texts = (*self.events, *map(str, events[-MAX_CURSOR_BYTES:]))
-        room = MAX_CURSOR_BYTES - len(f"{self.namespace}.{self.writer}...") - 16 - 6
+        room = SHORT_CURSOR_BYTES if short else MAX_CURSOR_BYTES
+        room -= len(f"{self.namespace}.{self.writer}...") + 16 + 6
         kept = 0
         for text in reversed(texts):
             room -= len(text) + 1

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hicache_backends.file.bundle import BundleId, BundleName, Claim, parse_bundle
 from hicache_backends.file.events import (
     MAX_CURSOR_BYTES,
+    SHORT_CURSOR_BYTES,
     Added,
     Found,
     Removed,
@@ -63,8 +64,12 @@ EVENTS = st.one_of(
 )
 
 
-@given(WRITERS, st.lists(st.lists(EVENTS, max_size=5), max_size=8))
-def test_a_cursor_holds_the_last_events(writer, batches):
+@given(
+    WRITERS,
+    st.lists(st.lists(EVENTS, max_size=5), max_size=8),
+    st.booleans(),
+)
+def test_a_cursor_holds_the_last_events(writer, batches, short):
     cursor, told = WriterCursor(NAMESPACE, writer, 0, ()), []
     for batch in batches:
         events = []
@@ -74,8 +79,8 @@ def test_a_cursor_holds_the_last_events(writer, batches):
                 Added(BundleName(writer, number, *event[1:])) if isinstance(event, tuple) else event
             )
         told += events
-        cursor = cursor.after(events, 0xABCDEF)
-        assert len(str(cursor)) <= MAX_CURSOR_BYTES
+        cursor = cursor.after(events, 0xABCDEF, short=short)
+        assert len(str(cursor)) <= (SHORT_CURSOR_BYTES if short else MAX_CURSOR_BYTES)
     again = parse_cursor(str(cursor))
     assert again == cursor
     for seen in range(len(told) + 1):
@@ -94,6 +99,14 @@ def test_a_cursor_that_is_too_far_ahead_has_no_events():
         )
     assert cursor.since(0) is None
     assert len(cursor.since(95)) == 5
+
+
+def test_no_name_is_longer_than_encrypting_file_systems_take():
+    process, most = ProcessId("z" * 8, 2**22, 2**64 - 1), 2**64 - 1
+    claim = Claim(process, BundleId("b" * 10, most))
+    bundle = BundleName("a" * 10, most, MAX_FILE_BYTES, MAX_CREATED_US, 2**32 - 1, claim)
+    temporary = TemporaryName(process, "a" * 10, most, MAX_FILE_BYTES)
+    assert max(len(str(bundle)), len(str(temporary))) <= SHORT_CURSOR_BYTES
 
 
 @pytest.mark.parametrize(

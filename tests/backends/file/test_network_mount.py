@@ -24,8 +24,8 @@ def mounts(tmp_path):
     """Mount points of one directory: each stands for a node of its own."""
     made = list[CountingMount]()
 
-    def make(name: str = "node") -> CountingMount:
-        mount = CountingMount(tmp_path / "backing", tmp_path / name)
+    def make(name: str = "node", **options: object) -> CountingMount:
+        mount = CountingMount(tmp_path / "backing", tmp_path / name, **options)
         mount.__enter__()
         made.append(mount)
         return mount
@@ -195,6 +195,23 @@ def test_a_mount_that_was_taken_away_and_came_back_is_noticed(mounts, on, monkey
     assert other.present(keys[:2]) == [False, True]
     for side in (a, other):
         side.storage.close()
+
+
+def test_names_of_143_bytes_are_enough(mounts, on):
+    """Encrypting file systems take no longer ones: sets failed for good after some events, and a
+    clear removed pages that another storage went on to promise."""
+    mount = mounts(max_name_bytes=143)
+    a, b, keys = on(mount), on(mount), chain("a", 12)
+    for number, key in enumerate(keys):
+        assert a.put([key]) == [True]
+        assert b.hit(keys) == number + 1
+    assert a.storage.delete(keys[8:])
+    assert b.hit(keys) == 8
+    a.storage.clear()
+    assert b.hit(keys) == 0
+    assert b.put(keys) == [True] * 12
+    assert a.holds(keys)
+    assert not a.storage.get_stats().faults
 
 
 def test_reading_past_the_cache_takes_fewer_requests(mounts, on):
