@@ -85,8 +85,6 @@ class FileStorage(ObjectStorage):
         )
         self._config = config
         self._store: Store | None = None
-        self._oversized_pools: set[str] = set()
-        """Pools whose pages do not fit into the capacity."""
 
     @property
     def store(self) -> Store:
@@ -101,16 +99,13 @@ class FileStorage(ObjectStorage):
 
     def admit_pool(self, pool: RegisteredPool) -> None:
         limit, size = self._config.capacity_bytes, pool.namespace.object_bytes
-        if limit is None or size <= limit:
-            self._oversized_pools.discard(pool.name)
-            return
-        self._oversized_pools.add(pool.name)
-        logger.error(
-            "pages of pool %s have %d bytes, the capacity is %d: none will be stored",
-            pool.name,
-            size,
-            limit,
-        )
+        if limit is not None and size > limit:
+            logger.error(
+                "pages of pool %s have %d bytes, the capacity is %d: none will be stored",
+                pool.name,
+                size,
+                limit,
+            )
 
     def connect(self) -> None:
         self._store = Store(self._config, self._count_evicted, self._count_damaged)
@@ -132,18 +127,25 @@ class FileStorage(ObjectStorage):
         store.close()
 
     def check_health(self) -> Health:
-        self.store.feed.read()
-        if self._oversized_pools:
-            return Health(
-                ok=False,
-                detail=f"pages of pool {', '.join(sorted(self._oversized_pools))} are larger than "
-                f"the capacity",
-            )
-        ignored, stuck = self.store.ignored(), self.store.hung_reads()
+        store, limit = self.store, self._config.capacity_bytes
+        namespaces = [part.namespace for pool in self.pools.values() for part in pool.parts]
+        page_indexes = store.page_indexes(namespaces, expired=lambda: True)
+        reasons = store.refusals() + [
+            f"pages of pool {pool.name} are larger than the capacity"
+            for pool in self.pools.values()
+            if limit is not None and pool.namespace.object_bytes > limit
+        ]
+        ignored, stuck = store.ignored(), store.hung_reads()
         found = [f"{ignored} damaged bundles ignored"] * bool(ignored) + [
             f"{stuck} reads hang"
         ] * bool(stuck)
-        return Health(ok=True, detail="; ".join(found))
+        return Health(
+            # Where nothing is stored and nothing can be, nothing can be served.
+            ok=not (reasons and namespaces)
+            or any(page_index.bundle_set.bundles for page_index in page_indexes),
+            detail="; ".join(reasons + found),
+            writable=not reasons,
+        )
 
     def objects_exist_cached(
         self, batches: Sequence[LookupBatch], call: Call
@@ -221,6 +223,8 @@ class FileStorage(ObjectStorage):
         store = self.store
         # The SDK has just looked up the pages; a second copy published since does no harm.
         page_indexes = store.known_page_indexes([batch.namespace for batch in batches])
+        for page_index in page_indexes:
+            store.publisher.prepare(page_index)
         pending_bundles = self._plan_writes(batches, page_indexes, call)
         store.thread_pool.run(
             [partial(store.writer.write, pending, call) for pending in pending_bundles]

@@ -16,6 +16,7 @@ from hicache_backends.file.events import Added, Removed, Unlisted
 from hicache_backends.file.paths import has_exited
 from hicache_backends.posix.directories import list_directory, sync_directory
 from hicache_backends.posix.faults import detached
+from hicache_storage.spec import StorageRefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,6 +73,28 @@ class Publisher:
         self._syncs = syncs
         self._abandoned_seconds = abandoned_seconds
         self._described: set[str] = set()
+        self.moves = True
+        """False once it was found that files cannot be moved to a namespace's bundles."""
+
+    def prepare(self, page_index: PageIndex) -> None:
+        """Make a namespace's directories, before anything is written or evicted for its pages.
+
+        Raises:
+            StorageRefusedError: files cannot be moved there. Any other fault is left to `publish`.
+        """
+        if page_index.namespace.name in self._described:
+            return
+        self.moves = True
+        try:
+            self._create(page_index)
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                self.moves = False
+                raise StorageRefusedError(
+                    f"no file can be renamed from {self._paths.temporaries} to "
+                    f"{page_index.bundle_set.directory}: the two must be on one file system, of one "
+                    f"project quota and one encryption key, and on mergerfs with ignorepponrename"
+                ) from error
 
     def publish(
         self, pending_bundles: Sequence[PendingBundle], call: Call
@@ -317,24 +340,25 @@ class Publisher:
             self._feed.queue(bundle_set.namespace, [Removed(name.id)])
 
     def _move(self, pending: PendingBundle, path: str) -> None:
-        page_index = pending.page_index
-        # The directories are made once; after that the rename itself shows whether they are still
-        # there.
-        if page_index.namespace.name not in self._described:
-            self._create(page_index)
         try:
             os.rename(self._temp_files.path(pending.name), path)
         except FileNotFoundError:
             # Either the store was deleted, or the temporary file was collected as abandoned; the
             # second rename fails only in the latter case.
-            self._create(page_index)
+            self._create(pending.page_index)
             os.rename(self._temp_files.path(pending.name), path)
 
     def _create(self, page_index: PageIndex) -> None:
         """Make a namespace's directories, and a description for people; all write the same."""
         namespace, directory = page_index.namespace, page_index.bundle_set.directory
         above = os.path.dirname(directory)
+        # Not where the store was deleted, and perhaps its mount with it.
+        self._paths.create()
         os.makedirs(directory, exist_ok=True)
+        # Directories of one mount may refuse renames between them.
+        trial = f"{directory}/{self._temp_files.name(0)}"
+        self._temp_files.write(trial, b"")
+        os.unlink(trial)
         self._described.add(namespace.name)
         if self._syncs:
             sync_directory(self._paths.root)

@@ -242,6 +242,28 @@ class Store:
                 with contextlib.suppress(OSError):
                     os.utime(bundle.path, ns=(bundle.touched, bundle.touched))
 
+    def refusals(self) -> list[str]:
+        """The reasons why sets are refused that can be known without one."""
+        paths = self.paths
+        try:
+            status = os.statvfs(paths.root)
+        except FileNotFoundError:
+            return []  # The store was deleted: the next set makes it again.
+        # Some file systems have no fixed numbers, and report 0.
+        free = status.f_bavail if os.geteuid() else status.f_bfree
+        full = (status.f_blocks and not free) or (status.f_files and not status.f_favail)
+        reasons = {
+            "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
+            f"{paths.root} is not writable for this user": not all(
+                os.access(place, os.W_OK)
+                for place in (paths.root, paths.temporaries, paths.writers)
+            ),
+            # With a capacity, a set evicts others' pages.
+            "the file system is full": full and self.capacity is None,
+            "bundles cannot be moved to their places": not self.publisher.moves,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
+
     def ignored(self) -> int:
         """Number of files with the name of a bundle and other content."""
         return sum(page_index.ignored for page_index in list(self._page_indexes.values()))
