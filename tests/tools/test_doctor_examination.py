@@ -108,6 +108,14 @@ def test_the_examination_goes_on_after_a_crash(site):
     assert [finding.check for finding in findings] == ["open files", "round trip", "huge pages"]
 
 
+def test_what_a_driver_warns_of_while_it_works(site):
+    """Such as a mount that answers from a cache: the round trip of one node succeeds."""
+    site.here("warns", "def connect(self): import logging; logging.warning('a cache of its own')")
+    done, warned = check_round_trip(DoctorTarget(driver="warns", throwaway="/nonexistent"))
+    assert done.status is Status.OK
+    assert (warned.status, warned.detail) == (Status.WARN, "a cache of its own")
+
+
 def test_pages_that_stay(site):
     site.here(
         "keeps",

@@ -27,7 +27,7 @@ from hicache_backends.file.writer import (
     Writer,
 )
 from hicache_backends.posix.buffers import Buffers
-from hicache_backends.posix.directories import mount_of, sync_directory
+from hicache_backends.posix.directories import CACHING_DAEMONS, mount_of, sync_directory
 from hicache_backends.posix.files import Descriptors
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import ConfigError, StorageUnavailableError
@@ -95,6 +95,14 @@ class Store:
         self.is_local = mount.is_local
         self.paths = StorePaths(self.path, asks_server=not mount.is_local)
         self._create(syncs=config.fsync)
+        if mount.kind in CACHING_DAEMONS:
+            logger.warning(
+                "%s is a %s mount, which caches names for some time: until then pages of other "
+                "nodes are misses, and sets may answer True for pages that others have removed; "
+                "switch that cache off, or let one node use the store",
+                self.path,
+                mount.kind,
+            )
         direct = mount.favours_direct_reads if config.direct_io is None else config.direct_io
         threads = config.threads or _default_threads(mount.is_local and not direct)
         self.thread_pool = ThreadPool("hicache-file", threads - 1)

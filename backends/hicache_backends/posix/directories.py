@@ -21,6 +21,11 @@ _LOCAL = frozenset(
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 _PREALLOCATES = frozenset({"ext4", "xfs"})
 
+CACHING_DAEMONS = frozenset(
+    {"fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.goofys", "fuse.curlftpfs"}
+)
+"""Kinds of mounts whose daemons answer from caches of their own, which no system call passes."""
+
 _AT_EMPTY_PATH = 0x1000
 _AT_STATX_FORCE_SYNC = 0x2000
 _STATX_NLINK, _STATX_MTIME, _STATX_INO = 0x04, 0x40, 0x100

@@ -144,6 +144,9 @@ def check_round_trip(target: DoctorTarget) -> Iterator[Finding]:
                 f"raises {type(error).__name__}: {error}",
                 "a fault of the driver: no call may raise it",
             )
+        else:
+            for message in dict.fromkeys(messages):
+                yield warn(check, message, "the message, logged by the driver, says what to do")
 
 
 def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Finding]:

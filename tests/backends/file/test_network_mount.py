@@ -219,6 +219,13 @@ def test_names_of_143_bytes_are_enough(mounts, on):
     assert not a.storage.get_stats().faults
 
 
+def test_a_daemon_that_caches_names_is_warned_of(mounts, on, caplog):
+    on(mounts()).storage.open()
+    assert "mount, which caches names" not in caplog.text
+    on(mounts("cached", subtype="sshfs")).storage.open()
+    assert "cached/store is a fuse.sshfs mount, which caches names" in caplog.text
+
+
 def refuse_statx(error: int) -> None:
     """Refuse the system call to this thread and those that it starts, as a container's profile
     does."""
