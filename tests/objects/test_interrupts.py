@@ -88,5 +88,6 @@ def test_a_thread_pool_runs_and_closes_after_an_interrupt(max_threads):
         assert interrupted or finished == 3
         assert len(made) == finished, f"a call after the end of `run`, interrupted at {point}"
         pool.close(PATIENCE_SECONDS)
-        assert set(threading.enumerate()) <= before, f"interrupted at {point}"
+        # One whose start was interrupted is not waited for.
+        eventually(lambda: set(threading.enumerate()) <= before)
         point += 1
