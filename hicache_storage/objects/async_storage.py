@@ -118,6 +118,13 @@ class AsyncObjectStorage(ObjectStorage):
             f"{type(self).__name__} declares 'deletes' without delete_object()"
         )
 
+    async def discard_object(self, read: ObjectRead) -> bool:
+        """Remove one damaged object, unless another has been stored in its place since.
+
+        `True` if the damaged one does not exist any more; `discard_objects` says what it owes.
+        """
+        return False
+
     async def clear_namespace(self, namespace: Namespace, call: Call) -> None:
         """Remove all objects of a namespace. Only with the capability `clears`.
 
@@ -199,6 +206,12 @@ class AsyncObjectStorage(ObjectStorage):
             lambda number, key: self.delete_object(batches[number].namespace, key),
             call,
         )
+
+    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
+        answers = self._fan_out(
+            [batch.reads for batch in batches], lambda _, read: self.discard_object(read), call
+        )
+        return all(map(all, answers))
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
         async def clear() -> None:

@@ -197,6 +197,14 @@ class ObjectRead:
         with _ALWAYS_ACTIVE if self._call is None else self._call.shield() as active:
             return active and self._copy(memoryview(payload))
 
+    def has_read(self, payload: bytes | bytearray | memoryview) -> bool:
+        """Return True if a stored object is the damaged one of this read, or another damaged one.
+
+        False for one that has been stored in its place since. An object of another length is
+        damaged, whoever has stored it.
+        """
+        return len(payload) != self.namespace.object_bytes or payload == b"".join(self.parts)
+
     def _copy(self, payload: memoryview) -> bool:
         start = 0
         for part in self.parts:

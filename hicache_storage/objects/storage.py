@@ -242,39 +242,16 @@ class ObjectStorage(HiCacheStorage):
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
         """Remove damaged objects that were just read, for all storages, if the driver can.
 
-        A driver with the capability `deletes` need not implement it: the objects are read again,
-        and those that are still damaged are deleted.
+        Only with a removal that is conditional, in one step of the store, on the object being the
+        one that was read (`ObjectRead.has_read`): another storage may have repaired it meanwhile,
+        and its set has answered `True`.
 
         Returns:
-            True if they are removed. Otherwise the SDK hides them from its own lookups, and the
-            next set replaces them. A set of another storage, which does not know of the damage,
-            takes them as existing (rule SET-3).
+            True if none of the damaged objects exists any more. Otherwise the SDK hides them from
+            its own lookups, and the next set replaces them. A set of another storage, which does
+            not know of the damage, takes them as existing (rule SET-3).
         """
-        if not self._capabilities.deletes or call.expired():
-            return False
-        # Another storage may have repaired them meanwhile.
-        again = [
-            ReadBatch(
-                batch.namespace,
-                [
-                    ObjectRead.aside(
-                        batch.namespace, read.key, verifies_checksum=self._verifies_checksums
-                    )
-                    for read in batch.reads
-                ],
-            )
-            for batch in batches
-        ]
-        filled = self.read_objects(again, call)
-        for batch, full in zip(again, filled, strict=True):
-            damaged = [
-                read.key
-                for read, ok in zip(batch.reads, full, strict=True)
-                if read.damaged or (ok and not read.verify())
-            ]
-            if damaged and not call.expired():
-                self.delete_objects([LookupBatch(batch.namespace, damaged)], call)
-        return not call.expired()
+        return False
 
     def remove_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> bool:
         """Remove the remains of namespaces without objects, such as their files.

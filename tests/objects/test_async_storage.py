@@ -311,16 +311,23 @@ def test_too_little_concurrency_is_refused(kit):
 
 
 class TestDiscard:
-    def test_damage_is_deleted_for_everybody(self, gated):
+    @pytest.mark.parametrize(("certain", "existing"), [(True, 1), (False, 0)])
+    def test_damage_is_hidden_unless_the_driver_has_removed_it(self, gated, certain, existing):
         storage, pool = gated()
-        stored(storage, pool, ["a", "b"])
-        name = storage.pools["kv"].namespace.object_name("a")
-        storage.objects[name] = storage.objects[name][:-1]
-        assert storage.batch_get_v2([pool.transfer("kv", ["a", "b"], [4, 5])]) == {
-            "kv": [False, True]
-        }
-        assert name not in storage.objects
-        assert len(storage.objects) == 1
+        stored(storage, pool, ["a"])
+        (name,) = storage.objects
+        good, storage.objects[name] = storage.objects[name], b"torn"
+        discarded = []
+
+        async def discard(read):
+            discarded.append(read.key)
+            return certain
+
+        storage.discard_object = discard
+        assert storage.batch_get_v2([pool.transfer("kv", ["a"], [3])]) == {"kv": [False]}
+        storage.objects[name] = good
+        assert storage.batch_exists_v2(["a"]).kv_hit_pages == existing
+        assert discarded == ["a"]
 
     def test_what_another_has_repaired_meanwhile_stays(self, gated):
         storage, pool = gated()

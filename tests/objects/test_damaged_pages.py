@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from hicache_storage.objects import ObjectRead
 from tests.objects.storing import stored
 
 
@@ -84,6 +85,50 @@ class TestDamage:
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
         storage.objects[name] = b"written by somebody else"
         assert storage.batch_exists_v2(["a"]).kv_hit_pages == 1
+
+    def test_what_another_has_repaired_is_not_deleted_by_a_reader_of_the_damage(self, kit):
+        objects, pool = {}, kit.pool()
+        mine, other = kit.storage(kit.identity(), objects), kit.storage(kit.identity(), objects)
+        for storage in (mine, other):
+            storage.register_mem_host_pool_v2(pool, "kv")
+        stored(mine, pool, ["a"], [0])
+        (name,) = objects
+        objects[name] = bytes([objects[name][0] ^ 1]) + objects[name][1:]
+
+        def repair(operation):
+            if operation == "delete":
+                assert other.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+                stored(other, pool, ["a"], [0])
+
+        mine.before = repair
+        assert mine.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
+        if "delete" not in mine.operations:
+            repair("delete")
+        assert other.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
+
+    @pytest.mark.parametrize(
+        ("damage", "now", "expected"),
+        [
+            ("bit", "damaged", True),
+            ("bit", "repaired", False),
+            ("short", "damaged", True),
+            ("short", "repaired", False),
+            ("bit", "short", True),
+        ],
+    )
+    def test_a_read_knows_the_object_that_it_has_read(self, kit, damage, now, expected):
+        storage, pool = kit.memory_storage()
+        stored(storage, pool, ["a"], [0])
+        (good,) = storage.objects.values()
+        damaged = {"bit": bytes([good[0] ^ 1]) + good[1:], "short": good[:-1]}
+        read = ObjectRead.aside(storage.pools["kv"].namespace, "a")
+        assert not (read.fill(damaged[damage]) and read.verify())
+        # Equal bytes, but written at another time: the generation differs.
+        storage.delete(["a"])
+        stored(storage, pool, ["a"], [0])
+        (repaired,) = storage.objects.values()
+        found = {"damaged": damaged[damage], "repaired": repaired, "short": damaged["short"]}[now]
+        assert read.has_read(memoryview(found)) is expected
 
     def test_without_checksums_the_rest_is_still_verified(self, kit):
         storage, pool = kit.memory_storage(verifies_checksums=False)

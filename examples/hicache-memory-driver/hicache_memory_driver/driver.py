@@ -51,12 +51,6 @@ class MemoryStorage(ObjectStorage):
         for name in [name for name in list(self._objects) if name.startswith(prefixes)]:
             self._objects.pop(name, None)
 
-    def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        for batch in batches:
-            for read in batch.reads:
-                self._remove(batch.namespace, read.key)
-        return True
-
     def _is_whole(self, namespace: Namespace, key: str) -> bool:
         """An object of another length is damaged: the next set replaces it."""
         return len(self._objects.get(namespace.object_name(key), b"")) == namespace.object_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import obstore
 from hicache_storage.objects import AsyncObjectStorage
 from hicache_storage.spec import ConfigError, Health, StorageUnavailableError
-from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import from_url
 
 from hicache_object_driver.plugin import CAPABILITIES
@@ -90,6 +90,9 @@ class BucketStorage(AsyncObjectStorage):
                 payload = await answer.bytes_async()
             except FileNotFoundError:
                 return False
+        if not len(payload):
+            # It has been discarded.
+            return False
         return read.fill(memoryview(payload))
 
     async def write_object(self, write: ObjectWrite, call: Call) -> bool:
@@ -112,12 +115,29 @@ class BucketStorage(AsyncObjectStorage):
 
     async def delete_object(self, namespace: Namespace, key: str) -> bool:
         name = _name(namespace, key)
-        # A bucket does not say if there was an object.
-        if await self._length(name) is None:
+        # A bucket does not say if there was an object. An empty one has been discarded.
+        if not await self._length(name):
             return False
         with _faults():
             await obstore.delete_async(self._store, name)
         return True
+
+    async def discard_object(self, read: ObjectRead) -> bool:
+        name = _name(read.namespace, read.key)
+        with _faults():
+            try:
+                found = await obstore.get_async(self._store, name)
+                tag = found.meta["e_tag"]
+                if tag and read.has_read(memoryview(await found.bytes_async())):
+                    # No store deletes on a condition. An empty object does not exist for lookups.
+                    await obstore.put_async(self._store, name, b"", mode={"e_tag": tag})
+            except (FileNotFoundError, PreconditionError):
+                # Removed, or stored anew, meanwhile.
+                return True
+            except NotImplementedError:
+                # A directory has no conditional writes, either: the SDK hides the page.
+                return False
+        return bool(tag)
 
     async def clear_namespace(self, namespace: Namespace, call: Call) -> None:
         with _faults():
