@@ -5,9 +5,10 @@ Checked before any I/O (rule FT-2).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from hicache_storage.objects.namespace import Namespace
 from hicache_storage.pools.shards import head_shards
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     import torch
 
     from hicache_storage.pools.access import PageAccess
-    from hicache_storage.spec import StorageIdentity
+    from hicache_storage.spec import PageGeometry, StorageIdentity
+
+FLOATS: Final = re.compile(r"b?float\d+|float8_(e\dm\d)(fn|fnuz)?")
+"""Element types that tell the logical dtype; quantized KV is kept in integers, which do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +79,13 @@ def registered_pool(
     numbers = identity.shards(name)
     if not numbers:
         return RegisteredPool(name, access, Namespace(identity, name, access.geometry))
-    where, heads = f"pool {name!r}", identity.head_end - identity.head_start
+    where = f"pool {name!r}"
     if identity.tp_size > identity.store_tp_size and name != PoolName.KV:
         # Its heads may be fewer or more than those of KV, and not replicated.
         raise InvalidPoolError(
             f"{where}: TP size {identity.tp_size} is more than store_tp_size "
             f"{identity.store_tp_size}, and it is not known whether this pool has its heads "
             "replicated as KV has; name it in tp_sharded_pools"
-        )
-    if name == PoolName.KV and identity.head_end and access.geometry.head_num not in (0, heads):
-        raise InvalidPoolError(
-            f"{where} has {access.geometry.head_num} KV heads, and the identity's head_start and "
-            f"head_end tell {heads}"
         )
     pages = head_shards(access, len(numbers), where)
     shards = tuple(
@@ -97,6 +96,36 @@ def registered_pool(
     return RegisteredPool(
         name, pages[0] if pages[0].stages else access, shards[0].namespace, shards
     )
+
+
+def check_identity(
+    identity: StorageIdentity, name: PoolName, host_pool: object, geometry: PageGeometry
+) -> None:
+    """Compare the identity with what the KV pool tells about its pages.
+
+    Raises:
+        InvalidPoolError: they differ; pages would be in a namespace that no other engine looks into.
+    """
+    if name != PoolName.KV:
+        return  # Side pools have a layout, element types and page size of their own.
+    told = dict[str, tuple[object, object]]()
+    if identity.head_end and geometry.head_num and not identity.is_replicated(name):
+        told["head_end"] = identity.head_end, identity.head_start + geometry.head_num
+    # Pools of the SDK and of engines have these attributes; a bare geometry may be made up.
+    if hasattr(host_pool, "layout"):
+        told["page_size"] = identity.page_size, geometry.page_size
+        # What follows is the tag of a format (`storage_format_tag`).
+        told["layout"] = identity.layout, geometry.layout.partition("+")[0]
+        kind = FLOATS.fullmatch(geometry.dtype)
+        if kind and identity.kv_dtype != geometry.dtype:
+            # Engines' names of fp8.
+            told["kv_dtype"] = identity.kv_dtype, f"fp8_{kind[1]}" if kind[1] else geometry.dtype
+    for field, (declared, found) in told.items():
+        if declared != found:
+            raise InvalidPoolError(
+                f"pool {name!r} has another {field} than the identity: {found!r}, and not "
+                f"{declared!r}; pass {field}={found!r}, or register the pool that is meant"
+            )
 
 
 def pool_requests(

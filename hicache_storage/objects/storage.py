@@ -25,6 +25,7 @@ from hicache_storage.objects.recorder import StatsRecorder
 from hicache_storage.objects.requests import (
     PoolRequest,
     RegisteredPool,
+    check_identity,
     check_transfers,
     pool_requests,
     registered_pool,
@@ -323,6 +324,7 @@ class ObjectStorage(HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
         name = PoolName(host_pool_name)
         access = page_access(host_pool)
+        check_identity(self._identity, name, host_pool, access.geometry)
         with self._lifecycle.lock(), self._lifecycle:
             pool = registered_pool(self._identity, name, access)
             self.admit_pool(pool)

@@ -27,7 +27,10 @@ class StorageIdentity:
     model: str
     """Name or path of the model, chosen by the operator to distinguish models."""
     kv_dtype: str
-    """Logical dtype: `fp8_e4m3` and `fp8_e5m2` are both one byte and are not the same."""
+    """Logical dtype: `fp8_e4m3` and `fp8_e5m2` are both one byte and are not the same.
+
+    Of a `torch.dtype` the name is taken.
+    """
     page_size: int
     """Tokens per KV page."""
     layout: str
@@ -86,6 +89,15 @@ class StorageIdentity:
     chunks; empty for the SDK's own pools and SGLang's, which `layout` describes."""
 
     def __post_init__(self) -> None:
+        # Without an import of torch.
+        if type(self.kv_dtype).__module__ == "torch":
+            object.__setattr__(self, "kv_dtype", str(self.kv_dtype).removeprefix("torch."))
+        for each in fields(self):
+            value, kind = getattr(self, each.name), {"str": str, "int": int}.get(str(each.type))
+            if kind and not isinstance(value, kind):
+                raise InvalidIdentityError(
+                    f"{each.name} must be of type {kind.__name__}, got {value!r}"
+                )
         for name in ("tp", "pp", "cp", "dp"):
             rank, size = getattr(self, f"{name}_rank"), getattr(self, f"{name}_size")
             if not 0 <= rank < size:

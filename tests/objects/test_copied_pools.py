@@ -24,7 +24,10 @@ def transfer(name, keys, pages):
 def both(kit):
     """A storage with a pool that copies, and one that lends its memory beside it."""
     flat, lending = FlatPool(), AddressPool()
-    storage, _ = kit.memory_storage({"kv": flat, "mamba": lending})
+    storage, _ = kit.memory_storage(
+        {"kv": flat, "mamba": lending},
+        identity=kit.identity(page_size=P, layout="layer_first", kv_dtype="float32"),
+    )
     flat.kv_buffer.copy_(torch.arange(flat.kv_buffer.numel()).view_as(flat.kv_buffer))
     assert storage.batch_set_v2(
         [transfer("kv", ["a", "b"], [0, 1]), transfer("mamba", ["a"], [0])]

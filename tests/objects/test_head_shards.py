@@ -287,7 +287,11 @@ def heads_pool(heads, rows):
 @pytest.mark.parametrize(
     ("pool", "changes", "message"),
     [
-        ("kv", {"store_tp_size": 8, "head_end": 16}, "head_end tell 16"),
+        (
+            "kv",
+            {"store_tp_size": 8, "head_end": 16},
+            "another head_end than the identity: 8, and not 16",
+        ),
         ("swa", {"store_tp_size": 1, "tp_size": 2, "head_end": 8}, "name it in tp_sharded_pools"),
     ],
 )

@@ -4,6 +4,7 @@ between releases."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from hicache_storage.spec import IDENTITY_FIELDS, InvalidIdentityError
 
@@ -152,6 +153,12 @@ def test_the_fingerprint_is_stable_across_releases(kit):
     assert kit.identity().fingerprint("kv").hex() == "d1927a7b02663204e4e4d14f28e36ab6"
 
 
+def test_a_torch_dtype_is_taken_by_its_name(kit):
+    named = kit.identity(kv_dtype="bfloat16")
+    assert kit.identity(kv_dtype=torch.bfloat16) == named
+    assert kit.identity(kv_dtype=torch.bfloat16).fingerprint("kv") == named.fingerprint("kv")
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -162,6 +169,9 @@ def test_the_fingerprint_is_stable_across_releases(kit):
         ({"head_start": -1}, "head_start"),
         ({"model": ""}, "model"),
         ({"kv_dtype": ""}, "kv_dtype"),
+        ({"kv_dtype": 16}, "kv_dtype must be of type str"),
+        ({"model": None}, "model must be of type str"),
+        ({"page_size": "64"}, "page_size must be of type int"),
         ({"store_tp_size": -1}, "store_tp_size"),
         ({"store_tp_size": 6, "tp_size": 4}, "pass 12"),
         ({"store_tp_size": 4, "tp_size": 8}, "pass head_start and head_end"),

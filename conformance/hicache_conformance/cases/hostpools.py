@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from hicache_conformance.fixtures.context import CaseContext
     from hicache_conformance.harness.pools import PoolMemory
-    from hicache_storage.spec import HostPool
+    from hicache_storage.spec import HostPool, StorageIdentity
 
 
 class HostPoolCases:
@@ -79,7 +79,8 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
         Violation: FT-1 for a call that raised, GET-2 for one that answered True, SET-1 for a page
             that is gone afterwards.
     """
-    sut, keys, new = context.storage(pools={PoolName.KV: memory}), context.keys(3), context.keys(3)
+    sut = context.storage(_identity(context, memory), pools={PoolName.KV: memory})
+    keys, new = context.keys(3), context.keys(3)
     sut.store(keys)
     pages = sut.own_pages(keys)
     for name, ask, some in (
@@ -109,9 +110,19 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
 
 
 def _serve(context: CaseContext, memory: PoolMemory) -> None:
-    sut, keys = context.storage(pools={PoolName.KV: memory}), context.keys(memory.pages // 2)
+    sut = context.storage(_identity(context, memory), pools={PoolName.KV: memory})
+    keys = context.keys(memory.pages // 2)
     sut.store(keys)
     sut.expect_own(keys, rule="GET-8")
+
+
+def _identity(context: CaseContext, memory: PoolMemory) -> StorageIdentity:
+    """Make an identity that describes the pages of a pool."""
+    pool: Any = memory.host_pool
+    geometry = getattr(pool, "geometry", pool)
+    return context.identity(
+        page_size=geometry.page_size, layout=geometry.layout, kv_dtype=geometry.dtype
+    )
 
 
 def _serve_or_refuse(context: CaseContext, memory: PoolMemory) -> None:
@@ -125,7 +136,7 @@ def _is_admitted(context: CaseContext, memory: PoolMemory) -> bool:
     Raises:
         Violation: GET-8, registering it raised something else than a refusal.
     """
-    storage = context.bare()
+    storage = context.bare(_identity(context, memory))
     try:
         storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
     except HiCacheError:

@@ -101,8 +101,10 @@ def test_a_connection_that_is_replaced_takes_its_registrations_along(rig, monkey
 
 def test_a_pool_that_is_refused_changes_nothing(cluster):
     one = Rig(cluster.options, protocol="rdma")
+    copied = EngineHostPool(page_size=one.storage.identity.page_size)
+    copied.layout = one.storage.identity.layout
     with pytest.raises(InvalidPoolError, match=r"no addresses in host memory.*page_first"):
-        one.driver.register_mem_host_pool_v2(EngineHostPool(), "kv")
+        one.driver.register_mem_host_pool_v2(copied, "kv")
     assert one.driver.pools["kv"].namespace.geometry == one.pool.geometry
     one.storage.close()
 
