@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Final
@@ -13,10 +14,14 @@ COMMAND_GROUP: Final = "hicache_storage.commands"
 """Entry-point group; the value is a `typer.Typer`, the name becomes the command."""
 OWN_COMMANDS: Final = ("bench", "doctor", "drivers", "metrics", "new")
 """The SDK's own, which no package's command of that name hides."""
+ENVIRONMENT_ERROR: Final = 2
 
 
 def main() -> None:
     """Run the command line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name or a border may have characters that the locale has not.
+        sys.stdout.reconfigure(errors="replace")
     try:
         # The packages of the extra `cli` are imported in there: the SDK installs without them.
         commands = app(*sys.argv[1:2])
@@ -24,7 +29,12 @@ def main() -> None:
         sys.exit(
             f"the command line needs more packages: pip install 'hicache-storage[cli]' ({error})"
         )
-    commands()
+    try:
+        commands()
+    except OSError as error:
+        # Such as no temporary directory that can be written, or a file that cannot.
+        print(f"hicache: {error}", file=sys.stderr)
+        sys.exit(ENVIRONMENT_ERROR)
 
 
 def app(name: str = "") -> typer.Typer:

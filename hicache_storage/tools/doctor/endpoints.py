@@ -165,13 +165,14 @@ def _unnamed(place: Path, flags: int) -> Generator[int]:
 def _kind(place: Path) -> str:
     """Return the type of a file system, as in /proc/self/mountinfo."""
     best, kind = "", "unknown file system"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
+    # Bytes: paths need not fit the locale.
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        fields, _, rest = line.partition(b" - ")
         # The kernel writes spaces in paths as octal escapes.
-        mount = fields.split()[4].encode().decode("unicode_escape")
+        mount = os.fsdecode(fields.split()[4].decode("unicode_escape").encode("latin-1"))
         # Of equal mount points the later one: it covers the earlier.
         if (place == Path(mount) or Path(mount) in place.parents) and len(mount) >= len(best):
-            best, kind = mount, rest.split()[0]
+            best, kind = mount, rest.split()[0].decode()
     return kind
 
 

@@ -42,9 +42,13 @@ def examine(
     """
     remaining = _planned(target) if checks is None else list(checks)
     limit = 2 * target.deadline_seconds + grace_seconds
-    with tempfile.TemporaryDirectory(
-        prefix="hicache-doctor-", ignore_cleanup_errors=True
-    ) as directory:
+    try:
+        created = tempfile.TemporaryDirectory(prefix="hicache-doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        fix = "set TMPDIR to a directory that can be written, such as /dev/shm"
+        yield fail("temporary directory", str(error), fix)
+        return
+    with created as directory:
         target = replace(target, throwaway=directory)
         while remaining:
             running = remaining[0]
