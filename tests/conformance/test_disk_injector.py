@@ -17,6 +17,7 @@ import pytest
 
 from hicache_conformance.injectors import disk as disk_module
 from hicache_conformance.injectors.disk import DiskInjector, missing_for_disk
+from hicache_conformance.injectors.fuse_fs import load_mfusepy
 from hicache_conformance.injectors.random_plan import MENU
 from hicache_conformance.model.fault_plan import FaultKind
 from hicache_conformance.model.violation import Inconclusive
@@ -332,3 +333,13 @@ def test_without_fuse_the_disk_says_what_is_missing(monkeypatch, spoil, words):
     spoil(monkeypatch)
     with pytest.raises(Inconclusive, match=f"the injector 'disk' needs .*{words}"):
         DiskInjector()
+
+
+@needs_fuse
+def test_libfuse_3_is_chosen_and_another_is_named(monkeypatch):
+    monkeypatch.setenv("FUSE_LIBRARY_PATH", "")
+    mfusepy = load_mfusepy()
+    assert "libfuse3" in os.environ["FUSE_LIBRARY_PATH"]
+    monkeypatch.setattr(mfusepy, "fuse_version_major", 2)
+    with pytest.raises(OSError, match=r"libfuse 3 is needed.*mfusepy has version 2\..*libfuse3"):
+        load_mfusepy()

@@ -265,8 +265,9 @@ class _Passthrough:
 
 
 def _serve() -> None:
-    import mfusepy
+    from hicache_conformance.injectors.fuse_fs import load_mfusepy
 
+    mfusepy = load_mfusepy()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backing")
     parser.add_argument("point")

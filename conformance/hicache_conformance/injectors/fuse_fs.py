@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from ctypes.util import find_library
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -315,12 +316,28 @@ def unmount(point: Path) -> None:
     )
 
 
+def load_mfusepy() -> Any:
+    """Import mfusepy with libfuse 3; it would take libfuse 2 first, whose requests have 4 KiB.
+
+    Raises:
+        OSError: it has another version, or none.
+    """
+    if not os.environ.get("FUSE_LIBRARY_PATH"):
+        os.environ["FUSE_LIBRARY_PATH"] = find_library("fuse3") or ""
+    mfusepy: Any = importlib.import_module("mfusepy")
+    if mfusepy.fuse_version_major != 3:
+        found = f"{mfusepy.fuse_version_major}.{mfusepy.fuse_version_minor}"
+        library = os.environ["FUSE_LIBRARY_PATH"]
+        raise OSError(f"libfuse 3 is needed, and mfusepy has version {found}: {library!r}")
+    return mfusepy
+
+
 def _serve(arguments: Sequence[str]) -> None:
     home = Path(arguments[0])
     backing, point = home / "backing", home / "disk"
     for directory in (backing, point):
         directory.mkdir(parents=True, exist_ok=True)
-    mfusepy: Any = importlib.import_module("mfusepy")
+    mfusepy = load_mfusepy()
     mfusepy.log.setLevel("CRITICAL")
     # As little slack as possible, because delays of a millisecond have to be that.
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
