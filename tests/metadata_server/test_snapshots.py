@@ -374,6 +374,21 @@ def test_records_of_another_backup_do_not_fit(stored, tmp_path):
         BackupFile(tmp_path / "mixed")
 
 
+def test_two_backups_to_one_file_at_a_time_are_both_whole(stored, tmp_path):
+    parts, file = list(snapshot_of(stored.service, NOW)), tmp_path / "b"
+
+    def slow():
+        yield parts[0]
+        # Meanwhile another one begins and ends.
+        write_backup(file, ORIGIN, parts)
+        BackupFile(file)
+        yield from parts[1:]
+
+    tally = write_backup(file, ORIGIN, slow())
+    assert BackupFile(file).tally.pages == tally.pages
+    assert list(tmp_path.glob("*.part")) == []
+
+
 def test_a_backup_that_cannot_be_written_leaves_nothing(tmp_path):
     def parts():
         yield next(snapshot_of(Engine(MetadataService(), random.Random(3)).service, NOW))

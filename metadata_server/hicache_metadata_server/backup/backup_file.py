@@ -7,6 +7,7 @@ used.
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -38,8 +39,9 @@ def write_backup(path: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]
     Raises:
         OSError: the file cannot be written; no part of it remains.
     """
-    # In the same directory: a rename to another file system would not be atomic.
-    temporary = path.with_name(f"{path.name}.part")
+    # In the same directory: a rename to another file system would not be atomic. Drawn, for another
+    # backup may be writing to the same file.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         tally = _write(temporary, origin, parts)
         temporary.rename(path)
@@ -108,7 +110,7 @@ class BackupFile:
 
 
 def _write(path: Path, origin: BackupHeader, parts: Iterable[SnapshotPart]) -> Tally:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
     with open(descriptor, "wb") as file:
         file.write(MAGIC)
         writer, tally = FrameWriter(file), Tally()
