@@ -12,7 +12,7 @@ from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
 from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
-from hicache_backends.mooncake.names import object_name, object_names, prefix_of
+from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reader import DirectReader
 from hicache_backends.mooncake.threads import MAX_HELPERS
 from hicache_backends.mooncake.verified_read import read_verified
@@ -34,12 +34,14 @@ from hicache_storage.spec import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.config import MooncakeConfig
     from hicache_backends.mooncake.reader import Reader
     from hicache_storage.objects import (
         Call,
         LookupBatch,
         Namespace,
+        ObjectWrite,
         ReadBatch,
         RegisteredPool,
         WriteBatch,
@@ -188,9 +190,17 @@ class MooncakeStorage(ObjectStorage):
 
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         self.handle.replace_stale()
+        writes = [write for batch in batches for write in batch.writes]
         with self.handle.call() as connection:
+            # The library overwrites nothing, and takes what is still damaged as stored.
+            damaged = [write for write in writes if write.replaces]
+            there = self._discard(connection, damaged, call) if damaged else set[str]()
             outcome = self._writer.write(
-                connection, [write for batch in batches for write in batch.writes], call
+                connection,
+                [w for w, name in zip(writes, names_of(writes), strict=True) if name not in there]
+                if there
+                else writes,
+                call,
             )
         self.note_partial_faults(outcome.faults, served=bool(outcome.stored))
         return [[write in outcome.stored for write in batch.writes] for batch in batches]
@@ -215,25 +225,36 @@ class MooncakeStorage(ObjectStorage):
                 connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        """Read objects again and remove the damaged ones: others may have been repaired since."""
-        verifies = self._config.verify_checksums
-        again = [
-            ObjectRead.aside(batch.namespace, read.key, verifies_checksum=verifies)
-            for batch in batches
-            for read in batch.reads
-        ]
         with self.handle.call() as connection:
-            outcome = read_verified(self._reader, connection, again, call)
-            going = [
-                read
-                for read in again
-                if read.damaged or (read in outcome.arrived and not read.verify())
-            ]
-            if going:
-                connection.remove(
-                    list(dict.fromkeys(object_name(read.namespace, read.key) for read in going))
-                )
-        return not outcome.faults
+            return not self._discard(
+                connection, [read for batch in batches for read in batch.reads], call
+            )
+
+    def _discard(
+        self, connection: Connection, pages: Sequence[ObjectRead | ObjectWrite], call: Call
+    ) -> set[str]:
+        """Read objects again and remove the damaged ones: others may have been repaired since.
+
+        Returns:
+            Names of objects that may still be damaged.
+        """
+        named = dict(zip(names_of(pages), pages, strict=True))
+        verifies = self._config.verify_checksums
+        with connection.claimed(list(named)) as claimed:
+            again = {
+                ObjectRead.aside(page.namespace, page.key, verifies_checksum=verifies): name
+                for name, page in named.items()
+                if name in claimed
+            }
+            outcome = read_verified(self._reader, connection, list(again), call)
+            connection.remove(
+                [
+                    name
+                    for read, name in again.items()
+                    if read.damaged or (read in outcome.arrived and not read.verify())
+                ]
+            )
+        return set(named) if outcome.faults else set(named) - claimed
 
 
 def _register(handle: ConnectionHandle, pool: RegisteredPool) -> None:

@@ -121,10 +121,6 @@ class PageWriter:
                 StorageUnavailableError("a page has another length than its namespace says")
             )
         left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
-        replaced = [item.name for item in left if item.write.replaces]
-        # The library overwrites nothing: `begin` answers `EXISTS`.
-        if replaced:
-            connection.remove(replaced)
         pause = MIN_PAUSE_SECONDS
         while left and not call.expired():
             left = self._pass(connection, left, block, outcome, call)

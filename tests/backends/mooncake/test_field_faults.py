@@ -151,6 +151,34 @@ def test_damage_is_repaired(rig, stranger, way):
     other.expect(keys)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one client", "two clients"])
+def test_what_another_has_repaired_is_not_removed(rig, stranger, apart, monkeypatch):
+    """Its set is refused while the damage is about to be removed, or its page stays."""
+    one, other = rig(), rig(local_buffer_size="32MiB") if apart else rig()
+    [key] = chain(f"repaired meanwhile {apart}", 1)
+    one.put([key])
+    stranger.remove(one.name(key))
+    stranger.put(one.name(key), bytes(one.page_bytes + 64))
+    connection, answers = one.driver.handle._connection, []
+    other.storage.open()
+    assert (other.driver.handle._connection is not connection) == apart
+    remove = connection.remove
+
+    def later(names):
+        monkeypatch.undo()
+        assert other.get([key]) == [None]
+        answers.extend(other.put([key]))
+        return remove(names)
+
+    monkeypatch.setattr(connection, "remove", later)
+    assert one.get([key]) == [None]
+    assert len(answers) == 1
+    assert other.get([key]) == [content(key, 0, one.page_bytes) if answers[0] else None]
+    # Nothing keeps the next one from storing it.
+    assert one.put([key]) == [True]
+    other.expect([key])
+
+
 def test_a_key_that_somebody_else_is_writing(rig, stranger):
     """It is not said to be stored while it is not, and it is as soon as the other's is."""
     one = rig(wait_seconds=0.1)

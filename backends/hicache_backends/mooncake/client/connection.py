@@ -356,6 +356,27 @@ class Connection:
             )
         return [not code for code in codes]
 
+    @contextlib.contextmanager
+    def claimed(self, names: Sequence[str]) -> Generator[set[str]]:
+        """Claim objects for a removal; yields those that no other client has claimed.
+
+        The library removes by name alone, so that what others store between a look and the removal
+        would go. They store nothing while the object is there, and remove it only under a claim:
+        an object beside it, which is begun and never published.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        claims = {f"{name}-claim": name for name in names}
+        self.revoke_pending()
+        codes = self.begin(list(claims), [1] * len(claims), library.replicate_config(1))
+        begun = [claim for claim, code in zip(claims, codes, strict=True) if not code]
+        try:
+            yield {claims[claim] for claim in begun}
+        finally:
+            if begun:
+                self.revoke(begun)
+
     def remove_prefix(self, prefix: str) -> None:
         """Remove all objects with a prefix, which must have no special character of a pattern.
 
