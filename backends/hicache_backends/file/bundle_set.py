@@ -246,9 +246,10 @@ class BundleSet:
     def commit_add(self, bundle: Bundle) -> None:
         """Add a prepared bundle, unless it has been removed since."""
         with self.lock:
-            del self._prepared[bundle.id]
+            # A call that was interrupted is repeated: removed from `_prepared` last.
             if not bundle.gone:
                 self.add([bundle])
+            self._prepared.pop(bundle.id, None)
 
     def add(self, bundles: Iterable[Bundle]) -> None:
         """Add bundles that are in place."""

@@ -26,7 +26,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.events import Event, EventLogs, WriterCursor, parse_cursor
+from hicache_backends.file.events import (
+    Event,
+    EventLogs,
+    Unlisted,
+    WriterCursor,
+    parse_cursor,
+)
 from hicache_backends.file.paths import BIRTH_NAME
 from hicache_backends.posix.directories import (
     Attributes,
@@ -182,8 +188,9 @@ class FeedSnapshot:
 class ChangeFeed:
     """The cursors and the change counter of one store, for one writer. Safe for many threads.
 
-    `lock` is held from the moment a number is taken with `next_sequence` until its event is queued:
-    numbers appear in the feed in their order, and none is left out. `_announcing` is held while an
+    A number is used up by `take_sequence` before a file gets it, and `lock` is held until `describe`
+    states its event: an interrupt in between leaves no number that is given again, and none that is
+    left out. `_announcing` is held while an
     announcement is made and until its bundles are visible in this process, so no thread, here or
     elsewhere, can report a bundle that a later caller does not find.
     """
@@ -217,6 +224,8 @@ class ChangeFeed:
         self._queued: dict[str, list[Event]] = {}
         self._announcing = threading.Lock()
         self._on_announced: list[Callable[[], None]] = []
+        self._due: list[Callable[[], None]] = []
+        """Of events that are announced; those of an interrupted call are made by the next one."""
         self._advance_due = False
         self._short_names = False
 
@@ -279,6 +288,24 @@ class ChangeFeed:
         announced = self._announced.get(namespace)
         return (announced.sequence if announced else 0) + len(self._queued.get(namespace, ())) + 1
 
+    def take_sequence(self, namespace: str, unknown: Callable[[], None]) -> int:
+        """Use up the number of this writer's next event; `lock` is held until `describe`.
+
+        Args:
+            unknown: called after the announcement if the number is never described. It stands for
+                unknown changes then, and every storage lists the namespace.
+        """
+        self.queue(namespace, [Unlisted()], unknown)
+        return self.next_sequence(namespace) - 1
+
+    def describe(
+        self, namespace: str, event: Event, on_announced: Callable[[], None] | None = None
+    ) -> None:
+        """State the event of the number that was taken last; the change has been made."""
+        # No call in here, because an interrupt may come with a call.
+        self._on_announced[-1:] = [] if on_announced is None else [on_announced]
+        self._queued[namespace][-1] = event
+
     def queue(
         self,
         namespace: str,
@@ -292,11 +319,12 @@ class ChangeFeed:
                 process.
         """
         with self.lock:
+            # First: an interrupt in between must not leave an event that this process never sees.
+            if on_announced is not None:
+                self._on_announced.append(on_announced)
             # Events of several threads are announced together: one rename and one counter value for
             # all.
             self._queued.setdefault(namespace, []).extend(events)
-            if on_announced is not None:
-                self._on_announced.append(on_announced)
 
     def announce(self, *, always_advance: bool = False) -> None:
         """Announce the queued events.
@@ -313,12 +341,13 @@ class ChangeFeed:
             with self.lock:
                 self._advance_due |= always_advance
                 self._announce()
-                callbacks = self._on_announced
+                self._due += self._on_announced
                 self._on_announced = []
             # Without `lock`: the callbacks take the lock of their bundle set, which comes before
-            # it.
-            for callback in callbacks:
-                callback()
+            # it. Each stays until it has been made: an interrupt may come with any call.
+            while self._due:
+                self._due[0]()
+                del self._due[0]
 
     def _announce(self) -> None:
         value = random_value()

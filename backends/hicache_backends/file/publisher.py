@@ -149,7 +149,8 @@ class Publisher:
         except OSError as error:
             if error.errno not in _REFUSED:
                 # The file may be gone all the same, and then no storage may report its pages.
-                self._skip_sequence(bundle_set)
+                self._feed.queue(bundle_set.namespace, [Unlisted()])
+                bundle_set.invalidate()
             raise
         with bundle_set.lock:
             # The eviction queue and other threads may still hold this object.
@@ -187,20 +188,33 @@ class Publisher:
             OSError: the replacement failed, and all pages are where they were; or it is done, and
                 may not survive a loss of power.
         """
-        bundle_set, namespace = page_index.bundle_set, old.namespace
+        bundle_set, temporary = page_index.bundle_set, self._temp_files.path(name)
         fault: OSError | None = None
         with bundle_set.lock, self._feed.lock:
-            sequence = self._feed.next_sequence(namespace)
+            try:
+                self._check_unclaimed(old)
+            except FileNotFoundError:
+                bundle_set.invalidate()
+                raise
+            sequence = self._feed.take_sequence(old.namespace, bundle_set.invalidate)
             new = bundle_set.bundle(
                 BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index
             )
+            claim = Claim(self._temp_files.process, new.id)
+            claimed = f"{old.directory}/{msgspec.structs.replace(old.name, claim=claim)}"
             # Claim, replace, unlink. A process killed after the claim leaves the old bundle valid;
             # one killed after the second rename leaves a void bundle that any listing removes.
-            claimed = self._claim(bundle_set, old, new)
             try:
-                os.rename(self._temp_files.path(name), new.path)
+                os.rename(old.path, claimed)
+                os.rename(temporary, new.path)
             except OSError:
-                self._undo_claim(bundle_set, claimed, old, new)
+                # Each may have taken effect all the same. If the temporary file is still there, the
+                # replacement is not in place and never will be. Otherwise it may be, and holds the
+                # only copy of its pages once a listing has removed the claimed bundle as void.
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                    os.rename(claimed, old.path)
+                bundle_set.invalidate()
                 raise
             # From here on every listing takes the claimed bundle for void, and may remove it: the
             # replacement can no longer be undone.
@@ -212,57 +226,15 @@ class Publisher:
                 pass  # A listing has found both, and removed the void one.
             except OSError as error:
                 fault = detached(error)
-            self._feed.queue(namespace, [Added(new.name, index), Removed(old.name.id)])
             new.touched = old.touched
             new.modified = old.modified
             bundle_set.add([new])
             bundle_set.remove([old])
+            self._feed.describe(old.namespace, Added(new.name, index))
+            self._feed.queue(old.namespace, [Removed(old.name.id)])
         if fault is not None:
             raise fault
         return new
-
-    def _claim(self, bundle_set: BundleSet, old: Bundle, new: Bundle) -> str:
-        """Claim a bundle by renaming it; return its new path.
-
-        Raises:
-            FileNotFoundError: another process has claimed it first.
-            OSError: the claim failed.
-        """
-        name = msgspec.structs.replace(old.name, claim=Claim(self._temp_files.process, new.name.id))
-        path = f"{old.directory}/{name}"
-        try:
-            self._check_unclaimed(old)
-        except FileNotFoundError:
-            bundle_set.invalidate()
-            raise
-        try:
-            os.rename(old.path, path)
-        except OSError:
-            # The rename may have taken effect all the same. The number in the claim is used up: a
-            # later bundle of that number would make the claimed one void.
-            self._undo_claim(bundle_set, path, old, new)
-            raise
-        return path
-
-    def _undo_claim(self, bundle_set: BundleSet, claimed: str, old: Bundle, new: Bundle) -> None:
-        """Give up a replacement whose last rename failed, whether that rename took effect or not.
-
-        The new bundle is removed only after the old one has its own name again. If that fails, a
-        listing may already have removed the claimed bundle as void, and the new one holds the only
-        copy of its pages.
-        """
-        with contextlib.suppress(OSError):
-            os.rename(claimed, old.path)
-            os.unlink(new.path)
-        self._skip_sequence(bundle_set)
-
-    def _skip_sequence(self, bundle_set: BundleSet) -> None:
-        """Use up the next number, since it is unknown whether a bundle of that number is in place.
-
-        The event makes every storage list the namespace.
-        """
-        self._feed.queue(bundle_set.namespace, [Unlisted()])
-        bundle_set.invalidate()
 
     def _check_unclaimed(self, bundle: Bundle) -> None:
         """Check that no living process is about to replace a bundle.
@@ -300,9 +272,8 @@ class Publisher:
             if call.expired():
                 self._temp_files.discard(pending.name)
                 return None
-            # The number must be in the feed before another thread takes the next one, so the rename
-            # is done under the lock.
-            sequence = self._feed.next_sequence(bundle_set.namespace)
+            namespace, temporary = bundle_set.namespace, self._temp_files.path(pending.name)
+            sequence = self._feed.take_sequence(namespace, bundle_set.invalidate)
             name = BundleName(
                 self._feed.writer, sequence, pending.size, pending.created_us, pending.checksum
             )
@@ -310,34 +281,27 @@ class Publisher:
             try:
                 self._move(pending, bundle.path)
             except OSError as error:
+                # A rename can take effect and report an error: ENOENT is what a retransmitted
+                # request gets over NFS after a lost reply, EIO or ETIMEDOUT what a soft mount
+                # reports of a request whose fate it does not know. If the temporary file is still
+                # there, the bundle is not in place and never will be. Otherwise it may be. It is
+                # complete then, and stays, because another storage may already have reported its
+                # pages.
                 pending.fault = detached(error)
-                self._resolve_failed_publish(bundle_set, pending, name)
+                try:
+                    os.unlink(temporary)
+                except OSError:
+                    bundle_set.invalidate()
+                else:
+                    self._feed.describe(namespace, Removed(name.id))
                 return None
             # Not visible in this process yet: other storages do not look for it before the
             # announcement, and would deny a page that this one has reported.
             bundle_set.prepare_add(bundle)
-            self._feed.queue(
-                bundle_set.namespace, [Added(name, index)], partial(bundle_set.commit_add, bundle)
+            self._feed.describe(
+                namespace, Added(name, index), partial(bundle_set.commit_add, bundle)
             )
         return bundle
-
-    def _resolve_failed_publish(
-        self, bundle_set: BundleSet, pending: PendingBundle, name: BundleName
-    ) -> None:
-        """Use up the number of a bundle whose rename failed.
-
-        A rename can take effect and report an error: ENOENT is what a retransmitted request gets
-        over NFS after a lost reply, EIO or ETIMEDOUT what a soft mount reports of a request whose
-        fate it does not know. Removing the temporary file decides: if it is still there, the bundle
-        is not in place and never will be. Otherwise the bundle may be in place. It is complete
-        then, and stays, because another storage may already have reported its pages.
-        """
-        try:
-            os.unlink(self._temp_files.path(pending.name))
-        except OSError:
-            self._skip_sequence(bundle_set)
-        else:
-            self._feed.queue(bundle_set.namespace, [Removed(name.id)])
 
     def _move(self, pending: PendingBundle, path: str) -> None:
         try:
