@@ -11,12 +11,14 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from hicache_backends.file.bundle import Bundle, BundleId, BundleName, bundles_among
 from hicache_backends.file.events import Added, Event, Found, Removed, Unlisted
 from hicache_backends.file.paths import MAX_USUAL_BYTES
 from hicache_backends.posix.directories import list_directory, sync_directory
+from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import file_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ ATOMIC_LISTING_BYTES = 32 << 10
 
 ENTRY_BYTES = 32
 """Bytes of a directory entry beside its name, at most."""
+
+MAX_REMOVALS = 32
+"""Limit on bundles whose removal is announced at once; a cursor has room for some ten."""
 
 MAX_RELISTS = 8
 """Limit on listing a directory again because other processes change it meanwhile."""
@@ -96,6 +101,11 @@ class BundleSet:
         self._generation = -1
         self._epoch = -1
         self._invalidations = 0
+        self._orphans: list[Bundle] = []
+        """Void files that the last listing has shown."""
+        self._leaving: dict[BundleId, Bundle] = {}
+        """Announced as removed by another process, which may not have removed the files yet."""
+        self._removing = threading.Lock()
         self._seen: dict[str, int] = {}
         self._retired: dict[str, int] = {}
         """By retired writer, the number of the last event that was applied."""
@@ -132,6 +142,12 @@ class BundleSet:
         for attempt in range(MAX_RELISTS + 1):
             unannounced = self._catch_up(snapshot, announced, expired, last=attempt == MAX_RELISTS)
             if not unannounced:
+                # Left behind by killed processes. Their removal is announced again: storages that
+                # do not list may still report the pages.
+                orphans = self._orphans
+                self._orphans = []
+                with contextlib.suppress(OSError):
+                    self.remove_files(orphans, void=True)
                 return
             # A page reported here must be found by every later caller. In most cases the writer is
             # about to announce it: wait for one more listing.
@@ -210,9 +226,15 @@ class BundleSet:
             events = self._new_events(cursors)
             removed = None if events is None else self._apply_events(events)
             if removed is not None:
+                if removed or self._leaving:
+                    gone = {id: self.bundles[id] for id in removed if id in self.bundles}
+                    void = _removing(cursors)
+                    self._leaving = {
+                        id: bundle for id, bundle in {**self._leaving, **gone}.items() if id in void
+                    }
                 return _CatchUp(removed, seen, invalidations)
         self._knows_unannounced = True
-        names = self._list_bundles()
+        names = self._list_bundles(cursors)
         if not last and (unannounced := self._unannounced(names, cursors) - announced):
             return unannounced
         return _CatchUp(self._apply_listing(names), seen, invalidations)
@@ -280,6 +302,72 @@ class BundleSet:
         """Remove bundles whose files are gone."""
         self._remove({bundle.id for bundle in bundles})
 
+    def remove_files(
+        self,
+        bundles: Sequence[Bundle],
+        expired: Callable[[], bool] = no_deadline,
+        *,
+        void: bool = False,
+    ) -> list[bool | OSError]:
+        """Announce that bundles are removed, as many at once as fit into a cursor; unlink them.
+
+        Args:
+            expired: returns whether the caller's deadline has passed; then the rest stays.
+            void: no storage uses these files, and one that cannot be removed stays void.
+
+        Returns:
+            For each bundle, `True`; `False` if its file was gone: another process has removed it,
+            or is replacing it by a bundle with some of its pages, which the next listing finds out;
+            or the error after which it may still be there.
+
+        Raises:
+            OSError: an announcement failed; the files of its bundles are still there.
+        """
+        outcomes = list[bool | OSError]()
+        while (done := len(outcomes)) < len(bundles):
+            if expired():
+                passed = TimeoutError("the deadline has passed; some bundles are still there")
+                return [*outcomes, *[passed] * (len(bundles) - done)]
+            with self._removing:
+                outcomes += self._remove_batch(bundles[done : done + MAX_REMOVALS], void=void)
+        return outcomes
+
+    def _remove_batch(self, bundles: Sequence[Bundle], *, void: bool) -> list[bool | OSError]:
+        # What is queued does not grow while announcements fail.
+        self._feed.announce()
+        ids = [bundle.id for bundle in bundles]
+        ids = ids[: self._feed.fitting(self.namespace, ids)]
+        bundles = bundles[: len(ids)]
+        left, outcomes = list(bundles), list[bool | OSError]()
+        try:
+            self._feed.announce_removal(self.namespace, ids, partial(self.remove, bundles))
+            if self._feed.fitting(self.namespace, ids) < len(ids):
+                # Names of cursors have just been found to be shorter here: again, with fewer.
+                return outcomes
+            for bundle in bundles:
+                # Without a lock of the lookups: an unlink that hangs keeps no other thread.
+                outcomes.append(_unlink(bundle))
+                if outcomes[-1] is True:
+                    left.remove(bundle)
+            if left:
+                # Gone, or renamed by a claim; only in the latter case it comes back.
+                self.invalidate()
+                with contextlib.suppress(OSError):
+                    present = {name.id for name in bundles_among(self._listed())}
+                    left = [bundle for bundle in left if bundle.id in present]
+        finally:
+            # Also after an error or an interrupt: what may still be there comes back.
+            returning = [] if void else [bundle.name.plain for bundle in left]
+            self._feed.end_removal(self.namespace, returning, self.invalidate)
+        return outcomes
+
+    def leaving_bytes(self) -> int:
+        """Bytes of files that another process is removing and that are still there."""
+        for id, bundle in list(self._leaving.items()):
+            if not os.path.exists(bundle.path):
+                self._leaving.pop(id, None)
+        return sum([bundle.size for bundle in list(self._leaving.values())])
+
     def remove_missing(self, bundles: Sequence[Bundle]) -> None:
         """Remove bundles whose files were found to be gone, and make the next call list.
 
@@ -294,17 +382,20 @@ class BundleSet:
     def _remove(self, ids: Iterable[BundleId]) -> None:
         with self.lock:
             known = list[Bundle]()
-            for id in ids:
+            for id in dict.fromkeys(ids):
                 # Another storage has found it by listing, and removed it before its announcement.
                 if (prepared := self._prepared.get(id)) is not None:
                     prepared.gone = True
-                if (bundle := self.bundles.pop(id, None)) is not None:
+                if (bundle := self.bundles.get(id)) is not None:
                     bundle.gone = True
-                    self.used -= bundle.size
                     known.append(bundle)
             if known:
                 for listener in self._listeners:
                     listener.bundles_removed(known)
+            # Last, and without a call in between: after an interrupt they are removed again.
+            for bundle in known:
+                del self.bundles[bundle.id]
+                self.used -= bundle.size
 
     def note_size(self, bundle: Bundle, size: int) -> None:
         """Correct the length of a bundle whose file differs from its name.
@@ -414,8 +505,15 @@ class BundleSet:
         self.add(added)
         return list(removed)
 
-    def _list_bundles(self) -> dict[BundleId, BundleName]:
-        """List the bundles that are in place, and remove void ones."""
+    def _list_bundles(self, cursors: Mapping[str, WriterCursor]) -> dict[BundleId, BundleName]:
+        """List the bundles that are in place, and note void ones.
+
+        A file is void whose removal the last events of a writer announce, as long as they are the
+        last: that process is about to remove it, or was killed before it could.
+        """
+        # Before the listing: this storage ends a removal after the file is gone.
+        own = self._feed.removing.get(self.namespace, ())
+        void = _removing(cursors)
         names, claimed = dict[BundleId, BundleName](), list[BundleName]()
         for name in bundles_among(self._stable_listing()):
             id = name.id
@@ -425,12 +523,14 @@ class BundleSet:
             if name.claim is not None:
                 claimed.append(name)
         # After all names are known: a replacement may be listed after the bundle that it replaces.
-        for name in claimed:
-            if name.claim is not None and name.claim.replacement in names:
-                with contextlib.suppress(OSError):
-                    os.unlink(f"{self.directory}/{name}")
-                if names.get(name.id) == name:
-                    del names[name.id]
+        void.update(
+            name.id
+            for name in claimed
+            if name.claim is not None and name.claim.replacement in names
+        )
+        found = [names.pop(id) for id in void.union(own) & names.keys()]
+        self._orphans = [self.bundle(name) for name in found if name.id not in own]
+        self._leaving = {bundle.id: bundle for bundle in self._orphans}
         return names
 
     def _resolve_duplicate(self, id: BundleId, one: BundleName, other: BundleName) -> BundleName:
@@ -460,14 +560,17 @@ class BundleSet:
         each time past a listing, is missing until the process that renames it announces the change:
         then all storages list again.
         """
-        names = list_directory(self.directory, asks_server=self._asks_server)
+        names = self._listed()
         for _ in range(MAX_RELISTS):
             if sum(map(len, names)) + ENTRY_BYTES * len(names) < ATOMIC_LISTING_BYTES:
                 break
-            before, names = names, list_directory(self.directory, asks_server=self._asks_server)
+            before, names = names, self._listed()
             if set(names).issuperset(before):
                 break
         return names
+
+    def _listed(self) -> list[str]:
+        return list_directory(self.directory, asks_server=self._asks_server)
 
     def _unannounced(
         self, names: Mapping[BundleId, BundleName], cursors: Mapping[str, WriterCursor]
@@ -523,6 +626,21 @@ class BundleSet:
             [self._bundle_in_place(name) for id, name in names.items() if id not in self.bundles]
         )
         return gone
+
+
+def _removing(cursors: Mapping[str, WriterCursor]) -> set[BundleId]:
+    return {id for cursor in cursors.values() for id in cursor.removing}
+
+
+def _unlink(bundle: Bundle) -> bool | OSError:
+    """Unlink a file: `True`, `False` if there is none, or the error."""
+    try:
+        os.unlink(bundle.path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        return detached(error)
+    return True
 
 
 class BundleSets:

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from hicache_backends.file.bundle import Bundle
+from hicache_backends.file.bundle import Bundle, BundleId
 from hicache_backends.file.bundle_set import no_deadline
 from hicache_backends.file.temp_files import TOLERANCE_NS
 from hicache_backends.posix.files import file_bytes
@@ -188,6 +188,8 @@ class Capacity:
         self._lock = threading.Lock()
         self._queue = EvictionQueue(clock)
         self._relist_at = 0.0
+        self._kept = set[tuple[str, BundleId]]()
+        """Bundles that could not be removed; tried again after the next listing."""
         bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self._queue)
 
     def used(self, expired: Callable[[], bool] = no_deadline) -> int:
@@ -214,6 +216,7 @@ class Capacity:
         if listing:
             # Also namespaces that no cursor names: their writers were killed before their first
             # announcement.
+            self._kept.clear()
             for namespace in self._paths.namespaces():
                 self._bundle_sets.get(namespace).invalidate()
         for bundle_set in self._bundle_sets.all():
@@ -221,7 +224,9 @@ class Capacity:
         if listing:
             ended = time.monotonic()
             self._relist_at = ended + max(RELIST_SECONDS, RELIST_SHARE * (ended - started))
-        return reserved + sum(bundle_set.used for bundle_set in self._bundle_sets.all())
+        return reserved + sum(
+            bundle_set.used + bundle_set.leaving_bytes() for bundle_set in self._bundle_sets.all()
+        )
 
     def make_room(self, expired: Callable[[], bool] = no_deadline) -> int:
         """Evict until the used bytes, reservations included, are within the limit.
@@ -241,16 +246,13 @@ class Capacity:
             excess, races = self.used(expired) - self.limit, 0
             tried = list[Bundle]()
             try:
-                while excess > 0 and (victim := self._queue.pop()) is not None:
-                    tried.append(victim)
-                    freed = self._evict(victim, excess)
-                    if freed is not None:
-                        excess -= freed
-                    elif races < MAX_RACES:
+                while excess > 0 and (victims := self._victims(excess, tried)):
+                    freed, taken = self._evict(victims, excess)
+                    if taken and races < MAX_RACES:
                         races += 1
                         excess = self.used(expired) - self.limit
-                    elif victim.name.claim is None:
-                        excess -= victim.size
+                    else:
+                        excess -= freed + taken
             finally:
                 for bundle in tried:
                     # A victim that could not be removed is tried again by the next call.
@@ -267,44 +269,66 @@ class Capacity:
             finally:
                 self._lock.release()
 
-    def _evict(self, victim: Bundle, excess: int) -> int | None:
-        """Remove a bundle, or its last pages if these are enough.
+    def _victims(self, excess: int, tried: list[Bundle]) -> list[Bundle]:
+        """Take out as many bundles as free so many bytes; `tried` gets all that were looked at."""
+        victims = list[Bundle]()
+        while excess > 0 and (victim := self._queue.pop()) is not None:
+            tried.append(victim)
+            if (victim.namespace, victim.id) in self._kept:
+                bundle_set = self._bundle_sets.get(victim.namespace)
+                bundle_set.note_size(victim, file_bytes(victim.path))
+            # Another process may be replacing it, or was killed while it did; other bundles are
+            # evicted instead.
+            elif victim.name.claim is None or self._publisher.is_unclaimed(victim):
+                victims.append(victim)
+                excess -= victim.size
+        return victims
+
+    def _evict(self, victims: list[Bundle], excess: int) -> tuple[int, int]:
+        """Remove bundles, of the last one only its last pages if these are enough.
 
         Returns:
-            The bytes freed; None if another process has removed the bundle or is replacing it,
-            which a listing shows.
+            The bytes freed, and those of bundles that others have removed or are replacing, which a
+            listing shows.
         """
-        bundle_set = self._bundle_sets.get(victim.namespace)
-        if victim.name.claim is not None and not self._publisher.is_unclaimed(victim):
-            # Another process is replacing it, or was killed while it did; other bundles are evicted
-            # instead.
-            return 0
-        try:
-            freed = self._shrink(victim, excess)
-        except FileNotFoundError:
-            bundle_set.invalidate()
-            return None
-        except OSError as error:
-            # A full disk, most likely, which has no room for a shorter copy.
-            logger.debug("cannot shrink %s: %s", victim.path, error)
-            freed = 0
-        if freed:
-            return freed
-        try:
-            removed = self._publisher.remove(bundle_set, victim)
-        except OSError as error:
-            logger.debug("cannot evict %s: %s", victim.path, error)
-            # A directory with the name of a bundle takes no bytes of pages.
-            claimed = victim.size
-            bundle_set.note_size(victim, file_bytes(victim.path))
-            return claimed - victim.size
-        if not removed:
-            return None
-        if (page_index := self._page_indexes(victim.namespace)) is not None:
-            self._evicted(page_index.namespace, len(victim.keys))
-        return victim.size
+        last = victims[-1]
+        short = self._shrinks(last, excess - sum([victim.size for victim in victims[:-1]]))
+        freed, taken = self._remove(victims[:-1] if short else victims)
+        if short:
+            try:
+                freed += self._shrink(last, short)
+            except FileNotFoundError:
+                self._bundle_sets.get(last.namespace).invalidate()
+                taken += last.size
+            except OSError as error:
+                # A full disk, most likely, which has no room for a shorter copy.
+                logger.debug("cannot shrink %s: %s", last.path, error)
+                more = self._remove([last])
+                freed, taken = freed + more[0], taken + more[1]
+        return freed, taken
 
-    def _shrink(self, victim: Bundle, excess: int) -> int:
+    def _remove(self, victims: Sequence[Bundle]) -> tuple[int, int]:
+        freed = taken = 0
+        for namespace in {victim.namespace: None for victim in victims}:
+            some = [victim for victim in victims if victim.namespace == namespace]
+            outcomes = self._publisher.remove(self._bundle_sets.get(namespace), some)
+            page_index = self._page_indexes(namespace)
+            for victim, outcome in zip(some, outcomes, strict=True):
+                if isinstance(outcome, OSError):
+                    logger.debug("cannot evict %s: %s", victim.path, outcome)
+                    self._kept.add((namespace, victim.id))
+                    # A directory with the name of a bundle takes no bytes of pages.
+                    freed += victim.size - file_bytes(victim.path)
+                elif not outcome:
+                    taken += victim.size
+                else:
+                    freed += victim.size
+                    if page_index is not None:
+                        self._evicted(page_index.namespace, len(victim.keys))
+        return freed, taken
+
+    def _shrinks(self, victim: Bundle, excess: int) -> int:
+        """The number of last pages that are enough; 0 if the whole bundle is to go."""
         page_index, size = self._page_indexes(victim.namespace), victim.name.size
         if (
             page_index is None
@@ -321,8 +345,11 @@ class Capacity:
         while dropped < pages and size - bundle_bytes(victim.keys[:-dropped]) < excess:
             dropped += 1
         # To copy a quarter of a bundle is not worth the I/O.
-        if dropped * 4 > pages * 3:
-            return 0
+        return 0 if dropped * 4 > pages * 3 else dropped
+
+    def _shrink(self, victim: Bundle, dropped: int) -> int:
+        page_index, size = self._page_indexes(victim.namespace), victim.name.size
+        assert page_index is not None
         self._rewriter.drop(page_index, victim, frozenset(victim.keys[-dropped:]))
         self._evicted(page_index.namespace, dropped)
-        return size - bundle_bytes(victim.keys[:-dropped])
+        return size - page_index.format.bundle_bytes(victim.keys[:-dropped])

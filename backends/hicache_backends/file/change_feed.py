@@ -26,9 +26,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.bundle import bundles_among
 from hicache_backends.file.events import (
     Event,
     EventLogs,
+    Found,
+    Removed,
     Unlisted,
     WriterCursor,
     parse_cursor,
@@ -45,6 +48,7 @@ from hicache_backends.posix.files import Handle
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+    from hicache_backends.file.bundle import BundleId, BundleName
     from hicache_backends.file.paths import StorePaths
     from hicache_backends.file.temp_files import ServerClock
 
@@ -190,9 +194,9 @@ class ChangeFeed:
 
     A number is used up by `take_sequence` before a file gets it, and `lock` is held until `describe`
     states its event: an interrupt in between leaves no number that is given again, and none that is
-    left out. `_announcing` is held while an
-    announcement is made and until its bundles are visible in this process, so no thread, here or
-    elsewhere, can report a bundle that a later caller does not find.
+    left out. `_announcing` is held while an announcement is made and until its bundles are visible in
+    this process, so no thread, here or elsewhere, can report a bundle that a later caller does not
+    find.
     """
 
     def __init__(
@@ -224,6 +228,8 @@ class ChangeFeed:
         self._queued: dict[str, list[Event]] = {}
         self._announcing = threading.Lock()
         self._on_announced: list[Callable[[], None]] = []
+        self.removing: dict[str, Sequence[BundleId]] = {}
+        """Bundles whose files this storage is removing."""
         self._due: list[Callable[[], None]] = []
         """Of events that are announced; those of an interrupted call are made by the next one."""
         self._advance_due = False
@@ -306,6 +312,47 @@ class ChangeFeed:
         self._on_announced[-1:] = [] if on_announced is None else [on_announced]
         self._queued[namespace][-1] = event
 
+    def announce_removal(
+        self, namespace: str, bundles: Sequence[BundleId], on_announced: Callable[[], None]
+    ) -> None:
+        """Announce that the files of some bundles are about to be removed.
+
+        Until `end_removal`, every cursor of this writer ends with these events. So a process that
+        lists knows the files of a removal whose process was killed. One removal at a time.
+
+        Args:
+            bundles: as many as a cursor has room for, see `fitting`.
+
+        Raises:
+            OSError: readers may know of it or not.
+        """
+        with self.lock:
+            self.removing[namespace] = bundles
+            self.queue(namespace, [Removed(id) for id in bundles], on_announced)
+        self.announce()
+
+    def end_removal(
+        self, namespace: str, left: Sequence[BundleName], on_announced: Callable[[], None]
+    ) -> None:
+        """End a removal, and announce the return of the bundles whose files are perhaps still there.
+
+        Every storage lists, to find out.
+        """
+        with self.lock:
+            if left:
+                self.queue(namespace, [*map(Found, left), Unlisted()], on_announced)
+            self.removing.pop(namespace, None)
+        if left:
+            with contextlib.suppress(OSError):
+                self.announce()
+
+    def fitting(self, namespace: str, bundles: Sequence[BundleId]) -> int:
+        """How many of some removals, from the first one, a cursor has room for."""
+        events, empty = [Removed(id) for id in bundles], WriterCursor(namespace, self.writer, 0, ())
+        while (room := len(empty.after(events, 0, short=self._short_names).events)) < len(events):
+            events = events[:room]
+        return max(1, len(events))
+
     def queue(
         self,
         namespace: str,
@@ -352,17 +399,18 @@ class ChangeFeed:
     def _announce(self) -> None:
         value = random_value()
         for namespace in list(self._queued):
-            before = self._announced.get(namespace)
+            before, queued = self._announced.get(namespace), self._queued[namespace]
+            last = [Removed(id) for id in self.removing.get(namespace, ())]
+            if queued[-len(last) :] != last:
+                queued += last
             # The tag is in the name before the counter has the value: whoever finds the name can
             # tell whether the counter was changed after it.
             after = (before or WriterCursor(namespace, self.writer, 0, ())).after(
-                self._queued[namespace], counter_tag(value), short=self._short_names
+                queued, counter_tag(value), short=self._short_names
             )
             # The log comes first. After the rename a reader may ask it for the events that the name
             # dropped.
-            unlogged = self._log(
-                after, [*self._unlogged.get(namespace, ()), *self._queued[namespace]]
-            )
+            unlogged = self._log(after, [*self._unlogged.get(namespace, ()), *queued])
             try:
                 self._move(before, after)
             except OSError as error:
@@ -438,19 +486,29 @@ class ChangeFeed:
             return
         idle = list[str]()
         for name in names:
-            if parse_cursor(name) is None:
+            cursor = parse_cursor(name)
+            if cursor is None:
                 continue
             with contextlib.suppress(OSError):
-                if (
-                    clock.age_seconds(os.stat(f"{self._paths.writers}/{name}").st_ctime_ns)
-                    > IDLE_WRITER_SECONDS
-                ):
+                if clock.age_seconds(
+                    os.stat(f"{self._paths.writers}/{name}").st_ctime_ns
+                ) > IDLE_WRITER_SECONDS and not self._has_leftovers(cursor):
                     idle.append(name)
         if idle:
             os.makedirs(self._paths.retired, exist_ok=True)
         for name in idle:
             with contextlib.suppress(OSError):
                 os.rename(f"{self._paths.writers}/{name}", f"{self._paths.retired}/{name}")
+
+    def _has_leftovers(self, cursor: WriterCursor) -> bool:
+        """Return whether files are there whose removal the cursor ends with."""
+        removing = cursor.removing
+        return bool(removing) and any(
+            name.id in removing
+            for name in bundles_among(
+                list_directory(self._paths.bundles(cursor.namespace), asks_server=self._asks_server)
+            )
+        )
 
     def close(self) -> None:
         """Close the descriptor of the counter. The feed can be used again."""

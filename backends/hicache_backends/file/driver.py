@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from hicache_backends.file.rewriter import DamageInspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
-from hicache_backends.posix.faults import detached
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
@@ -306,28 +305,20 @@ class FileStorage(ObjectStorage):
         Raises:
             OSError: some are still there; `TimeoutError` if the deadline has passed.
         """
-        fault: OSError | None = None
-        removed = True
+        outcomes = list[bool | OSError]()
         for page_index in page_indexes:
-            for bundle in list(page_index.bundle_set.bundles.values()):
-                if call.expired():
-                    # The caller has been answered, and may have begun to store pages anew.
-                    fault = TimeoutError(
-                        "the deadline of the clear has passed; some bundles are still there"
-                    )
-                    break
-                try:
-                    removed &= self.store.publisher.remove(page_index.bundle_set, bundle)
-                except IsADirectoryError:
-                    # A directory with the name of a bundle holds no page.
-                    continue
-                except OSError as error:
-                    fault = detached(error)
-            page_index.bundle_set.force_relist()
+            bundle_set = page_index.bundle_set
+            # Not beyond the deadline: the caller has been answered, and may store pages anew.
+            outcomes += self.store.publisher.remove(
+                bundle_set, list(bundle_set.bundles.values()), call.expired
+            )
+            bundle_set.force_relist()
         self.store.feed.announce(always_advance=True)
-        if fault is not None:
-            raise fault
-        return removed
+        for outcome in outcomes:
+            # A directory with the name of a bundle holds no page.
+            if isinstance(outcome, OSError) and not isinstance(outcome, IsADirectoryError):
+                raise outcome
+        return all(outcomes)
 
     def _plan_writes(
         self, batches: Sequence[WriteBatch], page_indexes: Sequence[PageIndex], call: Call

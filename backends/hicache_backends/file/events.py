@@ -28,6 +28,7 @@ import os
 import re
 import struct
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -83,7 +84,7 @@ class Added(msgspec.Struct, frozen=True, gc=False):
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):
-    """A bundle is gone: evicted, cleared, or rewritten as another."""
+    """A bundle goes: evicted, cleared, or rewritten as another. Announced before it is unlinked."""
 
     bundle: BundleId
 
@@ -92,9 +93,9 @@ class Removed(msgspec.Struct, frozen=True, gc=False):
 
 
 class Found(msgspec.Struct, frozen=True, gc=False):
-    """A bundle of another writer is in place and unannounced.
+    """A bundle is in place, and was unannounced or announced as removed.
 
-    Its writer may have been killed before the announcement.
+    Its writer may have been killed before the announcement, or an unlink has failed.
     """
 
     bundle: BundleName
@@ -159,6 +160,14 @@ class WriterCursor:
             texts[len(texts) - kept :],
             tag,
         )
+
+    @property
+    def removing(self) -> set[BundleId]:
+        """The bundles whose removal the cursor ends with: their files may still be there."""
+        matches = map(_REMOVED_TEXT.fullmatch, reversed(self.events))
+        return {
+            BundleId(match[1], int(match[2], 16)) for match in takewhile(bool, matches) if match
+        }
 
     def since(self, sequence: int) -> list[Event] | None:
         """The events after the one numbered `sequence`; None if the name has dropped some."""

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hicache_backends.file.bundle import BundleName, Claim, bundles_among
-from hicache_backends.file.events import Added, Removed, Unlisted
+from hicache_backends.file.bundle_set import no_deadline
+from hicache_backends.file.events import Added, Removed
 from hicache_backends.file.paths import has_exited
 from hicache_backends.posix.directories import list_directory, sync_directory
 from hicache_backends.posix.faults import detached
 from hicache_storage.spec import StorageRefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hicache_backends.file.bundle import Bundle, BundleIndex
     from hicache_backends.file.bundle_set import BundleSet
@@ -31,12 +32,6 @@ if TYPE_CHECKING:
     from hicache_storage.objects import Call
 
 logger = logging.getLogger(__name__)
-
-_REFUSED = frozenset({errno.EPERM, errno.EACCES, errno.EROFS, errno.EBUSY})
-"""Errors after which the file is certainly still there.
-
-After any other one, such as EIO of a soft mount, the unlink may have taken effect.
-"""
 
 
 class Publisher:
@@ -122,42 +117,23 @@ class Publisher:
         self._feed.announce()
         return published
 
-    def remove(self, bundle_set: BundleSet, bundle: Bundle) -> bool:
-        """Remove a bundle, and queue the event.
+    def remove(
+        self,
+        bundle_set: BundleSet,
+        bundles: Sequence[Bundle],
+        expired: Callable[[], bool] = no_deadline,
+    ) -> list[bool | OSError]:
+        """Remove bundles of one namespace, as `BundleSet.remove_files` does.
 
-        Returns:
-            `False` if the file is gone: another process has removed it, or is replacing it by a
-            bundle with some of its pages. The next listing finds out which.
-
-        Raises:
-            OSError: it is still there.
+        One that a living process has claimed counts as replaced.
         """
-        name = bundle.name
-        path = f"{bundle.directory}/{name}"
-        try:
-            if name.claim is None:
-                # Without a lock: an unlink that hangs blocks no other thread. A process that claims
-                # the bundle meanwhile renames it, and the unlink fails.
-                os.unlink(path)
-            else:
-                with bundle_set.lock, self._feed.lock:
-                    self._check_unclaimed(bundle)
-                    os.unlink(path)
-        except FileNotFoundError:
+        free = [
+            bundle for bundle in bundles if bundle.name.claim is None or self.is_unclaimed(bundle)
+        ]
+        if len(free) < len(bundles):
             bundle_set.invalidate()
-            return False
-        except OSError as error:
-            if error.errno not in _REFUSED:
-                # The file may be gone all the same, and then no storage may report its pages.
-                self._feed.queue(bundle_set.namespace, [Unlisted()])
-                bundle_set.invalidate()
-            raise
-        with bundle_set.lock:
-            # The eviction queue and other threads may still hold this object.
-            bundle.gone = True
-            bundle_set.remove([bundle])
-            self._feed.queue(bundle.namespace, [Removed(name.id)])
-        return True
+        outcomes = dict(zip(free, bundle_set.remove_files(free, expired), strict=True))
+        return [outcomes.get(bundle, False) for bundle in bundles]
 
     def is_unclaimed(self, bundle: Bundle) -> bool:
         """Return whether no living process has claimed a bundle, as far as can be determined."""
@@ -177,7 +153,7 @@ class Publisher:
         size: int,
         checksum: int,
     ) -> Bundle:
-        """Put a written file in the place of a bundle, and queue the events.
+        """Put a written file in the place of a bundle, and announce it.
 
         Args:
             size: the file's length in bytes.
@@ -201,11 +177,12 @@ class Publisher:
                 BundleName(self._feed.writer, sequence, size, old.name.created_us, checksum), index
             )
             claim = Claim(self._temp_files.process, new.id)
-            claimed = f"{old.directory}/{msgspec.structs.replace(old.name, claim=claim)}"
-            # Claim, replace, unlink. A process killed after the claim leaves the old bundle valid;
-            # one killed after the second rename leaves a void bundle that any listing removes.
+            claimed = msgspec.structs.replace(old.name, claim=claim)
+            path = f"{old.directory}/{claimed}"
+            # Claim, replace, announce, unlink. A process killed after the claim leaves the old bundle
+            # valid; one killed after the second rename leaves a void bundle that any listing removes.
             try:
-                os.rename(old.path, claimed)
+                os.rename(old.path, path)
                 os.rename(temporary, new.path)
             except OSError:
                 # Each may have taken effect all the same. If the temporary file is still there, the
@@ -213,25 +190,22 @@ class Publisher:
                 # only copy of its pages once a listing has removed the claimed bundle as void.
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
-                    os.rename(claimed, old.path)
+                    os.rename(path, old.path)
                 bundle_set.invalidate()
                 raise
             # From here on every listing takes the claimed bundle for void, and may remove it: the
             # replacement can no longer be undone.
-            try:
-                if self._syncs:
-                    sync_directory(new.directory)
-                os.unlink(claimed)
-            except FileNotFoundError:
-                pass  # A listing has found both, and removed the void one.
-            except OSError as error:
-                fault = detached(error)
             new.touched = old.touched
             new.modified = old.modified
             bundle_set.add([new])
-            bundle_set.remove([old])
             self._feed.describe(old.namespace, Added(new.name, index))
-            self._feed.queue(old.namespace, [Removed(old.name.id)])
+        try:
+            if self._syncs:
+                sync_directory(new.directory)
+        except OSError as error:
+            fault = detached(error)
+        [outcome] = bundle_set.remove_files([bundle_set.bundle(claimed)])
+        fault = outcome if isinstance(outcome, OSError) else fault
         if fault is not None:
             raise fault
         return new

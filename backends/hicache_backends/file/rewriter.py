@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import Bundle, BundleIndex, tail_checksum
 from hicache_backends.file.page_index import Extent
+from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import read_into, write_from
 from hicache_storage.objects import ObjectRead
 
@@ -73,15 +74,20 @@ class Rewriter:
             bundles = dict[Bundle, set[str]]()
             for bundle, page in find():
                 bundles.setdefault(bundle, set()).add(bundle.keys[page])
-            moved = False
-            for bundle, keys in bundles.items():
+            # First what frees room, and takes none: a full disk does not keep it.
+            whole = [bundle for bundle, keys in bundles.items() if keys.issuperset(bundle.keys)]
+            outcomes = self._publisher.remove(page_index.bundle_set, whole)
+            for bundle in bundles.keys() - set(whole):
                 try:
-                    self.drop(page_index, bundle, keys)
-                except FileNotFoundError:
-                    moved = True
-            # Announced also after a lost race: the other pages have been dropped.
+                    self.drop(page_index, bundle, bundles[bundle])
+                except OSError as error:
+                    outcomes.append(not isinstance(error, FileNotFoundError) and detached(error))
+            # What has failed or was faster comes with events of its own.
             self._feed.announce()
-            if not moved:
+            for outcome in outcomes:
+                if isinstance(outcome, OSError):
+                    raise outcome
+            if all(outcomes):
                 return
             # The replacement may not be announced yet, or not be in place.
             time.sleep(attempt * WAIT_SECONDS)
@@ -90,7 +96,7 @@ class Rewriter:
         raise FileNotFoundError("others keep on rewriting the same bundles")
 
     def drop(self, page_index: PageIndex, bundle: Bundle, keys: Container[str]) -> None:
-        """Replace a bundle by one without these pages, and queue the events.
+        """Replace a bundle by one without these pages, and announce it.
 
         Raises:
             FileNotFoundError: another process has removed or replaced it meanwhile.
@@ -99,8 +105,11 @@ class Rewriter:
         kept = [page for page, key in enumerate(bundle.keys) if key not in keys]
         if kept and self._rewrite(page_index, bundle, kept):
             return
-        if not self._publisher.remove(page_index.bundle_set, bundle):
+        [outcome] = self._publisher.remove(page_index.bundle_set, [bundle])
+        if not outcome:
             raise FileNotFoundError(f"{bundle.path} has been removed or replaced")
+        if isinstance(outcome, OSError):
+            raise outcome
 
     def _rewrite(self, page_index: PageIndex, bundle: Bundle, kept: Sequence[int]) -> bool:
         """Replace a bundle by one with some of its pages; `False` if none of them is sound."""

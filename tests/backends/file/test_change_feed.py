@@ -317,6 +317,40 @@ def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
     assert listings == []
 
 
+def test_a_file_whose_removal_was_announced_last_is_nobodys(party, monkeypatch):
+    monkeypatch.setattr(feed_module, "MANY_CURSORS", 1)
+    a, killed, knows, last = party(), party(), party(), party()
+    name, other = a.publish(), a.publish()
+    assert knows.sees() == {name, other}
+    # Killed before it could unlink the file.
+    killed.feed.announce_removal(NAMESPACE, [name.id], lambda: None)
+    (cursor,) = Path(a.paths.writers).glob(f"*{killed.feed.writer}*")
+    age(cursor, monkeypatch, 2 * feed_module.IDLE_WRITER_SECONDS)
+    last.feed.retire_idle_cursors(ServerClock())
+    assert cursor.exists()
+    file = Path(a.bundle_set.directory, str(name))
+    assert file.exists()
+    assert knows.sees() == {other}
+    assert knows.bundle_set.leaving_bytes() == name.size
+    # A process that lists removes it.
+    assert party().sees() == {other}
+    assert not file.exists()
+    assert knows.bundle_set.leaving_bytes() == 0
+    last.feed.retire_idle_cursors(ServerClock())
+    assert not cursor.exists()
+    assert party().sees() == knows.sees() == {other}
+
+
+def test_a_removal_under_way_ends_every_cursor_of_its_writer(party):
+    a = party()
+    gone, other = a.publish(), a.publish()
+    a.feed.announce_removal(NAMESPACE, [gone.id], lambda: None)
+    # Another thread of the same process goes on.
+    more = [a.publish() for _ in range(3)]
+    assert party().sees() == {other, *more}
+    assert Path(a.bundle_set.directory, str(gone)).exists() is False
+
+
 def test_a_clock_that_is_wrong_retires_no_cursor(party, monkeypatch):
     monkeypatch.setattr(feed_module, "MANY_CURSORS", 3)
     for _ in range(5):

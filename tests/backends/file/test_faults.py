@@ -214,6 +214,17 @@ def test_a_full_disk_with_a_capacity_evicts(rig, small_disk):
         assert a.holds(keys)
 
 
+def test_a_delete_on_a_full_disk_removes_what_need_not_be_rewritten(rig):
+    a, first, second = rig(), chain("first", 4), chain("second", 4)
+    a.put(first)
+    a.put(second)
+    with failing("open", errno.ENOSPC, when=lambda path, *_: str(path).endswith(".temporary")):
+        assert a.storage.delete([first[0], *second]) == [False] * 5
+    for side in (a, rig()):
+        assert side.holds(first)
+        assert side.present(second) == [False] * 4
+
+
 def test_nothing_is_published_after_the_deadline(rig, monkeypatch):
     a, b, keys = rig(), rig(), chain("a", 4)
     a.put(chain("first", 1))

@@ -312,8 +312,7 @@ def test_of_two_copies_one_remains_when_the_other_goes(rig):
         bundle = next(
             bundle for bundle in page_index.bundle_set.bundles.values() if bundle.path == str(path)
         )
-        c.store.publisher.remove(page_index.bundle_set, bundle)
-        c.store.feed.announce()
+        c.store.publisher.remove(page_index.bundle_set, [bundle])
         left = len(c.bundles())
         for side in (a, b, c):
             assert side.hit(keys) == (3 if left else 0)

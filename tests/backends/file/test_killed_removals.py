@@ -1,0 +1,127 @@
+"""A process killed at any step of a removal: what others have acknowledged afterwards is there.
+
+A process that knows the pages and has listed nothing since sets them again, and is believed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hicache_storage.spec import StorageUnavailableError
+from tests.backends.file.harness import Rig, chain
+from tests.backends.file.test_processes import FORK
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEYS = chain("k", 4)
+NEW = chain("new", 6)
+CAPACITY = {"evict": 6, "shrink": 9}
+"""In pages: of the four, all go for six new ones, or one."""
+
+
+def _die_at(step: int, path: Path, change: str) -> None:
+    """Make a change, killed before or after one of its renames, unlinks and changes of a time."""
+    steps = itertools.count()
+
+    def around(real):
+        def call(*args, **kwargs):
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            answer = real(*args, **kwargs)
+            if next(steps) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return answer
+
+        return call
+
+    pages = CAPACITY.get(change)
+    rig = Rig(path) if pages is None else Rig(path, capacity=Rig(path).bundle_bytes(pages) + 300)
+    assert rig.hit(KEYS) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "unlink", "utime"):
+            patch.setattr(os, name, around(getattr(os, name)))
+        if change == "clear":
+            rig.storage.clear()
+        elif change in CAPACITY:
+            assert rig.put(NEW) == [True] * 6
+        else:
+            rig.storage.delete(KEYS if change == "delete" else KEYS[2:3])
+    os._exit(0)
+
+
+@pytest.mark.parametrize("change", ["delete", "shorten", "clear", "evict", "shrink"])
+def test_what_is_set_after_the_kill_is_found(tmp_path, change):
+    for step in itertools.count():
+        path = tmp_path / str(step)
+        writer, knows, fresh = Rig(path), Rig(path), Rig(path)
+        bundles = {}
+        for keys in (KEYS[:1], KEYS[1:2], KEYS[2:]):
+            writer.put(keys)
+            (bundle,) = set(writer.bundles()) - set(bundles)
+            bundles[bundle] = keys
+        assert knows.hit(KEYS) == 4
+        child = FORK.Process(target=_die_at, args=(step, path, change))
+        child.start()
+        child.join(30)
+        assert child.exitcode in (0, -signal.SIGKILL)
+        there = " ".join(path.name for path in writer.bundles_path.iterdir())
+        gone = [key for file, keys in bundles.items() if file.name not in there for key in keys]
+        assert knows.put(KEYS) == [True] * 4
+        assert fresh.holds(gone), step
+        # A file that was left behind may go with the first listing, and all agree about it.
+        found = fresh.present(KEYS)
+        assert knows.present(KEYS) == writer.present(KEYS) == found, step
+        assert knows.put(KEYS) == [True] * 4
+        for rig in (knows, fresh, writer):
+            assert rig.holds(KEYS), step
+        assert knows.storage.delete(KEYS) == [True] * 4
+        for rig in (knows, fresh, writer, late := Rig(path)):
+            assert rig.present(KEYS) == [False] * 4, step
+        assert not list(late.bundles_path.glob("*.claimed"))
+        for rig in (knows, fresh, writer, late):
+            rig.storage.close()
+        if child.exitcode == 0:
+            break
+    assert step > 5
+
+
+@pytest.mark.parametrize("change", ["delete", "clear", "evict"])
+@pytest.mark.parametrize("name", ["rename", "utime"])
+def test_a_removal_that_cannot_be_announced_removes_nothing(tmp_path, change, name):
+    a, knows = Rig(tmp_path), Rig(tmp_path)
+    if change == "evict":
+        a = Rig(tmp_path, capacity=a.bundle_bytes(6) + 300)
+    a.put(KEYS)
+    assert knows.hit(KEYS) == 4
+    real = getattr(os, name)
+
+    def failing(path, *args, **kwargs):
+        if "/bundles/" not in str(args[0] if args else path):
+            raise OSError(errno.EIO, "EIO")
+        return real(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, failing)
+        if change == "clear":
+            with pytest.raises(StorageUnavailableError):
+                a.storage.clear()
+        elif change == "delete":
+            assert a.storage.delete(KEYS) == [False] * 4
+        else:
+            assert a.put(NEW) == [False] * 6
+        assert knows.holds(KEYS)
+        assert knows.put(KEYS) == [True] * 4
+    # What could not be announced is no removal, also where another storage knows of it.
+    assert a.put(NEW[:1]) == [True]
+    for rig in (a, knows, fresh := Rig(tmp_path)):
+        assert rig.holds(KEYS)
+        assert rig.holds(NEW[:1])
+    for rig in (a, knows, fresh):
+        rig.storage.close()
