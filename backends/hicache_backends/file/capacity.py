@@ -56,6 +56,10 @@ each."""
 STAT_SECONDS = 1.0
 """Seconds before a file's mtime is read again."""
 
+FULL_DISK_SECONDS = 10.0
+"""Seconds without another eviction for a full disk, after one that was in vain: something else takes
+the room as fast, and would have the whole store evicted."""
+
 MANY_GONE = 1024
 """Entries of removed bundles that are tolerated in the queue."""
 
@@ -188,6 +192,8 @@ class Capacity:
         self._lock = threading.Lock()
         self._queue = EvictionQueue(clock)
         self._relist_at = 0.0
+        self.full_until = 0.0
+        """Until then a full disk evicts nothing: it has been in vain."""
         self._kept = set[tuple[str, BundleId]]()
         """Bundles that could not be removed; tried again after the next listing."""
         bundle_sets.on_created = lambda bundle_set: bundle_set.listen(self._queue)
@@ -228,10 +234,11 @@ class Capacity:
             bundle_set.used + bundle_set.leaving_bytes() for bundle_set in self._bundle_sets.all()
         )
 
-    def make_room(self, expired: Callable[[], bool] = no_deadline) -> int:
+    def make_room(self, expired: Callable[[], bool] = no_deadline, *, missing: int = 0) -> int:
         """Evict until the used bytes, reservations included, are within the limit.
 
         Args:
+            missing: so many bytes in any case: the disk is full below the limit.
             expired: returns whether the caller's deadline has passed; indexes of new bundles are
                 read until then.
 
@@ -243,14 +250,16 @@ class Capacity:
         """
         with self._lock:
             # One thread of this process at a time: two would evict for the same bytes.
-            excess, races = self.used(expired) - self.limit, 0
+            used, races = self.used(expired), 0
+            limit = min(self.limit, used - missing)
+            excess = used - limit
             tried = list[Bundle]()
             try:
                 while excess > 0 and (victims := self._victims(excess, tried)):
                     freed, taken = self._evict(victims, excess)
                     if taken and races < MAX_RACES:
                         races += 1
-                        excess = self.used(expired) - self.limit
+                        excess = self.used(expired) - limit
                     else:
                         excess -= freed + taken
             finally:

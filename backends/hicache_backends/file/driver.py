@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hicache_backends.file.capacity import FULL_DISK_SECONDS
 from hicache_backends.file.rewriter import DamageInspection
 from hicache_backends.file.store import Store
 from hicache_backends.file.writer import PendingBundle
+from hicache_backends.posix.faults import FULL
 from hicache_storage.objects import ObjectStorage
 from hicache_storage.spec import (
     Capabilities,
@@ -225,9 +228,7 @@ class FileStorage(ObjectStorage):
         for page_index in page_indexes:
             store.publisher.prepare(page_index)
         pending_bundles = self._plan_writes(batches, page_indexes, call)
-        store.thread_pool.run(
-            [partial(store.writer.write, pending, call) for pending in pending_bundles]
-        )
+        self._write_all(pending_bundles, call)
         published = store.publisher.publish(pending_bundles, call)
         stored = {write for pending, _ in published for write in pending.writes}
         if store.capacity is not None:
@@ -349,6 +350,34 @@ class FileStorage(ObjectStorage):
             store.writer.discard(pending)
             excess -= pending.name.size
         return pending_bundles
+
+    def _write_all(self, pending_bundles: Sequence[PendingBundle], call: Call) -> None:
+        """Write bundles; on a disk that is full below the capacity once more, after an eviction.
+
+        Only as many bytes are evicted as these bundles have.
+        """
+        store, capacity = self.store, self.store.capacity
+        if capacity is None or time.monotonic() < capacity.full_until:
+            capacity = None
+        write = partial(store.writer.write, call=call, shortens=capacity is None)
+        store.thread_pool.run([partial(write, pending) for pending in pending_bundles])
+        short = [
+            pending
+            for pending in pending_bundles
+            if pending.fault is not None and pending.fault.errno in FULL
+        ]
+        if capacity is None or not short:
+            return
+        try:
+            capacity.make_room(call.expired, missing=sum([pending.size for pending in short]))
+        except OSError as error:
+            logger.debug("cannot make room on a full disk: %s", error)
+        for pending in short:
+            store.writer.reset(pending)
+        write = partial(store.writer.write, call=call)
+        store.thread_pool.run([partial(write, pending) for pending in short])
+        if all(pending.index is None for pending in short):
+            capacity.full_until = time.monotonic() + FULL_DISK_SECONDS
 
     def _retire_damaged(self, page_index: PageIndex, writes: Sequence[ObjectWrite]) -> None:
         """Drop the damaged copies of pages that have just been written anew."""

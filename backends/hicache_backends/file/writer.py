@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hicache_backends.file.bundle import BundleIndex, tail_checksum
-from hicache_backends.posix.faults import NO_ROOM, detached
+from hicache_backends.posix.faults import FULL, NO_ROOM, detached
 from hicache_backends.posix.files import write_from
 from hicache_storage.objects import running_checksum
 
@@ -156,17 +156,18 @@ class Writer:
         except OSError as error:
             pending.fault = detached(error)
 
-    def write(self, pending: PendingBundle, call: Call) -> None:
+    def write(self, pending: PendingBundle, call: Call, *, shortens: bool = True) -> None:
         """Write a bundle and close its file.
 
-        If there is no room for all pages, it holds the first ones.
+        Args:
+            shortens: if there is no room for all pages, the bundle holds the first ones.
         """
         if pending.descriptor < 0:
             self.open(pending)
         if pending.fault is not None:
             return
         try:
-            while not self._write_all(pending, call):
+            while not self._write_all(pending, call, shortens=shortens):
                 pending.writes = pending.writes[: len(pending.writes) // 2]
                 pending.size = pending.page_index.format.bundle_bytes(pending.keys)
             if pending.index is not None and self._syncs:
@@ -184,13 +185,18 @@ class Writer:
         if pending.index is None:
             self._temp_files.discard(pending.name)
 
+    def reset(self, pending: PendingBundle) -> None:
+        """Prepare a bundle that could not be written to be written once more."""
+        pending.name = self._temp_files.name(pending.size)
+        pending.fault = None
+
     def discard(self, pending: PendingBundle) -> None:
         """Give up a bundle that was not written."""
         if pending.descriptor >= 0:
             self._close(pending)
         self._temp_files.discard(pending.name)
 
-    def _write_all(self, pending: PendingBundle, call: Call) -> bool:
+    def _write_all(self, pending: PendingBundle, call: Call, *, shortens: bool) -> bool:
         """Write all pages and the tail; `False` to try again with fewer pages."""
         try:
             if self._preallocates:
@@ -202,7 +208,7 @@ class Writer:
             tail = pending.page_index.format.tail(index)
             write_from(pending.descriptor, [memoryview(tail)], end)
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in NO_ROOM or (error.errno in FULL and not shortens):
                 raise
             pending.fault = detached(error)
             os.ftruncate(pending.descriptor, 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_ROOM = FULL | {errno.EFBIG}
 """The file, or the file system, takes no more bytes."""
 
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})

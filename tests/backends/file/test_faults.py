@@ -214,6 +214,39 @@ def test_a_full_disk_with_a_capacity_evicts(rig, small_disk):
         assert a.holds(keys)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "inodes"])
+def test_a_disk_that_is_full_below_the_capacity_evicts(rig, small_disk, kind):
+    a = rig(small_disk / "store", capacity=250_000)
+    assert a.put(chain("before", 16)) == [True] * 16
+    if kind == "bytes":
+        (small_disk / "other").write_bytes(bytes(150_000))
+    else:
+        subprocess.run(["mount", "-o", "remount,nr_inodes=40", str(small_disk)], check=True)
+        with contextlib.suppress(OSError):
+            for number in range(40):
+                (small_disk / f"{number}").touch()
+        (small_disk / "0").unlink()
+    for number in range(12):
+        keys = chain(f"{number}", 16)
+        assert a.put(keys) == [True] * 16
+        assert a.holds(keys)
+    assert temporaries(a) == []
+    assert a.stats().pages_evicted >= 8 * 16
+
+
+def test_a_disk_that_stays_full_evicts_once(rig):
+    a = rig(capacity=1 << 20)
+    for number in range(8):
+        assert a.put(chain(f"{number}", 4)) == [True] * 4
+    with failing("pwritev", errno.ENOSPC):
+        for _ in range(3):
+            assert a.put(chain("new", 8)) == [False] * 8
+    assert a.stats().pages_evicted == 8
+    assert temporaries(a) == []
+    for number in range(2, 8):
+        assert a.holds(chain(f"{number}", 4))
+
+
 def test_a_delete_on_a_full_disk_removes_what_need_not_be_rewritten(rig):
     a, first, second = rig(), chain("first", 4), chain("second", 4)
     a.put(first)
