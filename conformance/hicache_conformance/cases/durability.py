@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures.open_context import CAPACITY
 from hicache_conformance.fixtures.process_group import ProcessGroup
+from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
+from hicache_conformance.harness.call_steps import INLINE
 from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
@@ -24,18 +26,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_conformance.fixtures.context import CaseContext
-    from hicache_conformance.processes.worker import WorkerProcess
 
 DURABLE: Final = [Level.DURABLE]
 SURVIVING: Final = ("durability>=process",)
+WITNESSED: Final = (*SURVIVING, "sharing>=processes")
 FT_5: Final[Mapping[AnomalyKind, str]] = {
     AnomalyKind.REWRITTEN: "SET-3",
     AnomalyKind.LOST: "FT-5",
     AnomalyKind.DENIED: "FT-5",
 }
-PAGES: Final[Mapping[str, PoolShape]] = {
-    PoolName.KV: PoolShape(pages=48, components=(3_000, 5_000))
-}
+PAGES: Final[Mapping[str, PoolShape]] = {PoolName.KV: PoolShape(pages=48, components=COMPONENTS)}
+REMOVED_PAGES: Final = 24
 PAGE_BYTES: Final = 64_000
 LITTER_KEYS: Final = 48
 LONG: Final[Mapping[str, PoolShape]] = {
@@ -98,6 +99,25 @@ class DurabilityCases:
         # Misses are legal in a full store; wrong bytes are not.
         group.judge("FT-5", keeps=False, rules=FT_5)
 
+    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "evicts", CAPACITY))
+    def test_an_evictor_is_killed_at_a_step(self, context: CaseContext) -> None:
+        """Another process sets a page that a killed one may have evicted: acknowledged, it is there.
+
+        Its last look at the page was before the kill.
+        """
+        config = context.capped(capacity_of(REMOVED_PAGES))
+        _kill_removers(context, Call.SET, config)
+
+    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "deletes"))
+    def test_a_delete_is_killed_at_a_step(self, context: CaseContext) -> None:
+        """The same for pages that a killed process was deleting."""
+        _kill_removers(context, Call.DELETE)
+
+    @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "clears"))
+    def test_a_clear_is_killed_at_a_step(self, context: CaseContext) -> None:
+        """The same for pages that a killed process was clearing."""
+        _kill_removers(context, Call.CLEAR)
+
     @covers("FT-5", levels=DURABLE, needs=SURVIVING)
     def test_killed_writers_leave_no_litter(self, context: CaseContext) -> None:
         """Processes killed in the middle of long writes, one after another.
@@ -152,7 +172,7 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
             reader.exists(keys)
         group.store(engine, keys, "FT-5")
         for reader in (engine, *witnesses):
-            _expect_delivered(reader, keys)
+            reader.expect_delivered(keys, "FT-5", "after a restart")
             # Pages of earlier lives too: a restart may repair what it finds by dropping what it
             # does not know.
             reader.get(random.sample(older, min(len(older), 16)))
@@ -166,11 +186,44 @@ def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
     group.judge("FT-5", rules=FT_5)
 
 
-def _expect_delivered(worker: WorkerProcess, keys: list[str]) -> None:
-    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        if found is None:
+def _kill_removers(
+    context: CaseContext, call: Call, config: Mapping[str, object] | None = None
+) -> None:
+    """Kill processes that remove the oldest pages, at steps from the first to the last.
+
+    Raises:
+        Violation: FT-5, a set after the kill answered True for a page that nobody finds.
+        Inconclusive: such a call has no steps.
+    """
+    group, random, steps = ProcessGroup(context, PAGES, config), context.chance("steps"), 0
+    witness = group.worker("witness")
+    # A request of the killed process may be carried out by a server after the witness's set.
+    attempts = 2 if context.capabilities.networked else 1
+    kills = context.profile.kills // 2
+    for kill in range(kills + 1):
+        keys = group.new_keys(REMOVED_PAGES)
+        for start in range(0, len(keys), BATCH):
+            witness.set(keys[start : start + BATCH], group.value())
+        remover = group.worker(f"remover{kill}", options=INLINE)
+        removed = keys if call is not Call.SET else group.new_keys(REMOVED_PAGES // 2)
+        # The first one, which lives, tells the number of steps.
+        at = kill and 1 + int((kill - 1 + random.random()) / kills * steps)
+        steps = remover.call_killed(call, removed, group.value(), at) or steps
+        if not steps:
+            raise Inconclusive(f"a {call} of this driver calls nothing outside of Python")
+        for _ in range(attempts):
+            # A page alone: to store a second one, the first might rightly be evicted.
+            group.store(witness, keys[:1], "FT-5")
+            reader = context.storage(group.identity, pools=pool(), config=config)
+            found = reader.get(keys[:1])
+            reader.storage.close()
+            if found != [None]:
+                break
+        else:
             raise Violation(
                 "FT-5",
-                f"page {index} key {short(key)} was set after a restart (True), and a get of "
-                f"process {worker.name} answers False",
+                f"process {remover.name} was killed after step {at} of {steps} of a {call} that "
+                f"removes page key {short(keys[0])}; a set of it by another process after that "
+                f"answered True, and a storage that was opened later does not find it",
             )
+    group.judge("FT-5", keeps=False, rules=FT_5)

@@ -72,7 +72,7 @@ class ProcessCases:
                 group.expect_agreement(reader, keys, "SET-2")
             group.store(readers[kill % 2], keys, "SET-2")
             for reader in readers:
-                _expect_delivered(reader, keys, "SET-2")
+                reader.expect_delivered(keys, "SET-2", "anew after a kill")
         # Nobody removes pages here: one that was lost was spoilt by a writer that was killed or
         # came second.
         group.judge("SET-2", rules={AnomalyKind.REWRITTEN: "SET-3"})
@@ -137,16 +137,6 @@ def _run_steps(context: CaseContext, mix: Mapping[Call, int]) -> None:
         )
     group.judge("CC-2")
     group.expect_sound("CC-2")
-
-
-def _expect_delivered(worker: WorkerProcess, keys: list[str], rule: str) -> None:
-    for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        if found is None:
-            raise Violation(
-                rule,
-                f"page {index} key {short(key)} was set anew after a kill (True), and a get of "
-                f"process {worker.name} answers False",
-            )
 
 
 def _expect_somebody_won(

@@ -43,6 +43,8 @@ class MakeCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     keys: list[str]
     pool: str
     value: int = 0
+    killed_at: int | None = None
+    """Step of the call after which the process kills itself; 0 counts the steps alone."""
 
 
 class RunWorkload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -63,6 +65,9 @@ class CloseStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The last request has been done."""
+
+    steps: int = 0
+    """Of its call, where they were counted."""
 
 
 class Counted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -9,6 +9,7 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING, Final, Self
 
+from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
 from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_conformance.processes.channel import Channel
@@ -21,6 +22,7 @@ from hicache_conformance.processes.messages import (
     MakeCall,
     OpenStorage,
     ReadStats,
+    Ready,
     RunWorkload,
     SuiteBroken,
     Swallowed,
@@ -148,6 +150,41 @@ class WorkerProcess:
             raise Violation(
                 "LC-4", f"a clear of an idle store raised {raised} (process {self.name})"
             )
+
+    def expect_delivered(self, keys: Sequence[str], rule: str, when: str) -> None:
+        """Read pages that were set, whatever their values.
+
+        Raises:
+            Violation: `rule`; one is missing.
+        """
+        for index, (key, found) in enumerate(zip(keys, self.get(keys), strict=True)):
+            if found is None:
+                raise Violation(
+                    rule,
+                    f"page {index} key {short(key)} was set {when} (True), and a get of process "
+                    f"{self.name} answers False",
+                )
+
+    def call_killed(self, call: Call, keys: Sequence[str], value: int, at: int) -> int:
+        """Make a call, and end the process, after step `at` of the call if it has so many.
+
+        Its storage has to be open with `INLINE`.
+
+        Returns:
+            The number of steps, where the call has come to its end.
+        """
+        self.send(MakeCall(call=call, keys=list(keys), pool=PoolName.KV, value=value, killed_at=at))
+        steps = 0
+        try:
+            while self.busy:
+                self.note(message := self.channel.receive(SILENCE_SECONDS))
+                steps = message.steps if isinstance(message, Ready) else 0
+        except TimeoutError:
+            raise self.hangs() from None
+        except EOFError:
+            pass
+        self.kill()
+        return steps
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import signal
 import socket
 import sys
 import threading
@@ -11,6 +13,7 @@ import time
 import traceback
 from random import Random
 
+from hicache_conformance.harness.call_steps import CallSteps
 from hicache_conformance.harness.log_records import cause_log
 from hicache_conformance.harness.page_patterns import PagePatterns
 from hicache_conformance.harness.pools import GuardedPool
@@ -67,6 +70,7 @@ class _Worker:
             )
         self._sut.call("on_host_pools_registered", storage.on_host_pools_registered)
         self._sut.call("open", storage.open)
+        self._steps = CallSteps(storage, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
     def do(self, request: Request) -> Answer:
         """Execute a request; return the last message of the answer."""
@@ -75,7 +79,9 @@ class _Worker:
                 client = Client(
                     self._name, self._sut, self._patterns, self._channel.send, self._numbers
                 )
+                self._steps.at = request.killed_at
                 client.call(request.call, request.keys, request.pool, request.value)
+                return Ready(steps=self._steps.count)
             case RunWorkload():
                 self._run(request.work)
             case ReadStats():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from drivers_files import BETWEEN_PROCESSES, DRAFT, PAGE, SharedFiles, SharedFilesConfig
+from drivers_sharing import ToldOfRemovals
 
 from hicache_storage.spec import Capabilities, parse_bytes
 
@@ -196,6 +197,15 @@ class LeavesDraftsUncounted(_Slow):
 
 class CountsDraftsForGood(_Slow):
     """Leftovers take the room of pages, and nobody ever removes them."""
+
+
+class ToldOfEvictions(BoundedFiles, ToldOfRemovals):
+    """Tells the others of what it has evicted when it has written, too."""
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        answers = super().write_objects(batches, call)
+        self.announce()
+        return answers
 
 
 class EvictsByName(BoundedFiles):

@@ -245,6 +245,62 @@ class Everything:
         return True
 
 
+class ToldOfRemovals(SharedFiles):
+    """Believes in the pages that it has seen, until a log that all share says that they are gone.
+
+    Right but for the order: it removes a batch first, and writes the log when the batch is done.
+    """
+
+    def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
+        super().__init__(identity, config)
+        self.known = set[Path]()
+        self.removed = list[Path]()
+        self.heard = 0
+
+    def there(self, namespace: Namespace, key: str) -> bool:
+        path = self.path(namespace, key)
+        told = self.log.read_text() if self.log.exists() else ""
+        self.known.difference_update(map(Path, told[self.heard :].split()))
+        self.heard = len(told)
+        if path not in self.known and super().there(namespace, key):
+            self.known.add(path)
+        return path in self.known
+
+    def take(self, read: ObjectRead) -> bool:
+        done = super().take(read)
+        if not done:
+            self.known.discard(self.path(read.namespace, read.key))
+        return done
+
+    def put(self, write: ObjectWrite, call: Call) -> bool:
+        done = super().put(write, call)
+        self.known.add(self.path(write.namespace, write.key))
+        return done
+
+    def delete_objects(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
+        answers = super().delete_objects(batches, call)
+        self.announce()
+        return answers
+
+    def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
+        super().clear_namespaces(namespaces, call)
+        self.announce()
+
+    @property
+    def log(self) -> Path:
+        return self.root / "log"
+
+    def announce(self) -> None:
+        with self.log.open("a") as log:
+            log.write("".join(f"{path}\n" for path in self.removed))
+        self.removed.clear()
+
+    def _remove(self, path: Path) -> bool:
+        self.known.discard(path)
+        self.removed.append(path)
+        return super()._remove(path)
+
+
 class ClearsItsOwnView(SharedFiles):
     """Hides what is cleared from itself, and leaves it to the others."""
 

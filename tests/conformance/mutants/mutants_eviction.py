@@ -52,7 +52,7 @@ def _bounded(name: str, *breaks: str, expect_message: str = "") -> SampleDriver:
 SAMPLES = {
     "BoundedFiles": _FILES(
         target="drivers_eviction:BoundedFiles",
-        case_classes=("EvictionProcess", "Eviction", "Space"),
+        case_classes=("EvictionProcess", "Eviction", "Space", "Durability"),
     ),
     "Slots": _SLOTS(target="drivers_slots:Slots"),
     "Bounded": _BOUNDED(target="drivers_slots:Bounded"),
@@ -75,6 +75,13 @@ SAMPLES = {
         "EV-1",
         expect_message="pages before, and holds",
         case_classes="EvictionProcess",
+    ),
+    "ToldOfEvictions": _files(
+        "ToldOfEvictions",
+        "FT-5",
+        expect_message="was killed after step",
+        case_classes="Durability",
+        cases=("test_an_evictor_is_killed_at_a_step",),
     ),
     "EvictsByName": _files(
         "EvictsByName",

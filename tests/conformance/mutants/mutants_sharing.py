@@ -47,6 +47,14 @@ SAMPLES = {
         "is said to exist, and it had been removed",
         known_bug="D11",
     ),
+    "ToldOfRemovals": _mutant(
+        "ToldOfRemovals",
+        "FT-5",
+        "Durability",
+        "was killed after step",
+        cases=("test_a_delete_is_killed_at_a_step", "test_a_clear_is_killed_at_a_step"),
+        every_case=True,
+    ),
     "SetsOnItsOwn": _mutant(
         "SetsOnItsOwn", "SET-3", "Sharing", "whose set began when the page was there already"
     ),

@@ -1,0 +1,63 @@
+"""Steps of a call: what it asks of the world outside the interpreter, one after the other."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_storage.layers import StorageOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from hicache_storage.spec import HiCacheStorage
+
+INLINE: Final = StorageOptions(deadline_seconds=None, breaker_threshold=0)
+"""Options of a storage whose calls run in the caller's own thread, where steps are counted."""
+_OUTSIDE: Final = {
+    *("posix", "_io", "io", "mmap", "fcntl", "select", "_socket", "socket", "_ssl", "sqlite3"),
+    "_sqlite3",
+}
+"""Modules of the standard library that reach a disk or a peer; those of a driver do so, too."""
+_LOOKING: Final = {"fspath", "stat", "lstat", "fstat", "fstatvfs", "listdir", "scandir", "getpid"}
+_INSIDE: Final = sys.stdlib_module_names - _OUTSIDE | {"numpy", "torch"}
+
+
+class CallSteps:
+    """Acts after one step of a set, delete or clear of a storage.
+
+    A step is a function in C that has returned, of the operating system or an extension module: the
+    places where a signal is handled or a kill leaves something behind. What only looks does not
+    count, nor do calls of other threads.
+    """
+
+    def __init__(self, storage: HiCacheStorage, act: Callable[[], object]) -> None:
+        self._act = act
+        self.at: int | None = None
+        """Number of the step after which to act; 0 counts alone, and None does not even count."""
+        self.count = 0
+        """Steps of the last call so far."""
+        # On the instance, so that the class and its other instances stay as they are.
+        for name in ("batch_set_v2", "delete", "clear"):
+            setattr(storage, name, partial(self._watched, getattr(storage, name)))
+
+    def _watched(self, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.count, before = 0, sys.getprofile()
+        sys.setprofile(before if self.at is None else self._watch)
+        try:
+            return method(*arguments, **options)
+        finally:
+            sys.setprofile(before)
+
+    def _watch(self, frame: FrameType, event: str, function: Any) -> None:
+        if event != "c_return" or function.__name__ in _LOOKING:
+            return
+        module = function.__module__ or type(function.__self__).__module__
+        if module.partition(".")[0] in _INSIDE:
+            return
+        self.count += 1
+        if self.count == self.at:
+            sys.setprofile(None)
+            self._act()
