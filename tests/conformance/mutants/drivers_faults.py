@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from drivers_files import BETWEEN_PROCESSES, SharedFiles
+from drivers_files import BETWEEN_PROCESSES, SharedFiles, SharedFilesConfig
 
 from hicache_storage.spec import HungReads
 
@@ -95,6 +95,31 @@ class CountsNoFaults(SteadyFiles):
         # Not even as refused.
         self.recorder.count("kv", pages_refused=-1)
         return False
+
+
+class NotesPagesTooSoon(SteadyFiles):
+    """Notes a page before it writes it, and takes that back where an `Exception` comes."""
+
+    def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
+        super().__init__(identity, config)
+        self.noted = set[Path]()
+
+    def there(self, namespace: Namespace, key: str) -> bool:
+        return self.path(namespace, key) in self.noted or super().there(namespace, key)
+
+    def put(self, write: ObjectWrite, call: Call) -> bool:
+        path = self.path(write.namespace, write.key)
+        self.noted.add(path)
+        try:
+            done = super().put(write, call)
+        except Exception:
+            self.noted.discard(path)
+            raise
+        return done
+
+    def _remove(self, path: Path) -> bool:
+        self.noted.discard(path)
+        return super()._remove(path)
 
 
 class LogsEachPage(SteadyFiles):

@@ -88,6 +88,13 @@ SAMPLES = dict(
             cases=("test_an_outage_is_told_once",),
         ),
         _files(
+            "NotesPagesTooSoon",
+            "SET-1",
+            expect_message="by a set after a KeyboardInterrupt after step",
+            case_classes=("Fault",),
+            cases=("test_sets_are_interrupted",),
+        ),
+        _files(
             "LogsEachPage",
             "FT-1",
             expect_message="was logged in",
