@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from hicache_conformance.fixtures.fault_calls import PATIENCE_SECONDS
+from hicache_conformance.harness.concurrency import Pending
 from hicache_conformance.harness.corruption import ObjectCorruption
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
+from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_storage.spec import PoolName
@@ -29,6 +34,7 @@ WRONG_LENGTHS = (ObjectCorruption.SHORT, ObjectCorruption.LONG)
 BY_CHECKSUM = (ObjectCorruption.FLIPPED_BIT, *WRONG_LENGTHS)
 """Damages that only the checksum tells for certain: a store of fixed places keeps a wrong length as
 wrong bytes."""
+REPAIR_SECONDS: Final = 1.0
 
 
 class CorruptObjectCases:
@@ -206,6 +212,30 @@ class CorruptObjectCases:
             )
         one.expect([key], rule="SET-3")
         one.expect_existing([key], rule="SET-3")
+
+    @covers("SET-1", "SET-3", needs=["sharing>=process"], corrupts=True)
+    @pytest.mark.parametrize("step", ["discard", "remove"])
+    def test_a_repair_before_damage_is_removed(self, context: CaseContext, step: str) -> None:
+        """A storage has found damage and is about to remove it; another repairs the page first."""
+        one, stopped = context.storage(), DriverMethodInjector()
+        two, key = context.storage(replace(one.identity)), context.keys(1)[0]
+        _plant(context, one, key, ObjectCorruption.FLIPPED_BIT)
+        stopped.attach(one.storage)
+        stopped.inject(FaultPlan("objects", (Fault(kind=FaultKind.HANG, operations=(step,)),)))
+        reading = Pending(partial(one.get, [key]))
+        while not (stopped.injected_count() or reading.comes_back(0.01)):
+            pass
+        repairing = Pending(lambda: two.get([key]) + two.set([key]))
+        # A driver that lets nobody in meanwhile repairs afterwards.
+        repairing.comes_back(REPAIR_SECONDS)
+        stopped.heal()
+        for call in (reading, repairing):
+            if not call.comes_back(PATIENCE_SECONDS):
+                raise Violation("FT-3", "two reads of a damaged page hang")
+        if (repaired := repairing.answer()) != [None, True]:
+            raise Violation("SET-3", f"a get and a set of a damaged page answered {repaired}")
+        for reader in (two, context.storage(replace(one.identity))):
+            reader.expect([key])
 
 
 def _plant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hicache_conformance.harness.corruption import forged
@@ -26,7 +27,7 @@ AnswerT = TypeVar("AnswerT")
 class DriverMethodInjector(FaultInjector):
     """Faults around the methods of an `ObjectStorage`; each call of one of them is a request.
 
-    The sorts of operations are `exists`, `read`, `write` and `remove`; the last one is
+    The sorts of operations are `exists`, `read`, `write`, `discard` and `remove`; the last one is
     `delete_objects` and `clear_namespaces`.
     """
 
@@ -43,7 +44,6 @@ class DriverMethodInjector(FaultInjector):
         if not isinstance(driver, ObjectStorage):
             return
         exists, read, write = driver.objects_exist, driver.read_objects, driver.write_objects
-        delete, clear = driver.delete_objects, driver.clear_namespaces
         # On the instance, so that the class and its other instances stay as they are.
         replaced: dict[str, Callable[[Any, Call], object]] = {
             # An answer from memory would bypass the faults; declined, the call goes through the
@@ -53,8 +53,9 @@ class DriverMethodInjector(FaultInjector):
             "read_objects_cached": lambda _, __: False,
             "read_objects": lambda batches, call: self._read(read, batches, call),
             "write_objects": lambda batches, call: self._write(write, batches, call),
-            "delete_objects": lambda batches, call: self._remove(delete, batches, call),
-            "clear_namespaces": lambda namespaces, call: self._remove(clear, namespaces, call),
+            "discard_objects": partial(self._remove, "discard", driver.discard_objects),
+            "delete_objects": partial(self._remove, "remove", driver.delete_objects),
+            "clear_namespaces": partial(self._remove, "remove", driver.clear_namespaces),
         }
         for name, method in replaced.items():
             setattr(driver, name, method)
@@ -144,8 +145,10 @@ class DriverMethodInjector(FaultInjector):
         _fail_afterwards(faults)
         return _too_short(answer) if find_fault(faults, FaultKind.MALFORMED) else answer
 
-    def _remove(self, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call) -> AnswerT:
-        faults = self._begin("remove")
+    def _remove(
+        self, operation: str, ask: Callable[[ItemsT, Call], AnswerT], items: ItemsT, call: Call
+    ) -> AnswerT:
+        faults = self._begin(operation)
         answer = ask(items, call)
         _fail_afterwards(faults)
         return answer

@@ -18,20 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivers_files import DRAFT, PAGE, SharedFiles, SharedFilesConfig
 
-from hicache_storage.objects import ObjectStorage, ObjectWrite
+from hicache_storage.objects import Call, LookupBatch, ObjectRead, ObjectStorage, ObjectWrite
 from hicache_storage.spec import Capabilities, Durability, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from hicache_storage.objects import (
-        Call,
-        LookupBatch,
-        Namespace,
-        ObjectRead,
-        ReadBatch,
-        WriteBatch,
-    )
+    from hicache_storage.objects import Namespace, ReadBatch, WriteBatch
     from hicache_storage.spec import StorageIdentity
 
 
@@ -348,6 +341,22 @@ class NeverForgetsDamage(SharedFiles):
     def put(self, write: ObjectWrite, call: Call) -> bool:
         self.bad.discard(self.path(write.namespace, write.key))
         return super().put(write, call)
+
+
+class DiscardsByName(SharedFiles):
+    """Looks once more whether a page is damaged, and then removes whatever has its name."""
+
+    def discard(self, read: ObjectRead) -> None:
+        again = ObjectRead.aside(read.namespace, read.key, verifies_checksum=True)
+        if not (self.take(again) and again.verify()):
+            self.delete_objects([LookupBatch(read.namespace, [read.key])], Call())
+
+
+class DiscardsBlindly(SharedFiles):
+    """Removes the page of a key that it has found damaged, whatever has its name by now."""
+
+    def discard(self, read: ObjectRead) -> None:
+        self._remove(self.path(read.namespace, read.key))
 
 
 # Slots and an index

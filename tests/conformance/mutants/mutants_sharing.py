@@ -65,6 +65,8 @@ SAMPLES = {
     "NeverForgetsDamage": _mutant(
         "NeverForgetsDamage", "SET-3", "Sharing", "a get of process one answers False"
     ),
+    "DiscardsByName": _mutant("DiscardsByName", "SET-1", "CorruptObject", "a get answers False"),
+    "DiscardsBlindly": _mutant("DiscardsBlindly", "SET-1", "CorruptObject", "a get answers False"),
     # Whether a reader meets another's bytes or a page half written is up to the moment.
     "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "CC-2: ", known_bug="D2"),
     "SavesItsIndexLate": _mutant(
