@@ -77,6 +77,10 @@ def _create(file):
     os.close(os.open(f"{file}.new", os.O_CREAT | os.O_WRONLY))
 
 
+def _modify(file):
+    os.close(os.open(file, os.O_WRONLY))
+
+
 def _read(file):
     with opened(file) as descriptor:
         os.read(descriptor, 100)
@@ -100,6 +104,7 @@ USES = {
     "look": _look,
     "open": _open,
     "create": _create,
+    "modify": _modify,
     "read": _read,
     "write": _write,
     "sync": _sync,
@@ -109,7 +114,7 @@ ERRORS = [
     (fault.error, operation)
     for fault in MENU["disk"]
     if fault.kind is FaultKind.ERROR
-    for operation in fault.operations or ("look", "open", "create", "read", "write", "sync", "name")
+    for operation in fault.operations or tuple(USES)
 ]
 
 

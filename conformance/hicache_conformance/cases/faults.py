@@ -20,21 +20,23 @@ from hicache_conformance.fixtures.fault_calls import (
     set_deadline,
     wait_until_serving,
 )
+from hicache_conformance.fixtures.open_context import REFUSING
 from hicache_conformance.harness.call_steps import INLINE, CallSteps
 from hicache_conformance.harness.concurrency import together
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.log_records import records_above_debug
 from hicache_conformance.harness.page_patterns import short
+from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
-from hicache_conformance.injectors.named_faults import NAMED_FAULTS, UNAVAILABLE
+from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, UNAVAILABLE
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
-from hicache_conformance.model.rules import Level
+from hicache_conformance.model.rules import Level, declares
 from hicache_conformance.model.violation import Inconclusive, Violation
 from hicache_storage.layers import StorageOptions
-from hicache_storage.spec import HiCacheError
+from hicache_storage.spec import HiCacheError, is_refusal
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -58,6 +60,7 @@ faults."""
 RETRYING_SECONDS: Final = 2.0
 """Deadline of calls that a client may try a few times. One that ends sooner is counted by the
 deadline layer, whatever the driver does with the errors of its store."""
+IMPATIENT: Final = StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1)
 BESIDE: Final = 8
 _WRITES: Final = ("write", "request")
 _FAILING_ONCE: Final = {
@@ -167,7 +170,7 @@ class FaultCases:
         sut, keys = serving_storage(
             context,
             injector,
-            options=StorageOptions(breaker_threshold=3, breaker_cooldown_seconds=0.1),
+            options=IMPATIENT,
         )
         # Twice: a breaker that has been half open and closed again must trip and recover as it did
         # the first time.
@@ -207,6 +210,40 @@ class FaultCases:
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
+
+    @covers("FT-7", "FT-4", levels=FAULTS, needs=[REFUSING])
+    def test_a_store_that_takes_nothing(
+        self, context: CaseContext, injector: FaultInjector
+    ) -> None:
+        """While sets fail for want of room or permission, pages are found, and health() tells.
+
+        By a storage that opens meanwhile, too. Afterwards sets work again.
+        """
+        sut, keys = serving_storage(context, injector, options=IMPATIENT)
+        for fault in REFUSALS[injector.name]:
+            plan, refused = FaultPlan(injector.name, (fault,)), 0
+            injector.inject(plan)
+            readers = [sut]
+            if declares(context.capabilities, "sharing>=process"):
+                readers.append(context.storage(sut.identity, options=IMPATIENT))
+            for _ in range(2 * IMPATIENT.breaker_threshold):
+                refused += not any(sut.set(context.keys(2)))
+                for reader in readers:
+                    check_hits(reader, keys, found := reader.get(keys), plan)
+                    hit = min(len(keys) - found.count(None), reader.exists(keys).kv_hit_pages)
+                    if hit < len(keys):
+                        raise Violation(
+                            "FT-7",
+                            f"{hit} of {len(keys)} stored pages are found after {refused} sets "
+                            f"were refused ({plan})",
+                        )
+            health = sut.call("health", sut.storage.health)
+            if refused and is_refusal(failure(fault.error)) and (health.writable or not health.ok):
+                raise Violation("FT-7", f"{refused} sets were refused ({plan}), and {health}")
+            injector.heal()
+            wait_until_serving(context, sut, plan)
+            if not (health := sut.call("health", sut.storage.health)).writable:
+                raise Violation("FT-7", f"a set was done after {plan}, and {health}")
 
     @covers("SET-1", "FT-4", "GET-1", levels=FAULTS, needs=["sharing>=process"])
     def test_sets_are_interrupted(self, context: CaseContext) -> None:

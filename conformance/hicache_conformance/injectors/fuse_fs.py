@@ -120,7 +120,8 @@ class Control:
 class Passthrough:
     """Operations that libfuse calls through mfusepy.
 
-    `look`, `open`, `create`, `read`, `write`, `sync` and `name`.
+    `look`, `open`, `create`, `modify` (a file is opened for writing), `read`, `write`, `sync`,
+    `name` and `remove`.
     """
 
     use_ns = True
@@ -166,7 +167,7 @@ class Passthrough:
         return self._opened(
             # Without O_DIRECT: libfuse's buffers are not aligned as the backing file system would
             # require.
-            os.open(self._at("create" if writes else "open", path), flags & ~os.O_DIRECT),
+            os.open(self._at("modify" if writes else "open", path), flags & ~os.O_DIRECT),
             path,
         )
 

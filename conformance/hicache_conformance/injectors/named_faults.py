@@ -6,7 +6,8 @@ from typing import Final
 
 from hicache_conformance.model.fault_plan import Fault, FaultKind
 
-_WRITING: Final = ("create", "write", "name")
+_FILLING: Final = ("create", "write", "name")
+_WRITING: Final = (*_FILLING, "modify")
 
 NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
     "disk": {
@@ -18,7 +19,7 @@ NAMED_FAULTS: Final[dict[str, dict[str, tuple[Fault, ...]]]] = {
         ),
         "read-only": (Fault(kind=FaultKind.ERROR, error="EROFS", operations=_WRITING),),
         "no-descriptors": (
-            Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create")),
+            Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open", "create", "modify")),
         ),
         "lost-descriptors": (
             Fault(kind=FaultKind.LOST_DESCRIPTOR, operations=("read", "write"), count=6),
@@ -63,6 +64,26 @@ UNAVAILABLE: Final[dict[str, tuple[Fault, ...]]] = {
     "objects": (Fault(kind=FaultKind.ERROR, error="EIO"),),
 }
 """Nothing works."""
+
+REFUSALS: Final[dict[str, tuple[Fault, ...]]] = {
+    "disk": tuple(
+        Fault(kind=FaultKind.ERROR, error=error, operations=operations)
+        for error, operations in (
+            ("ENOSPC", _FILLING),
+            # Without inodes, files that are there can be written.
+            ("ENOSPC", ("create", "name")),
+            ("EDQUOT", _FILLING),
+            ("EROFS", (*_WRITING, "remove")),
+            ("EXDEV", ("name",)),
+            ("ENAMETOOLONG", ("create", "name")),
+        )
+    ),
+    "objects": tuple(
+        Fault(kind=FaultKind.ERROR, error=error, operations=("write",))
+        for error in ("ENOSPC", "EDQUOT", "EROFS")
+    ),
+}
+"""Nothing more can be written, and what is there can be read."""
 
 HUNG: Final = (Fault(kind=FaultKind.HANG),)
 """Nothing answers."""

@@ -21,7 +21,7 @@ MENU: Final[dict[str, tuple[Fault, ...]]] = {
             for name in ("EIO", "ESTALE")
         ),
         *(
-            Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create"))
+            Fault(kind=FaultKind.ERROR, error=name, operations=("open", "create", "modify"))
             for name in ("EMFILE", "ENFILE", "EACCES")
         ),
         *(

@@ -97,6 +97,41 @@ class CountsNoFaults(SteadyFiles):
         return False
 
 
+class RestsWhenFull(SteadyFiles):
+    """After three sets that the disk has refused it leaves the disk alone, gets included."""
+
+    def __init__(self, identity: StorageIdentity, config: SharedFilesConfig) -> None:
+        super().__init__(identity, config)
+        self.refused = 0
+
+    def take(self, read: ObjectRead) -> bool:
+        return self.refused < 3 and super().take(read)
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        self.refused += 1
+        answers = super().write_objects(batches, call)
+        self.refused = 0
+        return answers
+
+
+class TriesItsDirectory(SteadyFiles):
+    """Opens where it can write alone."""
+
+    def connect(self) -> None:
+        super().connect()
+        (self.root / "probe").write_bytes(b"probe")
+
+
+class HidesThatItIsFull(SteadyFiles):
+    """Answers False for what the disk has no room for, as if nobody had asked."""
+
+    def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
+        try:
+            return super().write_objects(batches, call)
+        except OSError:
+            return [[False] * len(batch.writes) for batch in batches]
+
+
 class NotesPagesTooSoon(SteadyFiles):
     """Notes a page before it writes it, and takes that back where an `Exception` comes."""
 

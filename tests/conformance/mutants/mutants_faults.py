@@ -24,6 +24,11 @@ SERVER = (
 
 _BELOW = ("Fault", "Deadline", "Plan", "BitRot")
 _UNCLEAR = ("Applied", "FailedClear", "Stall")
+_TAKING_NOTHING: dict[str, Any] = {
+    "case_classes": ("Fault",),
+    "cases": ("test_a_store_that_takes_nothing",),
+    "injectors": ("disk",),
+}
 
 
 def _files(
@@ -86,6 +91,24 @@ SAMPLES = dict(
             expect_message="get_stats() counts no fault",
             case_classes=("Fault",),
             cases=("test_an_outage_is_told_once",),
+        ),
+        _files(
+            "RestsWhenFull",
+            "FT-7",
+            expect_message="0 of 12 stored pages are found after 3 sets were refused",
+            **_TAKING_NOTHING,
+        ),
+        _files(
+            "TriesItsDirectory",
+            "FT-7",
+            expect_message="open raised StorageUnavailableError",
+            **_TAKING_NOTHING,
+        ),
+        _files(
+            "HidesThatItIsFull",
+            "FT-7",
+            expect_message="sets were refused (disk: ENOSPC at create or write or name), and Health",
+            **_TAKING_NOTHING,
         ),
         _files(
             "NotesPagesTooSoon",
