@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.fixtures import small_store
-from hicache_conformance.fixtures.fault_calls import UNGUARDED
+from hicache_conformance.fixtures.fault_calls import UNGUARDED, check_hits
 from hicache_conformance.fixtures.open_context import DIRECTORY
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of
 from hicache_conformance.model.case import covers
@@ -45,11 +45,36 @@ class DirectoryCases:
         sut, keys = _joined(context, config), context.keys(3)
         sut.store(keys)
         for number in range(DELETIONS):
-            for entry in home.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            _empty(home)
             _make_again(context, sut, keys, home, number + 1)
         for reader in (sut, *_shared(context, config, sut.identity)):
             reader.expect(keys)
+
+    @covers("SET-1", "GET-1", levels=FAULTS, needs=[DIRECTORY, "sharing>=process"])
+    def test_a_store_that_is_deleted_and_opened_anew(self, context: CaseContext) -> None:
+        """The directory is emptied under an open storage, and another starts in it.
+
+        Neither loses a page to the other; of the other's they find the right ones or none.
+        """
+        config, home = context.apart()
+        early = _joined(context, config)
+        early.store(context.keys(3))
+        _empty(home)
+        both = early, _joined(context, config, early.identity)
+        until, missed = time.monotonic() + context.profile.recovery_seconds, True
+        # Until they share a store again; a storage may look only now and then for what it has open.
+        while missed and time.monotonic() < until:
+            stored, missed = [list[str](), list[str]()], False
+            for number in range(2 * BATCH):
+                keys = context.keys(BATCH)
+                answers = zip(keys, both[number % 2].set(keys), strict=True)
+                stored[number % 2] += [key for key, ok in answers if ok]
+            for sut, mine, others in zip(both, stored, reversed(stored), strict=True):
+                sut.expect(mine)
+                check_hits(sut, others, found := sut.get(others), "a directory that was emptied")
+                missed |= None in found
+            time.sleep(0.02)
+        both[1].store(context.keys(BATCH))
 
     @covers("SET-1", "FT-1", levels=FAULTS, needs=[DIRECTORY])
     def test_strangers_with_names_like_the_store_s_own(self, context: CaseContext) -> None:
@@ -77,6 +102,11 @@ class DirectoryCases:
             reader.store(more)
             keys += more
         early.expect(keys)
+
+
+def _empty(home: Path) -> None:
+    for entry in home.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _joined(

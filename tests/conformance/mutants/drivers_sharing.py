@@ -465,6 +465,31 @@ class LooksUpAndReads(SlotFiles):
     """A reader goes to the place that it has looked up, whoever has got it meanwhile."""
 
 
+class KeepsItsIndexOpen(SlotFiles):
+    """Goes on with the index that it has opened, also when another one has taken its place."""
+
+    def connect(self) -> None:
+        super().connect()
+        self.file = open(f"{self.home}/index", "a+")  # noqa: SIM115 - `disconnect` closes it
+
+    def disconnect(self) -> None:
+        self.file.close()
+
+    @contextmanager
+    def index(self) -> Iterator[dict[str, int]]:
+        with self.lock:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            try:
+                self.file.seek(0)
+                known = json.loads(self.file.read() or "{}")
+                yield known
+                self.file.truncate(0)
+                json.dump(known, self.file)
+                self.file.flush()
+            finally:
+                fcntl.flock(self.file, fcntl.LOCK_UN)
+
+
 class SavesItsIndexLate(SlotFiles):
     """Keeps the index in memory, and saves it now and then."""
 

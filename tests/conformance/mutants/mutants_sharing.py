@@ -69,6 +69,13 @@ SAMPLES = {
     "DiscardsBlindly": _mutant("DiscardsBlindly", "SET-1", "CorruptObject", "a get answers False"),
     # Whether a reader meets another's bytes or a page half written is up to the moment.
     "LooksUpAndReads": _mutant("LooksUpAndReads", "CC-2", "Process", "CC-2: ", known_bug="D2"),
+    "KeepsItsIndexOpen": _mutant(
+        "KeepsItsIndexOpen",
+        "GET-1",
+        "Directory",
+        "holds bytes of key",
+        cases=("test_a_store_that_is_deleted_and_opened_anew",),
+    ),
     "SavesItsIndexLate": _mutant(
         "SavesItsIndexLate",
         "FT-5",
