@@ -6,8 +6,11 @@ import contextlib
 import logging
 import os
 import resource
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+import pytest
 
 from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
@@ -22,7 +25,7 @@ from hicache_conformance.fixtures.fault_calls import (
 )
 from hicache_conformance.fixtures.open_context import REFUSING
 from hicache_conformance.harness.call_steps import INLINE, CallSteps
-from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.log_records import records_above_debug
@@ -190,23 +193,38 @@ class FaultCases:
         check_kept(context, sut, keys, plan)
 
     @covers("FT-6", "FT-4", levels=FAULTS)
-    def test_no_descriptor_is_left(self, context: CaseContext) -> None:
-        """Misses while the process may open nothing more; afterwards the same storage serves."""
+    @pytest.mark.parametrize("scarce", ["descriptors", "threads"])
+    def test_the_process_is_at_its_limit(self, context: CaseContext, scarce: str) -> None:
+        """Misses while the process may open or start nothing more; later the same storage serves.
+
+        Storages that are opened meanwhile leave nothing behind.
+        """
         sut, keys, here = (
             context.storage(options=UNGUARDED),
             context.keys(6),
             DriverMethodInjector(),
         )
+        limit, error = _LIMITS[scarce]
         plan = FaultPlan(
-            "process", (Fault(kind=FaultKind.ERROR, error="EMFILE", operations=("open",)),)
+            "process", (Fault(kind=FaultKind.ERROR, error=error, operations=(scarce,)),)
         )
         sut.store(keys)
         # Used once before descriptors run out, so that what a driver opens on first use is open
         # already.
         _use(context, here, sut, keys, plan)
         set_deadline(sut, deadline_on(here))
-        with _no_more_descriptors():
+        with limit():
             stored, _, _ = _use(context, here, sut, keys, plan)
+        before = OpenResources.now()
+        with limit():
+            for _ in range(ROUNDS):
+                late = context.unopened(sut.identity, options=INLINE)
+                with contextlib.suppress(HiCacheError):
+                    call_bounded(here, plan, "open", late.storage.open)
+                _use(context, here, late, keys, plan, rounds=1)
+                call_bounded(here, plan, "close", late.storage.close)
+        if left := OpenResources.now().beyond(before):
+            raise Violation("FT-6", f"storages that were opened and closed ({plan}) left {left}")
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
@@ -503,6 +521,29 @@ def _no_more_descriptors() -> Generator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextlib.contextmanager
+def _no_more_threads() -> Generator[None]:
+    """Let this process start no thread meanwhile but the suite's, as at a limit of its cgroup."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name != CALL_THREAD:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = start  # type: ignore[method-assign]
+
+
+_LIMITS: Final = {
+    "descriptors": (_no_more_descriptors, "EMFILE"),
+    "threads": (_no_more_threads, "EAGAIN"),
+}
 
 
 def _swallowed(sut: StorageUnderTest) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 AnswerT_co = TypeVar("AnswerT_co", covariant=True)
 
+CALL_THREAD: Final = "suite-call"
 HANG_SECONDS: Final = 120.0
 """Limit for a thread of `together`; no time that a working driver takes comes near it."""
 
@@ -31,7 +32,7 @@ class Pending(Generic[AnswerT_co]):
         self._began = time.monotonic()
         self.seconds: float | None = None
         """How long it took; None while it runs."""
-        self._thread = threading.Thread(target=self._run, name="suite-call", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=CALL_THREAD, daemon=True)
         self._thread.start()
 
     def ended(self, within: float) -> bool:

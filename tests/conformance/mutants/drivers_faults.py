@@ -132,6 +132,24 @@ class HidesThatItIsFull(SteadyFiles):
             return [[False] * len(batch.writes) for batch in batches]
 
 
+class StartsItsCollectorLast(SteadyFiles):
+    """Opens a file, then starts a thread; where that fails, nobody closes the file."""
+
+    promises = replace(BUFFERED, may_hang=False)
+
+    def connect(self) -> None:
+        super().connect()
+        self.log = os.open(self.root / "log", os.O_CREAT | os.O_WRONLY)
+        self.ended = threading.Event()
+        self.collector = threading.Thread(target=self.ended.wait, daemon=True)
+        self.collector.start()
+
+    def disconnect(self) -> None:
+        self.ended.set()
+        self.collector.join()
+        os.close(self.log)
+
+
 class NotesPagesTooSoon(SteadyFiles):
     """Notes a page before it writes it, and takes that back where an `Exception` comes."""
 

@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivers_faults import BUFFERED, HangsForGood, OpensForAsLongAsItTakes
+from drivers_faults import (
+    BUFFERED,
+    HangsForGood,
+    OpensForAsLongAsItTakes,
+    StartsItsCollectorLast,
+)
 from drivers_networked import ACROSS, WaitsForEver
 from sample_driver import PATH, SampleDriver
 
@@ -111,6 +116,14 @@ SAMPLES = dict(
             **_TAKING_NOTHING,
         ),
         _files(
+            "StartsItsCollectorLast",
+            "FT-6",
+            expect_message="store/log)",
+            case_classes=("Fault",),
+            cases=("test_the_process_is_at_its_limit[threads]",),
+            capabilities=StartsItsCollectorLast.promises,
+        ),
+        _files(
             "NotesPagesTooSoon",
             "SET-1",
             expect_message="by a set after a KeyboardInterrupt after step",
@@ -173,7 +186,7 @@ SAMPLES = dict(
             "FT-4",
             expect_message="after the fault was gone",
             case_classes=("Fault",),
-            cases=("test_no_descriptor_is_left",),
+            cases=("test_the_process_is_at_its_limit",),
         ),
         _files(
             "KeepsDeadDescriptors",
