@@ -1,15 +1,17 @@
-"""Faults that take effect and are reported as errors.
+"""Faults that take effect and are reported as errors, and sets that are interrupted.
 
-Lost replies, soft mounts, NFS retransmissions.
+Lost replies, soft mounts, NFS retransmissions; Ctrl-C.
 """
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
     call_bounded,
@@ -18,11 +20,12 @@ from hicache_conformance.fixtures.fault_calls import (
     set_deadline,
     wait_until_serving,
 )
+from hicache_conformance.harness.call_steps import CallSteps
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Inconclusive, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -97,6 +100,37 @@ class AppliedCases:
         ):
             _check_there(sut, stored)
 
+    @covers("SET-1", "FT-4", "GET-1", levels=FAULTS, needs=["sharing>=process"])
+    def test_sets_are_interrupted(self, context: CaseContext) -> None:
+        """A KeyboardInterrupt after each step of a set: what later sets acknowledge is there.
+
+        As of Ctrl-C, of a handler that raises, or of a test's time limit.
+        """
+        writer = context.storage(options=NO_LAYERS)
+        reader, steps = context.storage(writer.identity), CallSteps(writer.storage, _interrupt)
+        # The first set may open what is kept.
+        for steps.at in (0, 0):
+            writer.store(context.keys(2))
+        if not (count := steps.count):
+            raise Inconclusive("a set of this driver calls nothing outside of Python")
+        for at in range(1, count + 1):
+            steps.at, interrupted = at, context.keys(2)
+            with contextlib.suppress(KeyboardInterrupt):
+                writer.set(interrupted)
+            steps.at, plan = None, f"a KeyboardInterrupt after step {at} of {count} of a set"
+            # Seen by the reader before the next set, as in a store that is in use.
+            check_hits(reader, interrupted, reader.get(interrupted), plan)
+            later = [*interrupted, *context.keys(2)]
+            stored = {key: plan for key, ok in zip(later, writer.set(later), strict=True) if ok}
+            for sut in (late := context.storage(writer.identity), reader, writer):
+                _check_there(sut, stored)
+            late.storage.close()
+            wait_until_serving(context, writer, plan)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
 
 def _plan(injector: FaultInjector, error: str, step: int) -> FaultPlan:
     """Nothing where no single request can be made to fail after it took effect."""
@@ -130,8 +164,8 @@ def _set(
     return [key for key, ok in zip(keys, answers, strict=True) if ok]
 
 
-def _check_there(sut: StorageUnderTest, stored: Mapping[str, FaultPlan]) -> None:
-    """Read pages that were acknowledged, each under a fault of its own."""
+def _check_there(sut: StorageUnderTest, stored: Mapping[str, object]) -> None:
+    """Read pages that were acknowledged, each under or after a fault of its own."""
     keys = list(stored)
     for start in range(0, len(keys), BATCH):
         some = keys[start : start + BATCH]

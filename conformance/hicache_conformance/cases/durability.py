@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.open_context import CAPACITY
 from hicache_conformance.fixtures.process_group import ProcessGroup
 from hicache_conformance.fixtures.small_store import BATCH, COMPONENTS, capacity_of, pool
-from hicache_conformance.harness.call_steps import INLINE
 from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.anomalies import AnomalyKind
@@ -105,8 +105,7 @@ class DurabilityCases:
 
         Its last look at the page was before the kill.
         """
-        config = context.capped(capacity_of(REMOVED_PAGES))
-        _kill_removers(context, Call.SET, config)
+        _kill_removers(context, Call.SET, context.capped(capacity_of(REMOVED_PAGES)))
 
     @covers("FT-5", "SET-1", levels=DURABLE, needs=(*WITNESSED, "deletes"))
     def test_a_delete_is_killed_at_a_step(self, context: CaseContext) -> None:
@@ -197,21 +196,20 @@ def _kill_removers(
     """
     group, random, steps = ProcessGroup(context, PAGES, config), context.chance("steps"), 0
     witness = group.worker("witness")
-    # A request of the killed process may be carried out by a server after the witness's set.
-    attempts = 2 if context.capabilities.networked else 1
     kills = context.profile.kills // 2
     for kill in range(kills + 1):
         keys = group.new_keys(REMOVED_PAGES)
         for start in range(0, len(keys), BATCH):
             witness.set(keys[start : start + BATCH], group.value())
-        remover = group.worker(f"remover{kill}", options=INLINE)
+        remover = group.worker(f"remover{kill}", options=NO_LAYERS)
         removed = keys if call is not Call.SET else group.new_keys(REMOVED_PAGES // 2)
         # The first one, which lives, tells the number of steps.
         at = kill and 1 + int((kill - 1 + random.random()) / kills * steps)
         steps = remover.call_killed(call, removed, group.value(), at) or steps
         if not steps:
             raise Inconclusive(f"a {call} of this driver calls nothing outside of Python")
-        for _ in range(attempts):
+        # A server may carry out a request of the killed process after the witness's first set.
+        for _ in range(2 if context.capabilities.networked else 1):
             # A page alone: to store a second one, the first might rightly be evicted.
             group.store(witness, keys[:1], "FT-5")
             reader = context.storage(group.identity, pools=pool(), config=config)

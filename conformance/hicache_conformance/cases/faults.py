@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
+from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.fixtures.fault_calls import (
     UNGUARDED,
     call_bounded,
@@ -24,12 +25,10 @@ from hicache_conformance.fixtures.fault_calls import (
     wait_until_serving,
 )
 from hicache_conformance.fixtures.open_context import REFUSING
-from hicache_conformance.harness.call_steps import INLINE, CallSteps
 from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
 from hicache_conformance.harness.log_records import records_above_debug
-from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.injectors.active_faults import failure
 from hicache_conformance.injectors.disk import DiskInjector
 from hicache_conformance.injectors.driver_methods import DriverMethodInjector
@@ -37,7 +36,7 @@ from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, U
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Violation
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, is_refusal
 
@@ -218,7 +217,7 @@ class FaultCases:
         before = OpenResources.now()
         with limit():
             for _ in range(ROUNDS):
-                late = context.unopened(sut.identity, options=INLINE)
+                late = context.unopened(sut.identity, options=NO_LAYERS)
                 with contextlib.suppress(HiCacheError):
                     call_bounded(here, plan, "open", late.storage.open)
                 _use(context, here, late, keys, plan, rounds=1)
@@ -262,39 +261,6 @@ class FaultCases:
             wait_until_serving(context, sut, plan)
             if not (health := sut.call("health", sut.storage.health)).writable:
                 raise Violation("FT-7", f"a set was done after {plan}, and {health}")
-
-    @covers("SET-1", "FT-4", "GET-1", levels=FAULTS, needs=["sharing>=process"])
-    def test_sets_are_interrupted(self, context: CaseContext) -> None:
-        """A KeyboardInterrupt after each step of a set: later sets are acknowledged, and true.
-
-        As of Ctrl-C, of a handler that raises, or of a test's time limit.
-        """
-        sut = context.storage(options=INLINE)
-        witness, steps = context.storage(sut.identity), CallSteps(sut.storage, _interrupt)
-        # The first set may open what is kept.
-        for steps.at in (0, 0):
-            sut.store(context.keys(2))
-        if not (count := steps.count):
-            raise Inconclusive("a set of this driver calls nothing outside of Python")
-        for at in range(1, count + 1):
-            steps.at, interrupted = at, context.keys(2)
-            with contextlib.suppress(KeyboardInterrupt):
-                sut.set(interrupted)
-            steps.at, plan = None, f"a KeyboardInterrupt after step {at} of {count} of a set"
-            # Seen by the witness before the next set, as in a store that is in use.
-            check_hits(witness, interrupted, witness.get(interrupted), plan)
-            later = [*interrupted, *context.keys(2)]
-            later = [key for key, ok in zip(later, sut.set(later), strict=True) if ok]
-            for reader in (late := context.storage(sut.identity), witness, sut):
-                check_hits(reader, later, found := reader.get(later), plan)
-                if None in found:
-                    raise Violation(
-                        "SET-1",
-                        f"page {found.index(None)} key {short(later[found.index(None)])} was "
-                        f"stored (True) by a set after {plan}, and a get answers False",
-                    )
-            late.storage.close()
-            wait_until_serving(context, sut, plan)
 
     @covers("FT-6", "SET-5", levels=FAULTS)
     def test_failing_sets_leave_nothing(
@@ -393,10 +359,6 @@ class FaultCases:
                 f"({plan}); then the circuit breaker is "
                 f"{state!r}, and exists finds {hit} of {len(keys)} pages",
             )
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def _note(answers: list[list[bool]], sut: StorageUnderTest, keys: Sequence[str]) -> None:

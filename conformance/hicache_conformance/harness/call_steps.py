@@ -6,16 +6,12 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hicache_storage.layers import StorageOptions
-
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
     from hicache_storage.spec import HiCacheStorage
 
-INLINE: Final = StorageOptions(deadline_seconds=None, breaker_threshold=0)
-"""Options of a storage whose calls run in the caller's own thread, where steps are counted."""
 _OUTSIDE: Final = {
     *("posix", "_io", "io", "mmap", "fcntl", "select", "_socket", "socket", "_ssl", "sqlite3"),
     "_sqlite3",
@@ -30,7 +26,7 @@ class CallSteps:
 
     A step is a function in C that has returned, of the operating system or an extension module: the
     places where a signal is handled or a kill leaves something behind. What only looks does not
-    count, nor do calls of other threads.
+    count, nor do calls of other threads: a storage without layers runs its own in the caller's.
     """
 
     def __init__(self, storage: HiCacheStorage, act: Callable[[], object]) -> None:

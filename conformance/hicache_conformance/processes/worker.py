@@ -168,23 +168,16 @@ class WorkerProcess:
     def call_killed(self, call: Call, keys: Sequence[str], value: int, at: int) -> int:
         """Make a call, and end the process, after step `at` of the call if it has so many.
 
-        Its storage has to be open with `INLINE`.
-
         Returns:
             The number of steps, where the call has come to its end.
         """
         self.send(MakeCall(call=call, keys=list(keys), pool=PoolName.KV, value=value, killed_at=at))
-        steps = 0
-        try:
+        message: Answer | None = None
+        with contextlib.suppress(EOFError):
             while self.busy:
                 self.note(message := self.channel.receive(SILENCE_SECONDS))
-                steps = message.steps if isinstance(message, Ready) else 0
-        except TimeoutError:
-            raise self.hangs() from None
-        except EOFError:
-            pass
         self.kill()
-        return steps
+        return message.steps if isinstance(message, Ready) else 0
 
     def stats(self, pool: str = PoolName.KV) -> PoolStats:
         """A pool's counters."""

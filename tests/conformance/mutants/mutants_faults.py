@@ -126,8 +126,8 @@ SAMPLES = dict(
         _files(
             "NotesPagesTooSoon",
             "SET-1",
-            expect_message="by a set after a KeyboardInterrupt after step",
-            case_classes=("Fault",),
+            expect_message="below the driver: a KeyboardInterrupt after step",
+            case_classes=("Applied",),
             cases=("test_sets_are_interrupted",),
         ),
         _files(
