@@ -50,7 +50,7 @@ class DirectoryCases:
         for reader in (sut, *_shared(context, config, sut.identity)):
             reader.expect(keys)
 
-    @covers("SET-1", "GET-1", levels=FAULTS, needs=[DIRECTORY, "sharing>=process"])
+    @covers("SET-1", "GET-1", "FT-4", levels=FAULTS, needs=[DIRECTORY, "sharing>=process"])
     def test_a_store_that_is_deleted_and_opened_anew(self, context: CaseContext) -> None:
         """The directory is emptied under an open storage, and another starts in it.
 
