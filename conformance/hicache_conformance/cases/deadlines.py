@@ -316,15 +316,13 @@ class DeadlineCases:
             f"{left}, and something each of the {LIVES} times",
         )
 
-    @covers("FT-4", "FT-3", levels=FAULTS)
+    @covers("FT-4", "FT-3", levels=FAULTS, needs=["the injector network"])
     def test_half_open_connections(self, context: CaseContext, injector: FaultInjector) -> None:
         """Calls on connections that stay open and silent for good end, and the storage serves.
 
         A call without a timeout of its own is answered by the deadline layer, and holds a thread
         and a connection from then on.
         """
-        if injector.name != "network":
-            return
         sut, keys = serving_storage(context, injector, pages=4)
         # Each connection that is used meanwhile, because a store with one request for each page may
         # be asked by many before the get.

@@ -24,7 +24,6 @@ from hicache_conformance.fixtures.fault_calls import (
     set_deadline,
     wait_until_serving,
 )
-from hicache_conformance.fixtures.open_context import REFUSING
 from hicache_conformance.harness.concurrency import CALL_THREAD, together
 from hicache_conformance.harness.driver_calls import has_steps
 from hicache_conformance.harness.leak_check import OpenResources
@@ -228,7 +227,7 @@ class FaultCases:
         wait_until_serving(context, sut, plan)
         check_kept(context, sut, [*keys, *stored], plan)
 
-    @covers("FT-7", "FT-4", levels=FAULTS, needs=[REFUSING])
+    @covers("FT-7", "FT-4", levels=FAULTS, needs=["the injector disk or objects"])
     def test_a_store_that_takes_nothing(
         self, context: CaseContext, injector: FaultInjector
     ) -> None:
