@@ -9,6 +9,7 @@ import resource
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from unittest import mock
 
 import pytest
 
@@ -484,8 +485,7 @@ def _no_more_descriptors() -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@contextlib.contextmanager
-def _no_more_threads() -> Generator[None]:
+def _no_more_threads() -> contextlib.AbstractContextManager[object]:
     """Let this process start no thread meanwhile but the suite's, as at a limit of its cgroup."""
     start = threading.Thread.start
 
@@ -494,11 +494,7 @@ def _no_more_threads() -> Generator[None]:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    threading.Thread.start = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        threading.Thread.start = start  # type: ignore[method-assign]
+    return mock.patch.object(threading.Thread, "start", refuse)
 
 
 _LIMITS: Final = {
