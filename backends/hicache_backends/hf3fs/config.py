@@ -56,7 +56,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         ),
     ] = "1GiB"
     preallocate: Annotated[
-        bool, Meta(description="Take the file's whole room from the file system when it is made.")
+        bool,
+        Meta(
+            description="Take the file's whole room from the file system when it is made. A file "
+            "system that cannot leaves the file sparse."
+        ),
     ] = False
     engine: Annotated[
         Literal["auto", "usrbio", "posix"],

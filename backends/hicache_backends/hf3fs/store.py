@@ -48,8 +48,7 @@ class Store:
         self.config = config
         self.path = os.path.abspath(config.path)
         self._create()
-        mount = mount_of(self.path)
-        self.is_local = mount.is_local
+        self.is_local = mount_of(self.path).is_local
         self.is_embedded = not config.metadata_urls
         self._scopes: dict[str, SlotScope] = {}
         self._lock = threading.Lock()
@@ -61,8 +60,7 @@ class Store:
         except BaseException:
             self.metadata.close()
             raise
-        preallocates = config.preallocate and (mount.preallocates or not mount.is_local)
-        self.files = SlotFiles(self.path, self.engine.adopt, preallocates=preallocates)
+        self.files = SlotFiles(self.path, self.engine.adopt, preallocates=config.preallocate)
 
     def scopes(self, namespaces: Sequence[Namespace]) -> list[SlotScope]:
         """Return the scopes of namespaces; declare the new ones to the metadata client."""

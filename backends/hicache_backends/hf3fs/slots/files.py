@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -10,11 +11,15 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from hicache_backends.posix.files import allocate
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from hicache_backends.hf3fs.slots.geometry import SlotGeometry
     from hicache_backends.posix.files import Handle
+
+logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".slots"
 # O_NOFOLLOW: a symbolic link would redirect the pages of all tenants to a target of its creator.
@@ -118,10 +123,14 @@ class SlotFile:
         if length >= self.geometry.file_bytes:
             return
         if self._preallocates:
-            os.posix_fallocate(descriptor, length, self.geometry.file_bytes - length)
-        else:
-            # A concurrent process can only have extended it to the same length.
-            os.ftruncate(descriptor, self.geometry.file_bytes)
+            if allocate(descriptor, length, self.geometry.file_bytes - length):
+                return
+            self._preallocates = False
+            logger.warning(
+                "hf3fs: the file system of %s cannot preallocate; the file stays sparse", self.path
+            )
+        # A concurrent process can only have extended it to the same length.
+        os.ftruncate(descriptor, self.geometry.file_bytes)
 
     def _describe(self) -> None:
         """Write the description, if there is none.
