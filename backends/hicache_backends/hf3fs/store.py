@@ -99,7 +99,8 @@ class Store:
             raise ConfigError(f"path {self.path!r} is a file; name a directory")
         try:
             make_last(self.path)
-            self._id = store_id(self.path)
+            # Drawn before the server is asked, which may not be there.
+            self._id = store_id(self.path) if self.config.metadata_urls else ""
         except OSError as error:
             raise StorageUnavailableError(
                 f"cannot use the directory {self.path!r}: {error}"
@@ -110,7 +111,9 @@ class Store:
         if not urls:
             from hicache_metadata_server.client.embedded import EmbeddedMetadata
 
-            return EmbeddedMetadata(self.path, quarantine_seconds=config.quarantine_seconds)
+            embedded = EmbeddedMetadata(self.path, quarantine_seconds=config.quarantine_seconds)
+            self._id = embedded.store_id
+            return embedded
         from hicache_metadata_server.client.http_client import HttpMetadataClient
 
         return HttpMetadataClient(

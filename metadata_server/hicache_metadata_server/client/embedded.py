@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
+import secrets
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
@@ -26,26 +28,29 @@ if TYPE_CHECKING:
 A = TypeVar("A", bound=p.Answer)
 
 LOCK_NAME: Final = "local.lock"
+ID_BYTES: Final = 8
 MAX_EXPIRIES: Final = 1024
 """Ended leases and quarantines that one call processes beside its own work."""
 
 
 class _State:
-    """State shared by all storages of this process on one directory."""
+    """State shared by all storages of this process on one directory.
 
-    def __init__(self, path: str, quarantine_seconds: float) -> None:
+    Args:
+        path: for messages.
+        lock_file: an open file, which is locked here, and closed with the state or at an error.
+        quarantine_seconds: of freed slots.
+    """
+
+    def __init__(self, path: str, lock_file: int, quarantine_seconds: float) -> None:
         self.users = 0
         self._process = os.getpid()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
-        # Two processes with a state machine each would give the same slot to different keys.
+        self._lock_file = lock_file
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock_file)
-            raise MetadataError(
-                f"another process uses {path!r} without a metadata server; give both a metadata_url"
-            ) from error
+            self.store_id = _lock(lock_file, path)
+        except BaseException:
+            os.close(lock_file)
+            raise
         # Without limits of size: limits protect a server from other processes.
         unbounded = structs.replace(
             DEFAULTS,
@@ -132,18 +137,26 @@ class EmbeddedMetadata(MetadataClient):
         OSError: the directory cannot be written to.
     """
 
-    _states: ClassVar[dict[tuple[int, str], _State]] = {}
+    _states: ClassVar[dict[tuple[int, int, int], _State]] = {}
     _states_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, path: str, *, quarantine_seconds: float) -> None:
         super().__init__()
-        # A forked child must not use its parent's state.
-        self._key = (os.getpid(), os.path.realpath(path))
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock_file = os.open(os.path.join(path, LOCK_NAME), flags, 0o666)
+        status = os.fstat(lock_file)
+        # The file and not its path: once the directory was emptied, the path leads to a file that
+        # another process may lock. A forked child must not use its parent's state.
+        self._key = (os.getpid(), status.st_dev, status.st_ino)
         with self._states_lock:
             state = self._states.get(self._key)
             if state is None:
-                state = self._states[self._key] = _State(self._key[1], quarantine_seconds)
+                state = self._states[self._key] = _State(path, lock_file, quarantine_seconds)
+            else:
+                os.close(lock_file)
             state.users += 1
+        self.store_id = state.store_id
+        """Name of the map; another one for each lock file."""
         self._state: _State | None = state
 
     @property
@@ -187,6 +200,22 @@ class EmbeddedMetadata(MetadataClient):
         if self._state is None:
             raise MetadataError("the embedded metadata is closed")
         return self._state
+
+
+def _lock(lock_file: int, path: str) -> str:
+    """Lock a file, and return the id in it; draw the id if there is none."""
+    # Two processes with a state machine each would give the same slot to different keys.
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise MetadataError(
+            f"another process uses {path!r} without a metadata server; give both a metadata_url"
+        ) from error
+    found = os.pread(lock_file, ID_BYTES, 0)
+    if not re.fullmatch(rb"[0-9a-f]{8}", found):
+        found = secrets.token_hex(4).encode()
+        os.pwrite(lock_file, found, 0)
+    return found.decode()
 
 
 os.register_at_fork(after_in_child=EmbeddedMetadata.reset_after_fork)

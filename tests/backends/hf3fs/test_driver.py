@@ -370,6 +370,36 @@ def test_a_file_that_was_removed_is_made_anew(mine, monkeypatch):
     other.expect(keys)
 
 
+@pytest.mark.parametrize("first", ["local", "remote"])
+@pytest.mark.parametrize("second", ["local", "remote"])
+def test_a_directory_that_was_emptied_has_another_file_for_another_map(
+    rig, server, tmp_path, monkeypatch, first, second
+):
+    """Two maps of one file give out its slots twice: acknowledged pages would be overwritten."""
+    from hicache_backends.hf3fs.slots import files
+
+    monkeypatch.setattr(files, "POLL_SECONDS", 0.0)
+    options = {"local": {}, "remote": {"metadata_url": server.url, "lease_seconds": LEASE_SECONDS}}
+    a, before, store = rig(**options[first]), chain("a", 5), tmp_path / "store"
+    assert all(a.put(before))
+    for path in store.iterdir():
+        path.unlink()
+    b, more, others = rig(**options[second]), chain("b", 20), chain("c", 20)
+    for start in range(0, 20, 5):
+        assert all(a.put(more[start : start + 5]))
+        assert all(b.put(others[start : start + 5]))
+    a.expect(more)
+    b.expect(others)
+
+
+def test_maps_with_and_without_a_server_have_files_of_their_own(rig, server):
+    remote, local = rig(metadata_url=server.url, lease_seconds=LEASE_SECONDS), rig()
+    keys, others = chain("a", 20), chain("b", 20)
+    assert all(remote.put(keys))
+    assert all(local.put(others))
+    remote.expect(keys)
+
+
 def test_another_process_without_a_server_is_refused(rig, tmp_path):
     one = rig()
     assert all(one.put(chain("a", 1)))
@@ -393,7 +423,7 @@ def _open_in_child(path, answers):
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
+def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes, tmp_path):
     """It has the lock's descriptor; nor does it let go of what is the parent's."""
     one = rig()
     assert all(one.put(chain("a", 1)))
@@ -410,7 +440,7 @@ def test_a_forked_child_keeps_no_directory_from_its_parent(rig, closes):
     try:
         assert os.read(readiness, 1)
         with pytest.raises(MetadataError, match="another process"):
-            _State(str(one.storage.store.path), 0.0)
+            _State("store", os.open(tmp_path / "store" / "local.lock", os.O_RDWR), 0.0)
         one.storage.close()
         again = rig()
         assert all(again.put(chain("a", 1)))

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hicache_backends.hf3fs.slots.io_requests import IO_BYTES
-from hicache_backends.hf3fs.slots.scopes import ESCAPE, ID_NAME
+from hicache_backends.hf3fs.slots.scopes import ESCAPE, ID_NAME, read_store_id
 from hicache_backends.posix.files import read_into
 from hicache_storage.objects import ENVELOPE_BYTES, running_checksum
 from hicache_storage.objects.namespace import (
@@ -78,7 +78,7 @@ class SlotFileSet:
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._id = os.readlink(os.path.join(path, ID_NAME))
+            self._id = read_store_id(path)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -94,7 +94,7 @@ class SlotFileSet:
             return None
         try:
             return CheckedFile(
-                os.path.join(self._path, f"{name}.slots"), scope, bytes.fromhex(fingerprint)
+                os.path.join(self._path, f"{namespace}.slots"), scope, bytes.fromhex(fingerprint)
             )
         except ValueError:
             return None

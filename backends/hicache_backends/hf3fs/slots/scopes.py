@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -29,7 +31,7 @@ class SlotScope:
     """A namespace, its scope on the server and its slot file."""
 
     name: str
-    """`0:pool-fingerprint-store`. The rank is 0: ranks with different bytes have different
+    """`0:pool-fingerprint-storeid`. The rank is 0: ranks with different bytes have different
     fingerprints."""
     namespace: Namespace
     file: SlotFile
@@ -43,12 +45,12 @@ class SlotScope:
         Raises:
             ValueError: no page fits into the file.
         """
-        geometry, name = (
-            SlotGeometry.of(namespace, file_bytes),
-            f"{namespace.pool}-{namespace.name}",
-        )
-        file = files.get(name, geometry, namespace.describe())
-        return cls(f"0:{name}-{store_id}", namespace, file)
+        # The map is named by the store's id, and so is the file. Under a name without it, a map made
+        # after the directory was emptied would give out slots of the file that the engines of the
+        # former map make again.
+        name = f"{namespace.pool}-{namespace.name}-{store_id}"
+        file = files.get(name, SlotGeometry.of(namespace, file_bytes), namespace.describe())
+        return cls(f"0:{name}", namespace, file)
 
     @property
     def geometry(self) -> ScopeGeometry:
@@ -73,20 +75,51 @@ def store_id(directory: str) -> str:
     """Read the store id of a directory; draw it if there is none.
 
     It tells this directory from all others of a server. It is the text of a symbolic link, because
-    a link and its text are created atomically.
+    a link and its text are created atomically. On a file system without links it is the name of a
+    directory inside a directory, which is renamed into place.
 
     Raises:
         OSError: the directory cannot be read or written.
     """
-    link = os.path.join(directory, ID_NAME)
+    with contextlib.suppress(FileNotFoundError):
+        return read_store_id(directory)
+    path, drawn = os.path.join(directory, ID_NAME), secrets.token_hex(4)
     try:
-        return os.readlink(link)
-    except FileNotFoundError:
+        os.symlink(drawn, path)
+    except FileExistsError:
         pass
-    with contextlib.suppress(FileExistsError):
-        os.symlink(secrets.token_hex(4), link)
+    except OSError:
+        own = f"{path}.{drawn}"
+        os.makedirs(os.path.join(own, drawn))
+        try:
+            os.rename(own, path)
+        except OSError:
+            os.rmdir(os.path.join(own, drawn))
+            os.rmdir(own)
+            # Another process may have been first: a directory that is not empty is not replaced.
+            if not os.path.isdir(path):
+                raise
     # Read again: of several processes that draw an id, the first one's is the directory's.
-    return os.readlink(link)
+    return read_store_id(directory)
+
+
+def read_store_id(directory: str) -> str:
+    """Read the store id of a directory.
+
+    Raises:
+        OSError: there is none, or it cannot be read.
+    """
+    path = os.path.join(directory, ID_NAME)
+    try:
+        found = os.readlink(path)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        found = "".join(os.listdir(path))
+    # It becomes a part of file names.
+    if not re.fullmatch("[0-9a-f]{8}", found):
+        raise OSError(errno.EINVAL, f"{path} has no id of a store")
+    return found
 
 
 def metadata_key(key: str) -> str:
