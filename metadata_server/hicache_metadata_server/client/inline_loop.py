@@ -76,8 +76,16 @@ class InlineLoop:
                 self._loop.call_soon_threadsafe(self._cancel)
         self._closed = True
         if self._loop is not None:
-            self._loop.run_until_complete(self._transport.close())
+            self._loop.run_until_complete(self._end())
             self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancel what a request has left, such as the lookup of a name, and close the connections."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transport.close()
 
     async def _run(self, work: Callable[[HttpTransport], Coroutine[Any, Any, T]]) -> T:
         self._task = asyncio.current_task()

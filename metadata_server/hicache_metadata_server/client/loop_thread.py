@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 import threading
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 from hicache_metadata_server.client.errors import MetadataError
 
@@ -41,7 +45,7 @@ class LoopThread:
         """Start the thread if necessary, and return its loop.
 
         Raises:
-            MetadataError: `close` was called.
+            MetadataError: `close` was called, or no thread can be started.
         """
         with self._state:
             if self._closed:
@@ -51,7 +55,15 @@ class LoopThread:
                 self._thread = threading.Thread(
                     target=self._serve, args=(self._loop,), name=self._name, daemon=True
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as error:
+                    self._loop.close()
+                    self._loop = None
+                    self._thread = None
+                    raise MetadataError(
+                        f"the client's thread cannot be started: {error}"
+                    ) from error
             return self._loop
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -101,6 +113,8 @@ class LoopThread:
         except (MetadataError, RuntimeError) as error:
             # A coroutine that is dropped without this warns that it was never awaited.
             work.close()
+            if isinstance(error, MetadataError):
+                raise
             raise MetadataError("the client of the metadata server is closed") from error
         return loop
 
@@ -112,6 +126,43 @@ class LoopThread:
         finally:
             loop.close()
             self._after()
+
+
+class _DaemonLookups:
+    """Name lookups of a loop, each in a daemon thread that neither `close` nor the exit waits for.
+
+    A lookup cannot be cancelled. uvloop makes it in a thread of libuv, for which closing the loop
+    waits, and asyncio in an executor, for which the interpreter does.
+    """
+
+    async def getaddrinfo(
+        self,
+        host: str | bytes | None,
+        port: str | bytes | int | None,
+        *,
+        family: int = 0,
+        type: int = 0,
+        proto: int = 0,
+        flags: int = 0,
+    ) -> list[Any]:
+        lookup = partial(socket.getaddrinfo, host, port, family, type, proto)
+        with contextlib.suppress(socket.gaierror):
+            return lookup(flags | socket.AI_NUMERICHOST)
+        found = Future[list[Any]]()
+        # From now on it is not cancelled with the task that waits for it.
+        found.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                found.set_result(lookup(flags))
+            except Exception as error:  # noqa: BLE001 - raised in the loop
+                found.set_exception(error)
+
+        try:
+            threading.Thread(target=run, name="hicache-name-lookup", daemon=True).start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
+        return await asyncio.wrap_future(found)
 
 
 class _Awaited(Generic[T]):
@@ -163,8 +214,9 @@ class _Awaited(Generic[T]):
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """Create a loop, uvloop's if installed: a fifth less time a round trip, a quarter less CPU."""
+    base: type[asyncio.AbstractEventLoop]
     try:
-        import uvloop
+        from uvloop import Loop as base
     except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+        base = asyncio.SelectorEventLoop
+    return cast("asyncio.AbstractEventLoop", type("Loop", (_DaemonLookups, base), {})())
