@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.hf3fs.slots.checking import DEFECTS, CheckedFile, ExpectedPage
 from hicache_backends.hf3fs.slots.engine import SlotWrite
 from hicache_backends.hf3fs.slots.scopes import metadata_key, metadata_keys
+from hicache_backends.posix.faults import detached
 from hicache_metadata_server.protocol import (
     CommitScope,
     DeleteScope,
@@ -100,6 +101,13 @@ class PageWriter:
             _BatchProgress(scope, self._fitting(batch, scope, outcome))
             for batch, scope in zip(batches, scopes, strict=True)
         ]
+        for batch in progress:
+            try:
+                # Before the reservation, which may evict pages for those that cannot be written.
+                batch.scope.file.check_writable()
+            except OSError as error:
+                outcome.faults.append(detached(error))
+                batch.left = []
         until, pause = time.monotonic() + self._store.config.wait_seconds, MIN_PAUSE_SECONDS
         while any(batch.left for batch in progress) and not call.expired():
             try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -62,3 +64,37 @@ def test_preallocation_writes_nothing_where_there_is_no_fallocate(mount, caplog)
         assert mount.counts()["write"] == 1 + files.index(file)
         file.close()
     assert "stays sparse" in caplog.text
+
+
+@contextmanager
+def read_only(source, point):
+    """The same directory where it may only be read."""
+    point.mkdir()
+    subprocess.run(["mount", "--bind", source, point], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", point], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", point], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_reader_without_write_access_reads_and_is_refused(tmp_path, rig, server):
+    options = {"metadata_url": server.url, "file_size": 20 * 4608, "lease_seconds": 10.0}
+    writer, keys = rig(**options), chain("a", 20)
+    assert all(writer.put(keys))
+    with read_only(tmp_path / "store", tmp_path / "mount"):
+        reader = rig(tmp_path / "mount", **options)
+        reader.expect(keys)
+        assert reader.put(chain("b", 5)) == [False] * 5
+        # Nothing was evicted for what cannot be written.
+        assert reader.hits(keys) == 20
+        stats = reader.storage.get_stats()
+        assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 5)
+        health = reader.storage.health()
+        assert (health.ok, health.writable) == (True, False)
+        assert "Read-only file system" in health.detail
+        subprocess.run(["mount", "-o", "remount,bind,rw", tmp_path / "mount"], check=True)
+        assert all(reader.put(chain("b", 5)))
+        writer.expect(chain("b", 5))
+        reader.storage.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from hicache_backends.posix.faults import detached
 from hicache_backends.posix.files import allocate
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 SUFFIX: Final = ".slots"
 # O_NOFOLLOW: a symbolic link would redirect the pages of all tenants to a target of its creator.
 FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
 POLL_SECONDS: Final = 0.3
 """Interval of the check whether an open file was removed."""
 
@@ -56,6 +60,8 @@ class SlotFile:
         self._lock = threading.Lock()
         # The lock guards all that follows.
         self._handle: Handle | None = None
+        self._is_ready = False
+        """The handle is open for writing, and the file has its length."""
         self._next_check = 0.0
 
     def offset(self, slot: int) -> int:
@@ -69,7 +75,7 @@ class SlotFile:
         of several clients has created it.
         """
         try:
-            descriptor = os.open(self.path, FLAGS, 0o666)
+            descriptor, _ = self._open()
         except OSError:
             # Its state is unknown.
             return True
@@ -78,27 +84,40 @@ class SlotFile:
         finally:
             os.close(descriptor)
 
-    def borrow(self) -> Handle:
+    def borrow(self, *, writes: bool = False) -> Handle:
         """Return the open file, which stays open as long as the handle is referenced.
 
+        Args:
+            writes: for writing. A file that may only be read, or cannot be extended, is read all
+                the same.
+
         Raises:
-            OSError: the file cannot be opened or extended.
+            OSError: the file cannot be opened; or for writing, or extended.
         """
         with self._lock:
             handle, now = self._handle, time.monotonic()
-            if handle is not None and now < self._next_check:
-                return handle
-            self._next_check = now + POLL_SECONDS
-            if handle is not None and os.fstat(handle.descriptor).st_nlink:
-                return handle
-            # Not open yet, or removed: other processes would not see writes to a removed file.
-            self._handle = None
-            handle = self._adopt(os.open(self.path, FLAGS, 0o666))
-            self._lengthen(handle.descriptor)
-            self._describe()
-            # Last: a file that could not be lengthened is opened and lengthened again.
-            self._handle = handle
+            if handle is not None and now >= self._next_check:
+                self._next_check = now + POLL_SECONDS
+                if not os.fstat(handle.descriptor).st_nlink:
+                    # Other processes would not see writes to it.
+                    logger.warning("hf3fs: %s was removed, and is made anew", self.path)
+                    self._handle = handle = None
+            if handle is None or (writes and not self._is_ready):
+                handle = self._make_ready(writes=writes)
             return handle
+
+    def check_writable(self) -> None:
+        """Check that the file can be opened for writing. Does not extend it.
+
+        Raises:
+            OSError: it cannot.
+        """
+        with self._lock:
+            if self._handle is None or not self._is_ready:
+                descriptor, refusal = self._open()
+                os.close(descriptor)
+                if refusal is not None:
+                    raise refusal
 
     def forget(self, handle: Handle) -> None:
         """Open the file again at its next use: the descriptor may belong to a dead mount."""
@@ -117,6 +136,37 @@ class SlotFile:
         """Drop the handle; the file closes with the last reference."""
         with self._lock:
             self._handle = None
+
+    def _open(self) -> tuple[int, OSError | None]:
+        """Open the file; for reading alone where more is refused, with the refusal."""
+        try:
+            return os.open(self.path, FLAGS, 0o666), None
+        except OSError as error:
+            if error.errno not in READ_ONLY:
+                raise
+            with contextlib.suppress(OSError):
+                return os.open(self.path, READ_FLAGS), detached(error)
+            raise
+
+    def _make_ready(self, *, writes: bool) -> Handle:
+        """Open the file, and extend it."""
+        descriptor, refusal = self._open()
+        handle = self._adopt(descriptor)
+        try:
+            if refusal is not None:
+                raise refusal
+            self._lengthen(descriptor)
+        except OSError:
+            # Writes try again, so that they go on when there is room, or permission.
+            if writes:
+                raise
+            self._is_ready = False
+        else:
+            self._describe()
+            self._is_ready = True
+        self._next_check = time.monotonic() + POLL_SECONDS
+        self._handle = handle
+        return handle
 
     def _lengthen(self, descriptor: int) -> None:
         length = os.fstat(descriptor).st_size

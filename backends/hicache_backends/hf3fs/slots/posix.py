@@ -205,7 +205,7 @@ def _write_extent(extent: Sequence[SlotWrite], call: Call) -> None:
     file, handle = extent[0].file, None
     try:
         _stop_if_late(extent, call)
-        handle = file.borrow()
+        handle = file.borrow(writes=True)
         _put(extent, handle.descriptor, call)
     except OSError as error:
         # A full file system says nothing about the descriptor, either.

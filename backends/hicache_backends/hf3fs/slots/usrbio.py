@@ -391,7 +391,7 @@ class _Transfer:
                     job.fault = OSError(errno.ETIMEDOUT, "the deadline or the lease has passed")
                     continue
                 try:
-                    handle = job.file.borrow()
+                    handle = job.file.borrow(writes=isinstance(job, SlotWrite))
                 except OSError as error:
                     job.fault = detached(error)
                     continue
