@@ -91,6 +91,49 @@ def test_a_large_scope_keeps_some_slots_spare():
     assert len(scope.lru) > 0.9 * 4096
 
 
+def stored_by_a_driver(scope, until, *, now=0.0, pause=0.0, batch=16):
+    """Store batches one after the other, and wait for slots, as the driver does.
+
+    Returns the number of stored pages, and the time.
+    """
+    number = stored = 0
+    lease = int(1000 * now) + 1
+    while now < until:
+        number += 1
+        keys, patience = [f"{lease}-{i}" for i in range(batch)], now + 1.0
+        while keys and now < patience:
+            states, _, leases = scope.reserve(keys, (), "", lease, now, now + 10.0)
+            held = [one for one in leases if one]
+            assert all(scope.commit(held, [1] * len(held), [1] * len(held), now))
+            stored += len(held)
+            lease += batch
+            keys = [key for key, state in zip(keys, states, strict=True) if state is Reserved.FULL]
+            now += 0.1 if keys else 0.002
+        now += pause
+    return stored, now
+
+
+@pytest.mark.parametrize("slots", [50, 1023, 4096])
+def test_a_full_scope_stores_as_fast_as_half_of_its_slots_leave_quarantine(slots):
+    scope = scope_of(slots, quarantine=5.0)
+    _, now = stored_by_a_driver(scope, 30.0)
+    stored, now = stored_by_a_driver(scope, now + 30.0, now=now)
+    assert stored > 0.8 * 30 * slots / 2 / 5
+    assert len(scope.lru) >= slots / 2 - 16
+    # Pages are kept longer again when sets are rare.
+    _, now = stored_by_a_driver(scope, now + 20 * slots, now=now, pause=30.0)
+    assert len(scope.lru) >= slots - max(32, slots / 10)
+    assert problems_of(scope) == []
+
+
+def test_a_burst_into_a_full_scope_evicts_no_more_than_its_pages():
+    scope = scope_of(1023, quarantine=5.0)
+    _, now = stored_by_a_driver(scope, 500.0, pause=5.0)
+    before = scope.evicted
+    stored_by_a_driver(scope, now + 20.1, now=now + 20.0, batch=200)
+    assert scope.evicted - before <= 200
+
+
 def test_a_full_scope_goes_on_evicting_whatever_was_used():
     """With chunks as large as they are in use: `test_lru.py` has small ones."""
     chance, pages = random.Random(0), 20 * STEP

@@ -11,10 +11,10 @@ import promql_parser
 import pytest
 import yaml
 
-from hicache_metadata_server.core.scope import SPARE_SHARE
+from hicache_metadata_server.protocol import MAX_SPARE_SHARE
 from hicache_storage.observability import metric_defs as v
 from hicache_storage.tools.metrics import ALERTS, dashboard, rules, with_generated_parts
-from hicache_storage.tools.metrics.alerts import SPARE_SHARE as TOLD_SHARE
+from hicache_storage.tools.metrics.alerts import SPARE_SHARE
 from hicache_storage.tools.metrics.queries import rate, selected
 from tests.support.commands import run_hicache
 
@@ -184,8 +184,8 @@ def test_every_alert_is_tried_by_make_alerts():
     assert tried == {alert.name for alert in ALERTS}
 
 
-def test_the_share_of_spare_slots_is_the_servers():
-    assert TOLD_SHARE == SPARE_SHARE
+def test_the_alert_of_slots_in_quarantine_fires_at_half_of_the_servers_limit():
+    assert 2 * MAX_SPARE_SHARE == SPARE_SHARE
 
 
 def test_the_command(tmp_path):

@@ -51,10 +51,11 @@ class Hf3fsConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(
             description="Bytes of each namespace's file, such as '1TiB': a pool of one model in "
             "one geometry. The least recently used "
-            "pages are evicted to keep it. A file takes room on the disk only as pages are "
+            "pages are evicted to keep it. Once full, it takes half of this in the time of a "
+            "quarantine, for long. A file takes room on the disk only as pages are "
             "written, unless preallocate is set."
         ),
-    ] = "1GiB"
+    ] = "16GiB"
     preallocate: Annotated[
         bool,
         Meta(

@@ -114,8 +114,11 @@ class Hf3fsStorage(ObjectStorage):
         stuck = self.store.engine.stuck()
         hanging = f"; {stuck} reads hang" if stuck else ""
         where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
+        rate = about.limits.sustained(self._config.file_bytes) / 1e6
         return Health(
-            ok=True, detail=f"{about.server}{where}, engine {self.store.engine.name}{hanging}"
+            ok=True,
+            detail=f"{about.server}{where}, engine {self.store.engine.name}, a full file takes "
+            f"{rate:.3g} MB/s for long{hanging}",
         )
 
     def objects_exist_cached(

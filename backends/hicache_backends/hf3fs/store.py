@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from hicache_backends.hf3fs.slots.engine import SlotEngine
     from hicache_metadata_server.client.metadata_client import MetadataClient
     from hicache_storage.objects import Namespace
+
+logger = logging.getLogger(__name__)
 
 LOCAL_THREADS: Final = 4
 NETWORK_THREADS: Final = 8
@@ -73,6 +76,12 @@ class Store:
         """Return the scope of a namespace, without I/O; None if it is new."""
         return self._scopes.get(namespace.name)
 
+    def sustained(self, scope: SlotScope) -> str:
+        """What sets can store for long once a file is full, for logs."""
+        shape, limits = scope.file.geometry, self.metadata.about.limits
+        pages, size = limits.sustained(shape.slots), limits.sustained(shape.file_bytes)
+        return f"{pages:.3g} pages/s ({size / 1e6:.3g} MB/s)"
+
     def close(self) -> None:
         """Release all threads, sockets and descriptors."""
         try:
@@ -90,6 +99,11 @@ class Store:
                 lease_seconds = self.config.lease_seconds if self.config.metadata_urls else 0.0
                 model = namespace.identity.model
                 self.metadata.declare(scope.geometry, lease_seconds, scope.file.is_written, model)
+                shape = scope.file.geometry
+                logger.info(
+                    "hf3fs: %s has %d slots of %d bytes; full, it takes %s for long",
+                    *(scope.name, shape.slots, shape.slot_bytes, self.sustained(scope)),
+                )
                 # Last: a scope that could not be declared is declared again by the next call.
                 self._scopes[namespace.name] = scope
             return scope

@@ -23,7 +23,7 @@ from hicache_metadata_server.protocol import (
 )
 from hicache_storage.objects import Call, ObjectWrite
 from hicache_storage.objects.namespace import ENVELOPE_BYTES, stored_checksum
-from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from hicache_storage.spec import StorageRefusedError, StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +40,8 @@ LEASE_FRACTION: Final = 0.9
 """Usable part of a lease: the rest allows for clocks that run at different speeds."""
 MIN_PAUSE_SECONDS: Final = 0.01
 MAX_PAUSE_SECONDS: Final = 0.1
+WARNING_SECONDS: Final = 60.0
+"""Between warnings of sets that were refused in part; one that was refused whole is the SDK's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +66,8 @@ class _BatchProgress:
     """One for each lease."""
     waiting: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
     """Pages that another writer holds, or for which there is no slot yet."""
+    full: bool = False
+    """The last pass found no slot for some of them."""
     existing: list[ObjectWrite] = field(default_factory=list[ObjectWrite])
     """Pages that are there and have to be replaced."""
 
@@ -88,6 +92,7 @@ class PageWriter:
         self._store = store
         self._on_evicted = on_evicted
         self._owner = owner
+        self._warns_at = 0.0
 
     def write(self, batches: Sequence[WriteBatch], call: Call) -> WriteOutcome:
         """Store pages.
@@ -124,7 +129,23 @@ class PageWriter:
                 break
             time.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        self._note_refusals(progress, outcome)
         return outcome
+
+    def _note_refusals(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome) -> None:
+        """Note the pages for which no slot has left quarantine in time."""
+        for batch in batches:
+            if batch.full and batch.left:
+                text = (
+                    f"no slot of {batch.scope.name} is free, all are leased or in quarantine; "
+                    f"full, it takes {self._store.sustained(batch.scope)} for long, and more with a "
+                    f"larger file_size or a shorter quarantine"
+                )
+                outcome.faults.append(StorageRefusedError(text))
+                now = time.monotonic()
+                if outcome.stored and now >= self._warns_at:
+                    self._warns_at = now + WARNING_SECONDS
+                    logger.warning("hf3fs: some pages are refused: %s", text)
 
     def _pass(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> bool:
         """Store what can be stored now. True if the next pass can begin without a pause."""
@@ -166,6 +187,7 @@ class PageWriter:
             batch.leases = []
             batch.jobs = []
             batch.waiting = []
+            batch.full = False
             batch.existing = []
             if part.evicted:
                 self._on_evicted(batch.scope.namespace, part.evicted)
@@ -193,6 +215,7 @@ class PageWriter:
                     outcome.stored.add(write)
                 elif state is Reserved.BUSY or room > 0:
                     room -= state is Reserved.FULL
+                    batch.full = batch.full or state is Reserved.FULL
                     batch.waiting.append(write)
 
     def _put(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> None:

@@ -178,6 +178,8 @@ def _examine(check: str, spec: DriverSpec, target: DoctorTarget) -> Iterator[Fin
             return
         if storage.capabilities.deletes or not target.options:
             # Into a store of the operator only if the pages can be removed one by one.
+            if health.detail:
+                yield ok(check, f"opened and healthy: {health.detail}")
             yield from _round_trip(check, storage, target)
         else:
             detail = "opened and healthy; no page was stored, because the driver could not remove exactly that one (deletes)"

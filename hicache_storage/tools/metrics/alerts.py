@@ -22,10 +22,9 @@ TOKEN_SECONDS: Final = 7 * 24 * 3600
 """Time before the expiry of a token at which the alert fires."""
 CERTIFICATE_SECONDS: Final = 14 * 24 * 3600
 """Time before the expiry of a certificate; automatic renewal starts a month before it."""
-SPARE_SHARE: Final = 32
-"""Slots of a full scope for each one that the server keeps free or quarantined.
-
-As `hicache_metadata_server.core.scope` has it.
+SPARE_SHARE: Final = 4
+"""Slots of a scope for each one in quarantine from which on the alert fires: half of the largest
+share that the server keeps, `hicache_metadata_server.protocol.MAX_SPARE_SHARE`.
 """
 
 MAX_FAILOVERS: Final = 3
@@ -204,8 +203,9 @@ ALERTS: Final = (
         "10m",
         "warning",
         "{{ $labels.scope }} evicts faster than its slots leave quarantine.",
-        f"A full scope keeps one of {SPARE_SHARE} slots free or quarantined. More are evicted in "
-        "the time that a slot is quarantined, so that sets wait for slots, and some are refused.",
+        f"More than one of {SPARE_SHARE} slots is evicted in the time that a slot is quarantined: pages "
+        "are kept for a short time only. A full scope keeps half of its slots free or quarantined at "
+        "most; from then on sets wait for slots, and some are refused.",
         "Make the file larger (`file_size`), or shorten `QUARANTINE_SECONDS`, which must stay "
         "longer than a reader takes from lookup to the last byte.",
     ),

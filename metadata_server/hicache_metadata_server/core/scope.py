@@ -22,7 +22,7 @@ from hicache_metadata_server.core.slot_table import (
     Timers,
     as_run,
 )
-from hicache_metadata_server.protocol import NO_SLOT, Reserved, SlotStatus
+from hicache_metadata_server.protocol import MAX_SPARE_SHARE, NO_SLOT, Reserved, SlotStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 STEP: Final = 1024
 """Due slots that one call processes beside its own work. Later calls and `settle` do the rest."""
-SPARE_SHARE: Final = 32
-"""A full scope keeps one of this many slots free or in quarantine. A page that is evicted only when
-its slot is needed frees the slot one quarantine too late. Scopes of fewer than `STEP` slots keep
-none."""
+MIN_SPARE_SHARE: Final = 32
+"""A full scope keeps at least one of this many slots free or in quarantine. A page that is evicted
+only when its slot is needed frees the slot one quarantine too late. Scopes of fewer than `STEP`
+slots keep none until slots are missing."""
+FEW_SLOTS: Final = 32
+"""A smaller scope evicts pages only when their slots are needed."""
 
 
 class Totals(NamedTuple):
@@ -69,6 +71,15 @@ class Scope:
         self.leases = HeldLeases(self.table)
         self.pins = SlotPins()
         self.timers = Timers()
+        self._min_spare = geometry.slots // MIN_SPARE_SHARE if geometry.slots >= STEP else 0
+        # A scope of a few slots would evict what one request has just stored.
+        self._max_spare = geometry.slots // MAX_SPARE_SHARE if geometry.slots >= FEW_SLOTS else 0
+        self._spare = self._min_spare
+        """Slots to keep free or in quarantine. Grows while leases find none free, and shrinks while
+        most of them are free."""
+        self._missing = set[str]()
+        """Keys that found no free slot, since `_missing_since`."""
+        self._missing_since = 0.0
         self.in_quarantine = 0
         """Slots in the state QUARANTINED."""
         self.changed: list[Sequence[int]] = []
@@ -191,6 +202,8 @@ class Scope:
         if len(keys) == len(places) <= self.available:
             # The usual case: all keys are new, and there is room.
             given = self._lease(keys, prefixes, owner, first_lease, until)
+            if self._spare > self._min_spare and self.available > self._spare // 2:
+                self._spare = max(self._min_spare, self._spare - len(given))
             return (
                 [Reserved.LEASED] * len(given),
                 list(given),
@@ -198,6 +211,8 @@ class Scope:
             )
         # Looked up after the evictions, which may have taken a page of this batch.
         slots, leases, by_key = self.lru.slots(keys), [0] * len(keys), self.table.by_key
+        if len(places) > self.available and self.in_quarantine and not self.closed_until:
+            self._grow_spare([keys[i] for i in places[self.available :]], now)
         places = places[: self.available]
         before = [prefixes[i] for i in places] if prefixes else []
         given = self._lease([keys[i] for i in places], before, owner, first_lease, until)
@@ -500,9 +515,7 @@ class Scope:
         """
         # Slots in quarantine count: evicting further pages would free no slot sooner.
         at_hand = len(self.free) + self.in_quarantine
-        wanted = new - at_hand
-        if self.geometry.slots >= STEP:
-            wanted = max(wanted, min(new, self.geometry.slots // SPARE_SHARE + new - at_hand))
+        wanted = min(new, new + self._spare - at_hand)
         if wanted <= 0:
             return 0
         # One page at a time: after its eviction, its prefix may be the next victim.
@@ -514,6 +527,19 @@ class Scope:
         self.evicted += gone
         self.settle(now)
         return gone
+
+    def _grow_spare(self, keys: Sequence[str], now: float) -> None:
+        """Keep more slots spare: leases come faster than quarantines end."""
+        if now - self._missing_since > self.quarantine_seconds:
+            self._missing.clear()
+            self._missing_since = now
+        if self._spare < self._max_spare:
+            # Not keys that a client asks for again while it waits: slots for them are on their way.
+            # So are slots for the first keys of a quarantine's time, which may be all there are.
+            before = len(self._missing)
+            self._missing.update(keys)
+            more = len(self._missing) - before if before else 0
+            self._spare = min(self._max_spare, self._spare + more)
 
     def _interned(self, prefix: str) -> str:
         """Return the string object of the prefix's own slot, if there is one.

@@ -10,6 +10,7 @@ The messages of the optional `GET /v2/history` are in `history`.
 from hicache_metadata_server.protocol.elements import (
     JSON,
     KEY_BYTES,
+    MAX_SPARE_SHARE,
     MSGPACK,
     NO_SLOT,
     Answer,
@@ -98,6 +99,7 @@ __all__ = [
     "IDEMPOTENCY_HEADER",
     "JSON",
     "KEY_BYTES",
+    "MAX_SPARE_SHARE",
     "MSGPACK",
     "NO_SLOT",
     "PROTOCOL",

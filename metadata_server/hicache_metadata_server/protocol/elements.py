@@ -10,6 +10,8 @@ from msgspec import Meta, Struct
 
 NO_SLOT: Final = -1
 """Value in a column of slots for a key without a slot."""
+MAX_SPARE_SHARE: Final = 2
+"""A full scope keeps at most one of this many slots free or in quarantine."""
 
 KEY_BYTES: Final = 512
 """UTF-8 bytes of a key that every server accepts; `Limits.key_bytes` may be more."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Final
 
 from msgspec import Meta, field
 
 from hicache_metadata_server.protocol.elements import (
+    MAX_SPARE_SHARE,
     Answer,
     Checksum,
     Key,
@@ -204,6 +206,15 @@ class Limits(Answer, frozen=True, kw_only=True):
     quarantine_seconds: Annotated[float, Meta(ge=0)]
     idempotency_seconds: Seconds
     """Seconds for which an idempotency key is remembered."""
+
+    def sustained(self, size: float) -> float:
+        """What a full scope can store a second for long.
+
+        Args:
+            size: of the scope, in pages or bytes, and so is what is returned.
+        """
+        quarantine = self.quarantine_seconds
+        return size / MAX_SPARE_SHARE / quarantine if quarantine else math.inf
 
 
 class About(Answer, frozen=True, kw_only=True):

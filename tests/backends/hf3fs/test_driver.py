@@ -173,6 +173,25 @@ def test_a_full_store_evicts_tails_and_counts_them(mine):
     assert one.storage.get_stats().pools["kv"].pages_evicted == 4
 
 
+def test_sets_that_wait_for_a_quarantine_are_refused_with_what_a_file_takes_for_long(
+    tmp_path, rig, caplog
+):
+    caplog.set_level("INFO")
+    one = rig(file_size=20 * 4608, quarantine_seconds=600.0, wait_seconds=0.0)
+    assert all(one.put(chain("a", 20)))
+    takes = "it takes 0.0167 pages/s (7.68e-05 MB/s) for long"
+    assert takes in caplog.text
+    assert "a full file takes 7.68e-05 MB/s for long" in one.storage.health().detail
+    caplog.clear()
+    assert one.put(chain("b", 2)) == [False, False]
+    stats = one.storage.get_stats()
+    assert (stats.faults, stats.pools["kv"].pages_refused) == (0, 2)
+    assert takes in caplog.text
+    health = one.storage.health()
+    assert (health.ok, health.writable) == (True, False)
+    assert takes in health.detail
+
+
 def test_without_a_server_lookups_are_answered_from_memory_and_count_as_uses(rig):
     one, old, new = rig(file_size="64KiB"), chain("old", 7), chain("new", 7)
     # The first call of a scope makes a file.
