@@ -83,6 +83,9 @@ class OwnerHandlers(Handlers):
             return answer
         if not names or self.owner.serves(names):
             return await self._run(request)
+        if self._problem and self.owner.has_lost_lease:
+            # At once: each of many requests would wait for a Redis that is known not to answer.
+            raise StoreError(self._problem)
         if request.endpoint.name in CREATING:
             return await self._create(request, names)
         if url := await self.owner.admit(names):

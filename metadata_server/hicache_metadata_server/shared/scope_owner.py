@@ -172,6 +172,11 @@ class ScopeOwner:
         service.url, service.log_bytes = url, store.log_bytes
         service.others_with_leases = self._others_with_leases
 
+    @property
+    def has_lost_lease(self) -> bool:
+        """True if the lease has ended, and nothing may be answered before Redis has given another."""
+        return self.incarnation.has_ended(self._clock())
+
     def serves(self, names: Iterable[str]) -> bool:
         """True if this server may answer requests about these scopes now."""
         scopes, leaving = self._service.scopes, self._leaving

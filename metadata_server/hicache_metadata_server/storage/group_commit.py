@@ -28,6 +28,9 @@ _log = structlog.get_logger()
 
 IDLE_SECONDS: Final = 0.05
 """Time without a write after which the server is idle, and compacts."""
+PATIENCE_SECONDS: Final = 1.5
+"""After this time without an answer of a store across a network, requests are refused with that as
+the reason. Less than clients wait in one attempt, which would take the server for silent."""
 RETRY_SECONDS: Final = 1.0
 """Interval at which a failing store is tried again, whether or not changes arrive."""
 
@@ -73,6 +76,10 @@ class GroupCommit:
         """The thread or the writer uses the store, of which nobody else may make use."""
         self._running: asyncio.Future[StoreError | None] | None = None
         """The last step that was begun in the thread or by the writer."""
+        self._began = 0.0
+        """Start of the last step by the writer."""
+        self._writing: list[asyncio.Future[None]] = []
+        """Requests of the group that is being written."""
         self._checkpointing = False
         self._closed = False
         self._last_write = 0.0
@@ -182,6 +189,7 @@ class GroupCommit:
             self._done(group, changes, error, time.perf_counter() - begin)
         else:
             self._busy = True
+            self._writing = group
             self._begin_write(changes).add_done_callback(
                 lambda done: self._written(group, changes, done.result(), begin)
             )
@@ -212,6 +220,7 @@ class GroupCommit:
     def _begin(
         self, step: Coroutine[Any, Any, StoreError | None]
     ) -> asyncio.Future[StoreError | None]:
+        self._began = self._loop.time()
         self._running = self._loop.create_task(step)
         return self._running
 
@@ -296,6 +305,11 @@ class GroupCommit:
 
     def _check_idle(self) -> None:
         self._idle = self._loop.call_later(IDLE_SECONDS, self._check_idle)
+        if self._busy and self._store.writer and self._loop.time() - self._began > PATIENCE_SECONDS:
+            # The changes stay, and may be written yet: a client that sends the request again has
+            # the same answer.
+            error = StoreError(f"the store has not answered within {PATIENCE_SECONDS} s")
+            _resolve([*self._writing, *self._open], error)
         if self.error is not None:
             if not self._busy and not self._checkpointing and self._loop.time() >= self._next_try:
                 # First a checkpoint: it deletes log files, which makes room for the write and the

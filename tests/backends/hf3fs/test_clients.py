@@ -12,16 +12,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hicache_conformance.protocol.server import Served
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.client import failover
 from hicache_metadata_server.client.embedded import EmbeddedMetadata
 from hicache_metadata_server.client.errors import MetadataError, ScopeMismatchError
 from hicache_metadata_server.client.failover import ATTEMPTS
 from hicache_metadata_server.client.http_client import HttpMetadataClient
 from hicache_metadata_server.client.metadata_client import merge_responses, split_request
 from hicache_metadata_server.core.limits import DEFAULTS
+from hicache_metadata_server.storage import group_commit
 from hicache_storage.objects import Call
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from tests.backends.hf3fs.conftest import SERVE
 from tests.backends.hf3fs.listening import listening, reply
+from tests.metadata_server.redis_servers import redis_server
 
 pytestmark = pytest.mark.slow(seconds=100)
 
@@ -374,3 +379,29 @@ def test_close_leaves_no_thread_and_ends_what_runs(hangs):
         for thread in set(threading.enumerate()) - before
         if thread.name == "hicache-metadata-client"
     ]
+
+
+def test_a_store_that_hangs_behind_a_server_is_the_reason_of_its_answer(tmp_path):
+    """Clients took the server for silent, whose reason came later than they waited."""
+    assert group_commit.PATIENCE_SECONDS < failover.MAX_ATTEMPT_SECONDS
+    with redis_server(tmp_path, appendonly="yes", appendfsync="no") as redis:
+        command = f"{SERVE.partition(' --store')[0]} --store {redis.url}"
+        with Served(command=command) as server, closing(HttpMetadataClient(server.url)) as client:
+            client.refresh(Call(PATIENCE_SECONDS))
+            client.declare(geometry())
+            store(client, ["a"])
+            redis.suspend()
+            reasons = list[str]()
+            try:
+                with pytest.raises(MetadataError, match=r"\(503 unavailable\)"):
+                    reserve(client, ["b"])
+                # From memory, until the server's lease has ended.
+                while not reasons:
+                    try:
+                        lookup(client, ["a"])
+                    except MetadataError as error:
+                        reasons.append(str(error))
+            finally:
+                redis.resume()
+            assert "redis" in reasons[0]
+            assert reasons[0].endswith("(503 unavailable)")
