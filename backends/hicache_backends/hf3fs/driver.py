@@ -111,14 +111,16 @@ class Hf3fsStorage(ObjectStorage):
 
     def check_health(self) -> Health:
         about = self.store.metadata.refresh(Call(self._config.timeout_seconds))
-        stuck = self.store.engine.stuck()
+        problem, stuck = self.store.metadata.problem(), self.store.engine.stuck()
+        reasons = [*filter(None, [problem]), *self.store.files.refusals()]
         hanging = f"; {stuck} reads hang" if stuck else ""
         where = f" at {self.store.metadata.endpoint}" if self.store.metadata.endpoint else ""
         rate = about.limits.sustained(self._config.file_bytes) / 1e6
         return Health(
             ok=True,
             detail=f"{about.server}{where}, engine {self.store.engine.name}, a full file takes "
-            f"{rate:.3g} MB/s for long{hanging}",
+            f"{rate:.3g} MB/s for long{hanging}{''.join(f'; {reason}' for reason in reasons)}",
+            writable=not reasons,
         )
 
     def objects_exist_cached(

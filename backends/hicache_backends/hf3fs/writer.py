@@ -40,8 +40,6 @@ LEASE_FRACTION: Final = 0.9
 """Usable part of a lease: the rest allows for clocks that run at different speeds."""
 MIN_PAUSE_SECONDS: Final = 0.01
 MAX_PAUSE_SECONDS: Final = 0.1
-WARNING_SECONDS: Final = 60.0
-"""Between warnings of sets that were refused in part; one that was refused whole is the SDK's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +90,6 @@ class PageWriter:
         self._store = store
         self._on_evicted = on_evicted
         self._owner = owner
-        self._warns_at = 0.0
 
     def write(self, batches: Sequence[WriteBatch], call: Call) -> WriteOutcome:
         """Store pages.
@@ -142,10 +139,6 @@ class PageWriter:
                     f"larger file_size or a shorter quarantine"
                 )
                 outcome.faults.append(StorageRefusedError(text))
-                now = time.monotonic()
-                if outcome.stored and now >= self._warns_at:
-                    self._warns_at = now + WARNING_SECONDS
-                    logger.warning("hf3fs: some pages are refused: %s", text)
 
     def _pass(self, batches: Sequence[_BatchProgress], outcome: WriteOutcome, call: Call) -> bool:
         """Store what can be stored now. True if the next pass can begin without a pause."""

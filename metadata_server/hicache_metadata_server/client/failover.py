@@ -106,7 +106,7 @@ class ServerPool:
     Args:
         urls: at least one.
         rng: draws the order and the backoffs.
-        is_ready: asks one server whether it serves; returns False for any failure.
+        problem_of: asks one server why it is not ready; returns "" if it is.
         on_failover: called for each server that is left for another one.
     """
 
@@ -115,14 +115,14 @@ class ServerPool:
         urls: Sequence[str],
         *,
         rng: random.Random,
-        is_ready: Callable[[ServerEndpoint], Awaitable[bool]],
+        problem_of: Callable[[ServerEndpoint], Awaitable[str]],
         on_failover: Callable[[], None],
     ) -> None:
         self._all = [ServerEndpoint(url) for url in urls]
         # Drawn once: a client that changed servers at each request would find no warm connection.
         rng.shuffle(self._all)
         self._rng = rng
-        self._is_ready = is_ready
+        self._problem_of = problem_of
         self._on_failover = on_failover
         self._closed = False
 
@@ -217,7 +217,7 @@ class ServerPool:
     async def _probe(self, server: ServerEndpoint) -> None:
         while server.in_backoff:
             await asyncio.sleep(server.backoff_until - time.monotonic())
-            if await self._is_ready(server):
+            if not await self._problem_of(server):
                 # `failures` stays until a request is answered: a server that answers probes only
                 # must not get short backoffs again.
                 self._end_backoff(server)

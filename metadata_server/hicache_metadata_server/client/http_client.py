@@ -24,6 +24,7 @@ from hicache_metadata_server.client.errors import (
 )
 from hicache_metadata_server.client.failover import ServerPool
 from hicache_metadata_server.client.http_transport import (
+    PROBE_SECONDS,
     HttpTransport,
     PendingRequest,
     add_trace_headers,
@@ -95,7 +96,7 @@ class HttpMetadataClient(MetadataClient):
         self._servers = ServerPool(
             addresses(urls),
             rng=self._rng,
-            is_ready=self._transport.is_ready,
+            problem_of=self._transport.problem,
             on_failover=on_failover,
         )
         headers = {"Content-Type": p.MSGPACK, "Accept": p.MSGPACK, "Accept-Encoding": "identity"}
@@ -138,6 +139,10 @@ class HttpMetadataClient(MetadataClient):
                 f"{self.endpoint} speaks protocol {self._about.protocol!r}, not {p.PROTOCOL!r}"
             )
         return self._about
+
+    def problem(self) -> str:
+        work = self._transport.problem(self._servers.first)
+        return self._loop_thread.run(work, PROBE_SECONDS)
 
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
         return self._call(path, request, response_type, call)

@@ -106,17 +106,20 @@ class HttpTransport:
             )
             raise RetryableError(message) from error
 
-    async def is_ready(self, server: ServerEndpoint) -> bool:
-        """Ask a server for its readiness; False for any failure."""
+    async def problem(self, server: ServerEndpoint) -> str:
+        """Ask a server for the reason that it is not ready; empty if it is."""
         session = self._session or self._open()
         try:
             async with (
                 asyncio.timeout(PROBE_SECONDS),
                 session.get(server.url + READY, allow_redirects=False) as response,
             ):
-                return response.status == 200
-        except (aiohttp.ClientError, OSError, ValueError):
-            return False
+                if response.status == 200:
+                    return ""
+                body = await _body(response)
+                return p.decode(body, p.Problem, response.content_type).message
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
 
     async def close(self) -> None:
         if self._session is not None:

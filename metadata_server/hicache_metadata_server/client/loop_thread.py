@@ -135,26 +135,17 @@ class _DaemonLookups:
     waits, and asyncio in an executor, for which the interpreter does.
     """
 
-    async def getaddrinfo(
-        self,
-        host: str | bytes | None,
-        port: str | bytes | int | None,
-        *,
-        family: int = 0,
-        type: int = 0,
-        proto: int = 0,
-        flags: int = 0,
-    ) -> list[Any]:
-        lookup = partial(socket.getaddrinfo, host, port, family, type, proto)
+    async def getaddrinfo(self, host: str, port: int, **options: int) -> list[Any]:
+        lookup = partial(socket.getaddrinfo, host, port, **options)
         with contextlib.suppress(socket.gaierror):
-            return lookup(flags | socket.AI_NUMERICHOST)
+            return lookup(flags=options.get("flags", 0) | socket.AI_NUMERICHOST)
         found = Future[list[Any]]()
         # From now on it is not cancelled with the task that waits for it.
         found.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
-                found.set_result(lookup(flags))
+                found.set_result(lookup())
             except Exception as error:  # noqa: BLE001 - raised in the loop
                 found.set_exception(error)
 

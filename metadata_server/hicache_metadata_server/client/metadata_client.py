@@ -57,6 +57,10 @@ class MetadataClient(ABC):
     def refresh(self, call: Call) -> p.About:
         """Request the server's information and limits."""
 
+    def problem(self) -> str:
+        """Request the reason that the server in use takes no changes; empty if it does."""
+        return ""
+
     @abstractmethod
     def send(self, path: str, request: p.Request, response_type: type[A], call: Call) -> A:
         """Send one request that is within the limits. A change is made once, despite retries."""

@@ -20,6 +20,7 @@ import torch
 from hicache_backends.hf3fs.config import Hf3fsConfig
 from hicache_backends.hf3fs.slots.posix import PosixEngine
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.cli.admin_client import AdminClient
 from hicache_metadata_server.client.embedded import EmbeddedMetadata, _State
 from hicache_metadata_server.client.errors import MetadataError
 from hicache_metadata_server.core.errors import RequestError
@@ -597,6 +598,17 @@ def test_health_names_the_server(rig, server):
     health = one.storage.health()
     assert health.ok
     assert f"at {server.url}, engine" in health.detail
+
+
+def test_a_server_that_takes_no_changes_is_no_store_for_sets(rig, server):
+    one, keys = rig(metadata_url=server.url), chain("a", 4)
+    assert all(one.put(keys))
+    assert one.storage.health().writable
+    AdminClient(server.url).call("/v2/drain", p.Drain(enabled=True), p.Draining)
+    health = one.storage.health()
+    assert (health.ok, health.writable) == (True, False)
+    assert "this server drains" in health.detail
+    one.expect(keys)
 
 
 def test_a_server_that_is_left_is_counted_and_is_no_fault(rig, server):

@@ -57,9 +57,9 @@ PATIENCE_SECONDS = 60.0
 
 def servers(urls=URLS, *, seed=0, on_failover=lambda: None):
     async def never(server):
-        return False
+        return "it is away"
 
-    return ServerPool(urls, rng=random.Random(seed), is_ready=never, on_failover=on_failover)
+    return ServerPool(urls, rng=random.Random(seed), problem_of=never, on_failover=on_failover)
 
 
 # Whose turn it is.

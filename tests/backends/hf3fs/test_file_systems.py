@@ -17,6 +17,7 @@ from hicache_backends.hf3fs.slots.scopes import store_id
 from hicache_backends.posix.files import Handle
 from tests.backends.hf3fs.harness import chain
 from tests.fuse.counting_fs import CountingMount
+from tests.metadata_server.full_disks import small_disk
 
 needs_fuse = pytest.mark.skipif(
     not os.path.exists("/dev/fuse") or shutil.which("fusermount3") is None,
@@ -64,6 +65,20 @@ def test_preallocation_writes_nothing_where_there_is_no_fallocate(mount, caplog)
         assert mount.counts()["write"] == 1 + files.index(file)
         file.close()
     assert "stays sparse" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_full_disk_is_known_before_a_set(tmp_path, rig):
+    with small_disk(tmp_path) as disk:
+        one = rig(disk.path / "store", file_size="1MiB")
+        assert all(one.put(chain("a", 4)))
+        assert one.storage.health().writable
+        disk.fill()
+        health = one.storage.health()
+        assert (health.ok, health.writable) == (True, False)
+        assert "the file system is full" in health.detail
+        one.expect(chain("a", 4))
+        one.storage.close()
 
 
 @contextmanager

@@ -217,6 +217,23 @@ class SlotFiles:
                 )
             return file
 
+    def refusals(self) -> list[str]:
+        """The reasons that can be known before a set for which it would be refused."""
+        status, files = os.statvfs(self._directory), list(self._files.values())
+        paths = [file.path for file in files if os.path.exists(file.path)] or [self._directory]
+        sparse = not files or any(
+            os.stat(path).st_blocks * 512 < os.stat(path).st_size for path in paths
+        )
+        reasons = {
+            "the file system is mounted read-only": status.f_flag & os.ST_RDONLY,
+            f"{self._directory} is not writable for this user": not all(
+                os.access(path, os.W_OK) for path in paths
+            ),
+            # Some file systems have no fixed number, and report 0.
+            "the file system is full": status.f_blocks and not status.f_bavail and sparse,
+        }
+        return [reason for reason, applies in reasons.items() if applies]
+
     def close(self) -> None:
         """Close all files."""
         with self._lock:
