@@ -122,11 +122,13 @@ fuzz: $(VENV)/.installed
 	HICACHE_PROGRAMS=50 $(PYTHON) -m pytest -o faulthandler_timeout=0 -n 2 --dist load tests/hybrid/test_programs.py tests/hybrid/radix/test_programs.py
 
 # The 3FS driver's races and its killed server, ten seconds each, and Mooncake's outages; calls end within a second of their deadline.
+# The file driver killed and interrupted at each step of a change.
 races: $(VENV)/.installed
 	HICACHE_RACE_SECONDS=10 $(PYTHON) -m pytest tests/backends/hf3fs/test_races.py tests/backends/hf3fs/test_killed_server.py \
-		tests/backends/mooncake/test_outages.py
+		tests/backends/mooncake/test_outages.py tests/backends/file/test_killed_removals.py tests/backends/file/test_interrupts.py
 
-# Stalled disks, forks under load, clocks a year apart, a hundred thousand files, bodies of 8 MiB that are refused. Prints each figure.
+# Stalled disks, full and read-only ones, forks under load, clocks a year apart, a hundred thousand files, bodies of 8 MiB that are
+# refused. Prints each figure.
 hostile: $(VENV)/.installed
 	$(PYTHON) -m pytest -m hostile -s --durations 0 tests/hostile
 

@@ -1,0 +1,125 @@
+"""Disks that take nothing more, full or read-only, under a minute of an engine's requests: each page
+that is there is delivered, whatever is refused meanwhile.
+
+Needs root and loop devices.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from hicache_conformance.protocol.server import Served
+from hicache_storage import PoolTransfer, StorageOptions, create_storage
+from tests.backends.file.harness import ScratchPool, chain, content, identity
+from tests.backends.hf3fs.conftest import SERVE
+from tests.hostile.test_freeze import ext4, run
+from tests.metadata_server.full_disks import SmallDisk, small_disk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.hostile, pytest.mark.timeout(300)]
+
+SECONDS = float(os.environ.get("HICACHE_HOSTILE_SECONDS", "60"))
+REQUESTS_A_SECOND = 10
+COMPONENTS = (32 << 10, 32 << 10)
+PAGES = 16
+DRIVERS = ("file", "hf3fs")
+
+
+class Engine:
+    """A storage with every layer at its defaults, the circuit breakers among them.
+
+    `file` has no capacity: with one, a full disk makes it evict what is there.
+    """
+
+    def __init__(self, name: str, path: Path, server: Served) -> None:
+        self.pool = ScratchPool(PAGES, COMPONENTS)
+        driver = name.split()[0]
+        options = {"file_size": "128MiB", "metadata_url": server.url} if driver == "hf3fs" else {}
+        self.storage = create_storage(
+            driver,
+            identity(model=name),
+            {"path": str(path), **options},
+            options=StorageOptions(deadline_seconds=10.0),
+        )
+        self.storage.register_mem_host_pool_v2(self.pool, "kv")
+        self.storage.open()
+
+    def put(self, keys: list[str]) -> list[bool]:
+        for number, key in enumerate(keys):
+            self.pool.page(number)[:] = content(key, 0, sum(COMPONENTS))
+        return self.storage.batch_set_v2([self._transfer(keys)])["kv"]
+
+    def hit(self, keys: list[str]) -> bool:
+        """Whether all pages are found and delivered; their bytes have to be right."""
+        self.pool.memory[:] = bytes(len(self.pool.memory))
+        found = self.storage.batch_exists_v2(keys).kv_hit_pages
+        delivered = self.storage.batch_get_v2([self._transfer(keys)])["kv"]
+        for number, key in enumerate(keys):
+            expected = content(key, 0, sum(COMPONENTS))
+            assert not delivered[number] or bytes(self.pool.page(number)) == expected
+        return found == len(keys) and all(delivered)
+
+    def _transfer(self, keys: list[str]) -> PoolTransfer:
+        return PoolTransfer("kv", torch.arange(len(keys) * 4), keys=keys)
+
+
+def disks(stack: ExitStack, place: Path) -> Iterator[tuple[str, Path]]:
+    for kind in ("ext4", "tmpfs"):
+        for refusal in ("full", "read-only"):
+            for driver in DRIVERS:
+                directory = place / f"{kind}-{refusal}-{driver}"
+                directory.mkdir()
+                if kind == "ext4":
+                    point = stack.enter_context(ext4(directory / "image", directory / "point"))
+                else:
+                    point = stack.enter_context(small_disk(directory, "256m")).path
+                yield f"{driver} on {kind}, {refusal}", point
+
+
+def test_a_disk_that_refuses_hides_no_page(tmp_path):
+    """All disks at once: each engine waits for most of its time."""
+    with ExitStack() as stack:
+        server = stack.enter_context(Served(command=SERVE))
+        engines = {}
+        for name, point in disks(stack, tmp_path):
+            engine = Engine(name, point, server)
+            assert engine.put(chain("old", 8)) == [True] * 8
+            if name.endswith("full"):
+                SmallDisk(point).fill()
+            else:
+                # While a file is open for writing, no mount becomes read-only.
+                engine.storage.close()
+                run("mount", "-o", "remount,ro", point)
+                engine = Engine(name, point, server)
+            engines[name] = engine
+            stack.callback(engine.storage.close)
+
+        def requests(engine: Engine) -> tuple[int, int, int]:
+            asked = hits = stored = 0
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
+                asked += 1
+                hits += engine.hit(chain("old", 8))
+                stored += sum(engine.put(chain(f"new {asked}", 4)))
+                time.sleep(1 / REQUESTS_A_SECOND)
+            return asked, hits, stored
+
+        with ThreadPoolExecutor(len(engines)) as threads:
+            counts = dict(zip(engines, threads.map(requests, engines.values()), strict=True))
+        for name, (asked, hits, stored) in counts.items():
+            stats = engines[name].storage.get_stats()
+            print(f"  {name}: {hits} of {asked} hit, {stored} stored, {stats.faults} faults")
+        assert all(hits == asked for asked, hits, _ in counts.values())
+        # What is refused is no fault, and the engine's operator can see that it is refused.
+        assert not any(engine.storage.get_stats().faults for engine in engines.values())
+        assert not any(engine.storage.health().writable for engine in engines.values())
