@@ -14,7 +14,6 @@ from rich.text import Text
 from hicache_metadata_server.cli import backup as backup_commands
 from hicache_metadata_server.cli import fsck as fsck_commands
 from hicache_metadata_server.cli import scopes as scope_commands
-from hicache_metadata_server.cli import simulate as simulate_commands
 from hicache_metadata_server.cli.options import (
     FOUND_PROBLEMS,
     LOCAL,
@@ -43,7 +42,6 @@ for _command in (
     backup_commands.copy,
     backup_commands.backup,
     backup_commands.restore,
-    simulate_commands.simulate,
 ):
     app.command()(_command)
 
