@@ -6,13 +6,14 @@ Objects written through a driver's `write_objects`, and files of a store changed
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hicache_conformance.harness.sparse_files import find_all
 from hicache_storage.layers import innermost
-from hicache_storage.objects import Call, ObjectStorage, ObjectWrite, WriteBatch
+from hicache_storage.objects import Call, LookupBatch, ObjectStorage, ObjectWrite, WriteBatch
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ def corrupt_object(storage: HiCacheStorage, pool: str, key: str, damage: ObjectC
     driver = innermost(storage)
     assert isinstance(driver, ObjectStorage)
     namespace = driver.pools[PoolName(pool)].namespace
+    if driver.capabilities.deletes:
+        # A driver that looks before it replaces an object keeps a whole one.
+        with suppress(Exception):
+            driver.delete_objects([LookupBatch(namespace, [key])], Call())
     try:
         written = driver.write_objects(
             [WriteBatch(namespace, [_damaged(namespace, key, damage)])], Call()
