@@ -225,13 +225,9 @@ class BundleSet:
         if self._epoch == snapshot.epoch:
             events = self._new_events(cursors)
             removed = None if events is None else self._apply_events(events)
-            if removed is not None:
+            if events is not None and removed is not None:
                 if removed or self._leaving:
-                    gone = {id: self.bundles[id] for id in removed if id in self.bundles}
-                    void = _removing(cursors)
-                    self._leaving = {
-                        id: bundle for id, bundle in {**self._leaving, **gone}.items() if id in void
-                    }
+                    self._note_leaving(events, removed, _removing(cursors))
                 return _CatchUp(removed, seen, invalidations)
         self._knows_unannounced = True
         names = self._list_bundles(cursors)
@@ -504,6 +500,21 @@ class BundleSet:
                 added.append(bundle)
         self.add(added)
         return list(removed)
+
+    def _note_leaving(
+        self, events: Sequence[Event], removed: Sequence[BundleId], void: set[BundleId]
+    ) -> None:
+        """Note the bundles whose files may still be there after an announced removal.
+
+        Also those that this storage has never known: announced and removed since its last call.
+        """
+        gone = {id: self.bundles[id] for id in removed if id in self.bundles}
+        if void:
+            new = [event.bundle for event in events if isinstance(event, (Added, Found))]
+            gone |= {name.id: self.bundle(name) for name in new if name.id in void}
+        self._leaving = {
+            id: bundle for id, bundle in {**self._leaving, **gone}.items() if id in void
+        }
 
     def _list_bundles(self, cursors: Mapping[str, WriterCursor]) -> dict[BundleId, BundleName]:
         """List the bundles that are in place, and note void ones.

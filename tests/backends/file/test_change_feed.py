@@ -317,6 +317,17 @@ def test_cursors_of_idle_writers_are_retired(party, listings, monkeypatch):
     assert listings == []
 
 
+def test_a_file_that_came_and_was_to_go_since_the_last_look_is_counted(party):
+    a, killed, knows = party(), party(), party()
+    first = a.publish()
+    assert knows.sees() == {first}
+    name = a.publish()
+    # Killed before it could unlink the file.
+    killed.feed.announce_removal(NAMESPACE, [name.id], lambda: None)
+    assert knows.sees() == {first}
+    assert knows.bundle_set.leaving_bytes() == name.size
+
+
 def test_a_file_whose_removal_was_announced_last_is_nobodys(party, monkeypatch):
     monkeypatch.setattr(feed_module, "MANY_CURSORS", 1)
     a, killed, knows, last = party(), party(), party(), party()
