@@ -346,21 +346,3 @@ class TestDiscard:
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [False]}
         assert storage.objects[name] == whole
         assert storage.batch_get_v2([pool.transfer("kv", ["a"], [4])]) == {"kv": [True]}
-
-
-def test_where_no_thread_can_be_started_no_descriptor_stays(gated, monkeypatch):
-    storage, _pool = gated()
-
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    gc.disable()
-    try:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
-            with pytest.raises(StorageUnavailableError, match="can't start new thread"):
-                storage.open()
-        assert len(os.listdir("/proc/self/fd")) == before
-    finally:
-        gc.enable()
