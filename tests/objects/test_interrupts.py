@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextvars import copy_context
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ CALLS = {
 
 def is_interrupted(call, point):
     """Make a call, and interrupt it where Python may: at the `point`th beginning of a function of
-    the SDK in this thread, or end of one in C. False if there are fewer."""
+    the SDK in this thread, or end of one in C. False if there are fewer.
+
+    The call has a context of its own: a request id that it set may stay set, and later log lines of
+    this thread would have it."""
     left = point
 
     def profile(frame, event, _):
@@ -41,7 +45,7 @@ def is_interrupted(call, point):
 
     sys.setprofile(profile)
     try:
-        call()
+        copy_context().run(call)
     except KeyboardInterrupt:
         return True
     finally:
