@@ -1,13 +1,14 @@
 """A Mooncake cluster on loopback, for tests and examples: a master and some store processes.
 
-All processes listen at 127.0.0.1 on free ports. `close` stops exactly the processes that were
-started here. The kernel kills them when the thread that started them ends.
+All processes listen at 127.0.0.1. `close` stops exactly the processes that were started here. The
+kernel kills them when the thread that started them ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,14 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from hicache_backends.mooncake.client import library
-from hicache_storage.spec import StorageUnavailableError
+from hicache_backends.mooncake.config import MIN_SEGMENT_BYTES
+from hicache_storage.spec import ConfigError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Mapping
 
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 5.0
 LOOPBACK: Final = "127.0.0.1"
+MAX_PORT: Final = 65535
 _LAUNCH: Final = (
     "import ctypes, importlib, signal, sys; "
     "ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)); "
@@ -40,11 +43,13 @@ class Process:
 
     Args:
         module: full name of a module with a `main`.
-        arguments: of the command line.
+        port: the process listens there.
         log: file for the output.
+        options: of the command line.
     """
 
-    def __init__(self, module: str, arguments: list[str], port: int, log: Path) -> None:
+    def __init__(self, module: str, port: int, log: Path, options: Mapping[str, object]) -> None:
+        arguments = [f"--{name}={value}" for name, value in options.items()]
         self._command = [sys.executable, "-c", _LAUNCH, module, *arguments]
         self.port = port
         self.log = log
@@ -53,47 +58,53 @@ class Process:
     @property
     def pid(self) -> int | None:
         """Process id; None while the process does not run."""
-        return (
-            self._running.pid
-            if self._running is not None and self._running.poll() is None
-            else None
-        )
+        running = self._running
+        return running.pid if running is not None and running.poll() is None else None
 
     def start(self) -> None:
         """Start the process, and wait until it listens.
 
         Raises:
-            StorageUnavailableError: the process has exited, or does not listen. The message has
-                the end of its output.
+            StorageUnavailableError: another process uses the port, or this one has exited or does
+                not listen. The message has the end of its output.
         """
+        try:
+            socket.create_server((LOOPBACK, self.port)).close()
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"port {self.port} of {LOOPBACK} cannot be used ({os.strerror(error.errno or 0)}); "
+                f"choose another one, or 0 for a free one"
+            ) from error
         with self.log.open("ab") as log:
             self._running = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         until = time.monotonic() + START_SECONDS
-        while not _listens(self.port):
+        while not listens(self._running.pid, self.port):
             ended = self._running.poll()
             if ended is not None or time.monotonic() > until:
                 self.kill()
                 said = " ".join(self.log.read_text("utf-8", "replace").split())[-300:]
-                why = (
-                    f"ended with {ended}"
-                    if ended is not None
-                    else f"does not listen at port {self.port}"
-                )
                 raise StorageUnavailableError(
-                    f"{self._command[3]} {why}; it said: {said or 'nothing'}"
+                    f"{self._command[3]} does not listen at port {self.port}, and its status is "
+                    f"{ended}; it said: {said or 'nothing'}"
                 )
             time.sleep(0.02)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
-        self._end(signal.SIGKILL, 0)
+        self._signal(signal.SIGKILL)
+        if self._running is not None:
+            self._running.wait()
 
     def stop(self) -> None:
         """Stop the process with SIGTERM, and with SIGKILL after 5 s."""
         self.resume()
-        self._end(signal.SIGTERM, STOP_SECONDS)
+        self._signal(signal.SIGTERM)
+        if self._running is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running.wait(STOP_SECONDS)
+        self.kill()
 
     def suspend(self) -> None:
         """Suspend the process with SIGSTOP. It keeps its connections and does not answer."""
@@ -107,18 +118,8 @@ class Process:
         """Resume the suspended process."""
         self._signal(signal.SIGCONT)
 
-    def _end(self, number: signal.Signals, timeout: float) -> None:
-        if self._running is None:
-            return
-        self._signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._running.wait(timeout or None)
-            return
-        self._signal(signal.SIGKILL)
-        self._running.wait()
-
     def _signal(self, number: signal.Signals) -> None:
-        if self._running is not None and self._running.poll() is None:
+        if self._running is not None:
             self._running.send_signal(number)
 
 
@@ -127,12 +128,15 @@ class DevCluster:
 
     Args:
         stores: number of store processes.
-        store_bytes: memory of each store.
+        store_bytes: memory of each store, at least 16 MiB.
         port: of the master; a free one if 0.
         client_ttl_seconds: the master drops a store that has been silent for so long.
         lease_milliseconds: time for which a looked up page is not evicted. A longer read is a miss.
         fixed_names: stores keep their names when they are restarted, by an HTTP metadata server in
             the master.
+
+    Raises:
+        ConfigError: an argument is out of its range.
     """
 
     def __init__(
@@ -145,62 +149,55 @@ class DevCluster:
         lease_milliseconds: int = 2000,
         fixed_names: bool = False,
     ) -> None:
+        if store_bytes < MIN_SEGMENT_BYTES:
+            raise ConfigError(
+                f"store_bytes (--store-size) is {store_bytes:,}, and Mooncake takes "
+                f"{MIN_SEGMENT_BYTES:,} or more; write '16mb'"
+            )
+        if not 0 <= port <= MAX_PORT:
+            raise ConfigError(f"port is {port}; write 1 to {MAX_PORT}, or 0 for a free one")
         self._directory = tempfile.TemporaryDirectory(prefix="hicache-mooncake-")
         logs = Path(self._directory.name)
-        master, metrics, metadata, *ports = _free_ports(3 + 2 * stores)
-        master = port or master
-        metadata_options = (
-            "--enable_http_metadata_server=true",
-            f"--http_metadata_server_host={LOOPBACK}",
-            f"--http_metadata_server_port={metadata}",
-            "--enable_metadata_cleanup_on_timeout=true",
-        )
-        self._metrics = metrics
+        free, self._metrics, metadata, *ports = _free_ports(3 + 2 * stores)
         self._store_bytes = store_bytes
-        self.address = f"{LOOPBACK}:{master}"
+        self._metadata_server = "P2PHANDSHAKE"
+        if fixed_names:
+            self._metadata_server = f"http://{LOOPBACK}:{metadata}/metadata"
+        self.address = f"{LOOPBACK}:{port or free}"
         self.master = Process(
             "mooncake.cli",
-            [
-                *(
-                    f"--rpc_address={LOOPBACK}",
-                    f"--rpc_port={master}",
-                    f"--metrics_host={LOOPBACK}",
-                    f"--metrics_port={metrics}",
-                ),
-                *(
-                    f"--default_kv_lease_ttl={lease_milliseconds}",
-                    f"--client_ttl={client_ttl_seconds}",
-                ),
-                *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
-                *(metadata_options if fixed_names else ()),
-            ],
-            master,
+            port or free,
             logs / "master.log",
-        )
-        self._metadata_server = (
-            f"http://{LOOPBACK}:{metadata}/metadata" if fixed_names else "P2PHANDSHAKE"
+            {
+                "rpc_address": LOOPBACK,
+                "rpc_port": port or free,
+                "metrics_host": LOOPBACK,
+                "metrics_port": self._metrics,
+                "default_kv_lease_ttl": lease_milliseconds,
+                "client_ttl": client_ttl_seconds,
+                "put_start_discard_timeout_sec": 1,
+                "put_start_release_timeout_sec": 2,
+                "enable_http_metadata_server": str(fixed_names).lower(),
+                "http_metadata_server_host": LOOPBACK,
+                "http_metadata_server_port": metadata,
+                "enable_metadata_cleanup_on_timeout": str(fixed_names).lower(),
+            },
         )
         self.stores = [
             Process(
                 "mooncake.cli_client",
-                [
-                    *(
-                        f"--host={LOOPBACK}:{named}" if fixed_names else f"--host={LOOPBACK}",
-                        f"--port={number}",
-                        f"--master_server_address={self.address}",
-                    ),
-                    *(
-                        f"--metadata_server={self._metadata_server}",
-                        "--protocol=tcp",
-                        f"--global_segment_size={store_bytes}",
-                    ),
-                ],
                 number,
-                logs / f"store{index}.log",
+                logs / f"store{number}.log",
+                {
+                    "host": f"{LOOPBACK}:{named}" if fixed_names else LOOPBACK,
+                    "port": number,
+                    "master_server_address": self.address,
+                    "metadata_server": self._metadata_server,
+                    "protocol": "tcp",
+                    "global_segment_size": store_bytes,
+                },
             )
-            for index, (number, named) in enumerate(
-                zip(ports[:stores], ports[stores:], strict=True)
-            )
+            for number, named in zip(ports[:stores], ports[stores:], strict=True)
         ]
 
     @property
@@ -253,40 +250,34 @@ class DevCluster:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _capacity(self) -> int:
         """Capacity of the master in bytes."""
-        address = f"http://{LOOPBACK}:{self._metrics}"
-        try:
-            with urllib.request.urlopen(f"{address}/metrics", timeout=5) as answer:
-                lines = answer.read().decode().splitlines()
-        except OSError:
-            return 0
-        totals = [
-            line.split()[-1] for line in lines if line.startswith("master_total_capacity_bytes")
-        ]
-        return int(float(totals[0])) if totals else 0
+        metrics = ""
+        with contextlib.suppress(OSError):
+            address = f"http://{LOOPBACK}:{self._metrics}/metrics"
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                metrics = answer.read().decode()
+        total = re.search(r"^master_total_capacity_bytes (\S+)", metrics, re.MULTILINE)
+        return int(float(total[1])) if total else 0
 
 
 def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         # All at once, so that none is given out twice.
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((LOOPBACK, 0))
+        sockets = [held.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(count)]
         return [one.getsockname()[1] for one in sockets]
 
 
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection((LOOPBACK, port), timeout=1.0).close()
-    except OSError:
-        return False
-    return True
+def listens(pid: int, port: int) -> bool:
+    """Return True if this process listens at the port; another may accept connections there."""
+    with contextlib.suppress(OSError):
+        sockets = {
+            f"socket:[{fields[9]}]"
+            for fields in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text().splitlines())
+            if fields[1].endswith(f":{port:04X}") and fields[3] == "0A"
+        }
+        return any(os.readlink(file) in sockets for file in Path(f"/proc/{pid}/fd").iterdir())
+    return False

@@ -47,6 +47,8 @@ UNSUPPORTED: Final = {
     "--enable_offload=true)",
 }
 """Entries of Mooncake's file that the driver refuses, and the alternatives."""
+MIN_SEGMENT_BYTES: Final = 16 << 20
+"""Memory that a client lends at least, if it lends any; the library refuses less."""
 
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", re.IGNORECASE)
 _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -93,8 +95,8 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
         Meta(
             description="Memory that this process lends to the cluster, such as '4gb' (powers of "
             "1024, as Mooncake counts), the "
-            "default. It leaves the cluster with this process, and the pages in it too. 0 for a "
-            "pure client of store services."
+            "default; 16 MiB or more. It leaves the cluster with this process, and the pages in it "
+            "too. 0 for a pure client of store services."
         ),
     ] = None
     local_buffer_size: Annotated[
@@ -231,6 +233,11 @@ def client_settings(
         {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings
     )
     _check_address(settings.master_server_address, origins["master_server_address"])
+    if 0 < settings.global_segment_size < MIN_SEGMENT_BYTES:
+        raise ConfigError(
+            f"{origins['global_segment_size']} is {settings.global_segment_size:,} bytes, and "
+            f"Mooncake takes {MIN_SEGMENT_BYTES:,} or more; write '16mb', or 0 for a pure client"
+        )
     return settings
 
 

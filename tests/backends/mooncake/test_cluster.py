@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from hicache_backends.mooncake.client.client_setup import check_master
-from hicache_backends.mooncake.cluster import DevCluster
-from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
+from hicache_backends.mooncake.cluster import DevCluster, listens
+from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
-from tests.support.commands import run_python
+from tests.support.commands import run_hicache, run_python
 
 COMMAND = [
     sys.executable,
@@ -66,13 +68,62 @@ def test_the_command_stops_what_it_started(number):
         assert not is_alive(pid)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--store-size", "0"), "--store-size"),
+        (("--store-size", "15mb"), "16,777,216 or more"),
+        (("--port", "70000"), "--port"),
+    ],
+)
+def test_the_command_names_an_option_that_it_refuses(arguments, complaint):
+    done = run_hicache("mooncake", "dev-cluster", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("port", [-1, 70000])
+def test_ports_that_do_not_exist(port):
+    with pytest.raises(ConfigError, match=f"port is {port}"):
+        DevCluster(port=port)
+
+
+def test_a_port_in_use():
+    """No process is started: its stores would join the cluster that listens there."""
+    with DevCluster(1, 16 << 20) as cluster:
+        port = cluster.address.split(":")[1]
+        done = run_hicache("mooncake", "dev-cluster", "--store-size", "16mb", "--port", port)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"port {port} of 127.0.0.1 cannot be used")
+        assert len(done.stderr.splitlines()) == 1
+        assert cluster._capacity() == 16 << 20
+        cluster.master.kill()
+        with socket.create_server(("127.0.0.1", int(port))):
+            with pytest.raises(StorageUnavailableError, match=f"port {port} .*cannot be used"):
+                cluster.master.start()
+            assert cluster.master.pid is None
+        cluster.master.start()
+
+
+def test_a_process_listens_itself():
+    """Another process that accepts connections is not taken for it."""
+    with DevCluster(0) as cluster, socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert listens(os.getpid(), port)
+        assert listens(cluster.master.pid, cluster.master.port)
+        assert not listens(cluster.master.pid, port)
+        assert not listens(os.getpid(), cluster.master.port)
+
+
 def test_a_cluster_that_does_not_come_up():
     """It says so, with what the process said, and leaves nothing running."""
     with DevCluster(1, 16 << 20) as cluster:
         port = int(cluster.address.split(":")[1])
         second = DevCluster(1, 16 << 20, port=port)
-        second.master.port = 1
-        with pytest.raises(StorageUnavailableError, match=r"mooncake.cli ended with"):
+        # The process is told the port that is in use.
+        second.master.port = second.stores[0].port
+        with pytest.raises(StorageUnavailableError, match=r"mooncake.cli does not listen"):
             second.start()
         assert [process.pid for process in (second.master, *second.stores)] == [None, None]
         assert cluster.master.pid is not None

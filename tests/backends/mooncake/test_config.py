@@ -81,6 +81,11 @@ def test_sizes_are_mooncakes():
             {"master_server_address": "m:1", "local_buffer_size": -1},
             "'local_buffer_size' is -1",
         ),
+        (
+            {"MOONCAKE_GLOBAL_SEGMENT_SIZE": "15mb"},
+            {"master_server_address": "m:1"},
+            r"\$MOONCAKE_GLOBAL_SEGMENT_SIZE is 15,728,640 bytes.*16,777,216 or more",
+        ),
         ({}, {"master_adress": "m:1"}, "did you mean"),
         ({}, {"config_path": "/nowhere/mooncake.json"}, "'/nowhere/mooncake.json' cannot be read"),
     ],
