@@ -13,6 +13,7 @@ from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
+from hicache_backends.mooncake.reachability import check_local_hostname
 from hicache_backends.mooncake.reader import DirectReader
 from hicache_backends.mooncake.threads import MAX_HELPERS
 from hicache_backends.mooncake.verified_read import read_verified
@@ -127,6 +128,7 @@ class MooncakeStorage(ObjectStorage):
             self._admitted[pool.name] = pool
 
     def connect(self) -> None:
+        check_local_hostname(self._settings)
         with self._connecting:
             handle = ConnectionHandle(self._settings)
             thread_pool = ThreadPool("hicache-mooncake", MAX_HELPERS)
@@ -167,7 +169,8 @@ class MooncakeStorage(ObjectStorage):
         with self.handle.call() as connection:
             connection.exist([HEALTH_OBJECT])
         segment = self._settings.global_segment_size
-        lent = f"lending {segment:,} bytes" if segment else "lending no memory"
+        name = self._settings.local_hostname
+        lent = f"lending {segment:,} bytes as {name}" if segment else "lending no memory"
         return Health(
             ok=True,
             detail=f"master {self._settings.master_server_address}, {self._settings.protocol}, "
