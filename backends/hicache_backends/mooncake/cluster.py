@@ -17,14 +17,11 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.config import MIN_SEGMENT_BYTES
 from hicache_storage.spec import ConfigError, StorageUnavailableError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 START_SECONDS: Final = 60.0
 STOP_SECONDS: Final = 5.0
@@ -43,14 +40,13 @@ class Process:
 
     Args:
         module: full name of a module with a `main`.
+        arguments: of the command line, without spaces in them.
         port: the process listens there.
         log: file for the output.
-        options: of the command line.
     """
 
-    def __init__(self, module: str, port: int, log: Path, options: Mapping[str, object]) -> None:
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        self._command = [sys.executable, "-c", _LAUNCH, module, *arguments]
+    def __init__(self, module: str, arguments: str, port: int, log: Path) -> None:
+        self._command = [sys.executable, "-c", _LAUNCH, module, *arguments.split()]
         self.port = port
         self.log = log
         self._running: subprocess.Popen[bytes] | None = None
@@ -160,44 +156,34 @@ class DevCluster:
         logs = Path(self._directory.name)
         free, self._metrics, metadata, *ports = _free_ports(3 + 2 * stores)
         self._store_bytes = store_bytes
-        self._metadata_server = "P2PHANDSHAKE"
+        self._metadata_server, named = "P2PHANDSHAKE", ""
         if fixed_names:
             self._metadata_server = f"http://{LOOPBACK}:{metadata}/metadata"
-        self.address = f"{LOOPBACK}:{port or free}"
+            named = (
+                f"--enable_http_metadata_server=true --http_metadata_server_host={LOOPBACK} "
+                f"--http_metadata_server_port={metadata} --enable_metadata_cleanup_on_timeout=true"
+            )
+        port = port or free
+        self.address = f"{LOOPBACK}:{port}"
         self.master = Process(
             "mooncake.cli",
-            port or free,
+            f"--rpc_address={LOOPBACK} --rpc_port={port} --metrics_host={LOOPBACK} "
+            f"--metrics_port={self._metrics} --default_kv_lease_ttl={lease_milliseconds} "
+            f"--client_ttl={client_ttl_seconds} --put_start_discard_timeout_sec=1 "
+            f"--put_start_release_timeout_sec=2 {named}",
+            port,
             logs / "master.log",
-            {
-                "rpc_address": LOOPBACK,
-                "rpc_port": port or free,
-                "metrics_host": LOOPBACK,
-                "metrics_port": self._metrics,
-                "default_kv_lease_ttl": lease_milliseconds,
-                "client_ttl": client_ttl_seconds,
-                "put_start_discard_timeout_sec": 1,
-                "put_start_release_timeout_sec": 2,
-                "enable_http_metadata_server": str(fixed_names).lower(),
-                "http_metadata_server_host": LOOPBACK,
-                "http_metadata_server_port": metadata,
-                "enable_metadata_cleanup_on_timeout": str(fixed_names).lower(),
-            },
         )
         self.stores = [
             Process(
                 "mooncake.cli_client",
+                f"--host={LOOPBACK}{f':{name}' if fixed_names else ''} --port={number} "
+                f"--master_server_address={self.address} --protocol=tcp "
+                f"--metadata_server={self._metadata_server} --global_segment_size={store_bytes}",
                 number,
                 logs / f"store{number}.log",
-                {
-                    "host": f"{LOOPBACK}:{named}" if fixed_names else LOOPBACK,
-                    "port": number,
-                    "master_server_address": self.address,
-                    "metadata_server": self._metadata_server,
-                    "protocol": "tcp",
-                    "global_segment_size": store_bytes,
-                },
             )
-            for number, named in zip(ports[:stores], ports[stores:], strict=True)
+            for number, name in zip(ports[:stores], ports[stores:], strict=True)
         ]
 
     @property

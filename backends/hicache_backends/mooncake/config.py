@@ -209,8 +209,6 @@ def client_settings(
         candidates = [
             (given[name], f"option {name!r}"),
             *((environment.get(v) or None, f"${v}") for v in variables),
-        ]
-        candidates += [
             (file.get(name), f"{name!r} in {path}"),
             (DEFAULTS.get(name), f"the default of {name!r}"),
         ]
@@ -223,11 +221,8 @@ def client_settings(
             "$MOONCAKE_MASTER, or name Mooncake's JSON file in "
             "the option 'config_path'"
         )
-    for name in ("global_segment_size", "local_buffer_size"):
-        found[name] = size_of(found[name], origins[name])
     for name, value in found.items():
-        if not name.endswith("_size"):
-            found[name] = _text(value, origins[name])
+        found[name] = (size_of if name.endswith("_size") else _text)(value, origins[name])
     found["protocol"] = str(found["protocol"]).lower()
     settings = msgspec.convert(
         {**found, "rpc_timeout_seconds": config.rpc_timeout_seconds}, ClientSettings

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+MASTER: Final = (
+    "-m mooncake.cli --rpc_address=127.0.0.1 --rpc_port={port:master} --metrics_host=127.0.0.1 "
+    "--metrics_port={port:metrics} --default_kv_lease_ttl=2000 --client_ttl=30 "
+    "--put_start_discard_timeout_sec=1 --put_start_release_timeout_sec=2"
+)
+STORE: Final = (
+    "-m mooncake.cli_client --host=127.0.0.1 --port={port:store} "
+    "--master_server_address=127.0.0.1:{port:master} --metadata_server=P2PHANDSHAKE "
+    "--protocol=tcp --global_segment_size=256MB"
+)
 
 
 @hookimpl
@@ -40,37 +51,6 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 # keys.
                 "wait_seconds": "2",
             },
-            trial_services=(
-                (
-                    *(
-                        sys.executable,
-                        "-m",
-                        "mooncake.cli",
-                        "--rpc_address=127.0.0.1",
-                        "--rpc_port={port:master}",
-                    ),
-                    *(
-                        "--metrics_host=127.0.0.1",
-                        "--metrics_port={port:metrics}",
-                        "--default_kv_lease_ttl=2000",
-                        "--client_ttl=30",
-                    ),
-                    *("--put_start_discard_timeout_sec=1", "--put_start_release_timeout_sec=2"),
-                ),
-                (
-                    *(
-                        sys.executable,
-                        "-m",
-                        "mooncake.cli_client",
-                        "--host=127.0.0.1",
-                        "--port={port:store}",
-                    ),
-                    *(
-                        "--master_server_address=127.0.0.1:{port:master}",
-                        "--metadata_server=P2PHANDSHAKE",
-                    ),
-                    *("--protocol=tcp", "--global_segment_size=256MB"),
-                ),
-            ),
+            trial_services=((sys.executable, *MASTER.split()), (sys.executable, *STORE.split())),
         )
     ]
