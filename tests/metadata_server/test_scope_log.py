@@ -269,6 +269,21 @@ def test_nothing_is_read_where_the_take_is_unknown(owner, redis):
         one.do(load(one.store._connection, "0:kv", one.store.logs()[0].token))
 
 
+def test_a_log_begins_with_the_scope(owner, redis):
+    """Entries behind a missing first one could not be read again."""
+    one = owner("one")
+    one.make("0:kv")
+    log = one.store.detach(one.service.number_of("0:kv"))
+    with redis.client() as client:
+        client.flushall()
+        token, head = one.do(take(one.store._connection, "0:kv", b"", "one"))
+        one.store.attach(ScopeLog("0:kv", log.number, token, head.seq, 0.0))
+        reserve(one.service, ["a"])
+        with pytest.raises(FencedError):
+            one.write()
+        assert not client.exists("hm:{0:kv}:log")
+
+
 def test_changes_of_a_scope_that_was_detached_meanwhile_are_refused(owner):
     one = owner("one")
     one.make("0:kv")

@@ -27,7 +27,7 @@ from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.errors import FencedError, RequestError, StoreError
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.shared import ownership, scope_owner
+from hicache_metadata_server.shared import ownership, scope_log, scope_owner
 from hicache_metadata_server.shared.connection import RedisConnection
 from hicache_metadata_server.shared.ownership import (
     Incarnation,
@@ -350,6 +350,28 @@ def test_a_scope_that_was_never_acknowledged_is_forgotten(world, two, redis):
     assert serving(two, "0:kv") == []
     with redis.client() as client:
         assert not client.exists("hm:{0:kv}:head")
+    assert "0:kv" not in other.owner.entries
+    other.make("0:kv")
+    assert serving(two, "0:kv") == [1]
+
+
+@pytest.mark.parametrize("lost", ["log", "rest"])
+def test_a_scope_whose_record_redis_has_lost_can_be_made_again(
+    world, two, redis, lost, monkeypatch
+):
+    monkeypatch.setattr(scope_log, "IDLE_LOG_BYTES", 0)
+    one, other = two
+    one.make("0:kv")
+    if lost == "rest":
+        while one.store.wants_compaction(idle=True):
+            one.store.compact(one.store.collect(one.service.scope_of), one.wall())
+    with redis.client() as client:
+        client.delete(f"hm:{{0:kv}}:{lost}")
+    one.change("0:kv", "a")
+    assert one.write()
+    one.give_back()
+    pass_time(world, two, 1.0)
+    assert serving(two, "0:kv") == []
     assert "0:kv" not in other.owner.entries
     other.make("0:kv")
     assert serving(two, "0:kv") == [1]

@@ -499,6 +499,9 @@ class ScopeLogStore:
                 raise StoreError(f"scope {record.geometry.scope} has no log")
         split, logs = self._split(changes), self._logs.copy()
         parts = [(logs[number], part) for number, part in split.items() if number in logs]
+        # The first entry carries the scope: without it, nothing after it could be read again.
+        if unread := [log.name for log, part in parts if not (log.record or part.scopes)]:
+            raise FencedError(unread)
         calls = list[ScriptCall]()
         written = list[tuple[ScopeLog, int, Changes]]()
         for log, part in parts:

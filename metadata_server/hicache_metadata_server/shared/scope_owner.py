@@ -336,6 +336,9 @@ class ScopeOwner:
         for name, entry in entries.items():
             token, head = await take(self._connection, name, b"", me)
             if token:
+                # Redis had lost it, and this server still has it from before. Kept, it would go on
+                # without its record and its slots in the new log.
+                self.drop([name])
                 self._created[name] = self._log_of(name, token, head)
             else:
                 # The map had lost it.
@@ -638,13 +641,16 @@ class ScopeOwner:
             return
         log = self._log_of(name, token, head)
         loaded = await load(self._connection, name, token)
-        if not (loaded.rest or loaded.groups):
-            # Its first owner has died before it acknowledged anything.
-            await remove(self._connection, log)
-            await self.publish({name: None})
-            return
         try:
             found, rows = await asyncio.to_thread(recovered, log, loaded, self._now())
+            if not found.scopes:
+                # Its first owner has died before it acknowledged anything, or Redis has lost what
+                # was. A client makes it again.
+                if loaded.rest or loaded.groups:
+                    _log.error("scope_without_record", scope=name, groups=len(loaded.groups))
+                await remove(self._connection, log)
+                await self.publish({name: None})
+                return
             (record,) = found.scopes
             scope = await asyncio.to_thread(
                 self._service.restored_scope,
