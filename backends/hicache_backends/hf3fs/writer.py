@@ -103,10 +103,15 @@ class PageWriter:
             _BatchProgress(scope, self._fitting(batch, scope, outcome))
             for batch, scope in zip(batches, scopes, strict=True)
         ]
+        if call.expired():
+            return outcome
+        # In this order: a client that finds a file without length tells the server that nobody has
+        # a lease of it, and that must be so.
+        self._store.metadata.initialize([scope.name for scope in scopes], call)
         for batch in progress:
             try:
                 # Before the reservation, which may evict pages for those that cannot be written.
-                batch.scope.file.check_writable()
+                batch.scope.file.borrow(writes=True)
             except OSError as error:
                 outcome.faults.append(detached(error))
                 batch.left = []

@@ -95,6 +95,11 @@ class MetadataClient(ABC):
         with self._lock:
             self._declared[geometry.scope] = _Declared(geometry, lease_seconds, is_written, model)
 
+    def initialize(self, scopes: Sequence[str], call: Call) -> None:
+        """Initialize declared scopes. Sends nothing for those that a server has already."""
+        if not self._initialized.issuperset(scopes):
+            self._initialize(scopes, call)
+
     def lookup(
         self,
         scopes: Sequence[p.LookupScope],
@@ -239,8 +244,7 @@ class MetadataClient(ABC):
         response_type: type[A],
         call: Call,
     ) -> A:
-        if not self._initialized.issuperset(scopes):
-            self._initialize(scopes, call)
+        self.initialize(scopes, call)
         # Bounded: servers with separate stores would send a client back and forth for ever.
         for _ in range(MAX_REINITIALIZATIONS):
             try:

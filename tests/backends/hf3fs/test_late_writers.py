@@ -161,6 +161,20 @@ def test_a_file_is_unwritten_until_it_is_handed_out(rig, tmp_path):
     assert theirs.is_written()
 
 
+def test_a_file_has_its_length_before_the_first_lease(rig, server):
+    """A client that asks a server without memory anew names the leases of those who may still write."""
+    one, other = (rig(metadata_url=server.url) for _ in range(2))
+    reserve, leased = one.store.metadata.reserve, []
+
+    def observed(*args, **options):
+        leased.append(other.scope.file.is_written())
+        return reserve(*args, **options)
+
+    one.store.metadata.reserve = observed
+    assert all(one.put(chain("a", 1)))
+    assert leased == [True]
+
+
 def test_a_client_that_did_not_create_the_file_opens_the_scope(rig, server):
     """It asks the server first, and the one that has created the file comes later."""
     one, other = (rig(metadata_url=server.url, lease_seconds=300.0) for _ in range(2))

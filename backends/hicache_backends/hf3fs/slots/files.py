@@ -69,10 +69,10 @@ class SlotFile:
         return slot * self.geometry.slot_bytes
 
     def is_written(self) -> bool:
-        """True if any process may have written to the file. Creates the file if it is missing.
+        """True if any process may write to the file. Creates the file if it is missing.
 
-        Whoever writes has given the file its length before, so an empty file is unwritten, whichever
-        of several clients has created it.
+        A writer gives the file its length before it asks for a lease, so nobody writes to an empty
+        file, whichever of several clients has created it.
         """
         try:
             descriptor, _ = self._open()
@@ -105,19 +105,6 @@ class SlotFile:
             if handle is None or (writes and not self._is_ready):
                 handle = self._make_ready(writes=writes)
             return handle
-
-    def check_writable(self) -> None:
-        """Check that the file can be opened for writing. Does not extend it.
-
-        Raises:
-            OSError: it cannot.
-        """
-        with self._lock:
-            if self._handle is None or not self._is_ready:
-                descriptor, refusal = self._open()
-                os.close(descriptor)
-                if refusal is not None:
-                    raise refusal
 
     def forget(self, handle: Handle) -> None:
         """Open the file again at its next use: the descriptor may belong to a dead mount."""
