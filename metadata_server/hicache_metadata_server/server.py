@@ -10,8 +10,9 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import prometheus_client
 import structlog
@@ -22,6 +23,12 @@ from hicache_metadata_server.core.heap import keep_large_blocks_apart, trim_heap
 from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.http.connections import (
+    BoundedProtocol,
+    Connections,
+    max_connections,
+    raise_descriptor_limit,
+)
 from hicache_metadata_server.logs import configure_logs
 from hicache_metadata_server.settings import misspelt
 from hicache_metadata_server.storage.address import is_shared, redacted
@@ -108,6 +115,7 @@ def serve(settings: ServerSettings) -> None:
     _begin_log(settings)
     if settings.traces:
         _trace()
+    raise_descriptor_limit()
     keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
     # Pages live long and are in no reference cycles: a collection would go through millions of
@@ -217,7 +225,10 @@ def _advertised_url(settings: ServerSettings) -> str:
 
 
 def _config(
-    app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None
+    app: ProtocolApp,
+    settings: ServerSettings,
+    tls: ssl.SSLContext | None,
+    connections: Connections,
 ) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
@@ -231,7 +242,6 @@ def _config(
         # With "auto", uvicorn takes an error at the start for an application without a lifespan, and
         # serves all the same.
         lifespan="on",
-        http=_http_protocol(),
         ws="none",
         # Any client could name another address in `X-Forwarded-For`, and the audit log would have
         # it.
@@ -240,11 +250,12 @@ def _config(
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
+    config.http_protocol_class = partial(_http_protocol(), connections)  # type: ignore[assignment]  # it is called, no more
     return config
 
 
 def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None) -> None:
-    server = _Server(_config(app, settings, tls), app)
+    server = _Server(app, settings, tls)
     with contextlib.suppress(KeyboardInterrupt):
         server.run()
     if not server.started:
@@ -252,11 +263,18 @@ def _run(app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which hands over before it closes connections."""
+    """uvicorn's server, which hands over before it closes connections, and closes silent ones."""
 
-    def __init__(self, config: uvicorn.Config, app: ProtocolApp) -> None:
-        super().__init__(config)
+    def __init__(
+        self, app: ProtocolApp, settings: ServerSettings, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._connections = Connections(max_connections())
+        super().__init__(_config(app, settings, tls, self._connections))
         self._app = app
+
+    async def on_tick(self, counter: int) -> bool:
+        self._connections.end_silent(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # Meanwhile requests are answered: the clients learn where to go.
@@ -281,8 +299,8 @@ class _Server(uvicorn.Server):
                 connection.shutdown()
 
 
-def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
-    """The fast path, or plain uvicorn where its internals are not as expected."""
+def _http_protocol() -> type[BoundedProtocol]:
+    """The fast path, or uvicorn's own where its internals are not as expected."""
     # Late and guarded: with another uvicorn, the import itself may fail.
     try:
         from hicache_metadata_server.http import fast_path
@@ -293,7 +311,7 @@ def _http_protocol() -> type[asyncio.Protocol] | Literal["auto"]:
     except ImportError as error:
         missing = [str(error)]
     _log.warning("no_fast_path", uvicorn=uvicorn.__version__, missing=missing)
-    return "auto"
+    return BoundedProtocol
 
 
 def _trace() -> None:

@@ -18,6 +18,7 @@ from hicache_metadata_server import server
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http import fast_path
 from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.http.connections import BoundedProtocol
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.servers import DURABLE, served
@@ -71,7 +72,7 @@ async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
 
     app = create_app(MetadataService(), MemoryStore())
     settings = ServerSettings(host="127.0.0.1", port=0)
-    stopping = server._Server(server._config(app, settings, None), app)
+    stopping = server._Server(app, settings)
     stopping.server_state.connections = Accepting()
     running = asyncio.create_task(stopping._serve())
     while not stopping.started:
@@ -90,7 +91,7 @@ async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
 def test_plain_uvicorn_where_a_method_is_missing(monkeypatch):
     monkeypatch.delattr(HttpToolsProtocol, "on_headers_complete")
     assert fast_path.missing_internals() == ["on_headers_complete"]
-    assert server._http_protocol() == "auto"
+    assert server._http_protocol() is BoundedProtocol
 
 
 @pytest.mark.parametrize("number", range(len(fast_path.INTERNALS)))
@@ -98,13 +99,13 @@ def test_plain_uvicorn_where_an_attribute_is_missing(monkeypatch, number):
     kind, names = fast_path.INTERNALS[number]
     monkeypatch.setattr(fast_path, "INTERNALS", ((kind, (*names, "renamed")),))
     assert fast_path.missing_internals() == [f"{kind.__name__}.renamed"]
-    assert server._http_protocol() == "auto"
+    assert server._http_protocol() is BoundedProtocol
 
 
 def test_plain_uvicorn_where_the_fast_path_cannot_be_imported(monkeypatch):
     monkeypatch.delattr("hicache_metadata_server.http.fast_path")
     monkeypatch.setitem(sys.modules, "hicache_metadata_server.http.fast_path", None)
-    assert server._http_protocol() == "auto"
+    assert server._http_protocol() is BoundedProtocol
 
 
 def connected(port):

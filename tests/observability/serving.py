@@ -10,12 +10,14 @@ import os
 import signal
 import threading
 from contextlib import closing, contextmanager
+from functools import partial
 from urllib.parse import urlsplit
 
 import uvicorn
 
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
+from hicache_metadata_server.http.connections import Connections
 from hicache_metadata_server.http.fast_path import FastPathProtocol
 from hicache_metadata_server.storage.store import MemoryStore
 
@@ -43,7 +45,7 @@ def serving(store=None, **options):
         log_config=None,
         access_log=False,
         lifespan="on",
-        http=FastPathProtocol,
+        http=partial(FastPathProtocol, Connections(1000)),
         ws="none",
     )
     server = _Announced(config)

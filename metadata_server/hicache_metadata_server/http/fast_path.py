@@ -25,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from hicache_metadata_server.core.errors import RequestError
 from hicache_metadata_server.http.asgi import ProtocolApp, RequestHead, response_headers
+from hicache_metadata_server.http.connections import BoundedProtocol
 from hicache_metadata_server.http.handlers import Result
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _names_in_methods(kind: type) -> Iterable[str]:
             yield from method.__code__.co_names
 
 
-class FastPathProtocol(HttpToolsProtocol):
+class FastPathProtocol(BoundedProtocol):
     """HTTP/1.1 protocol of one connection.
 
     A request takes the fast path if its path is known, and its length announced and within the
@@ -110,6 +111,7 @@ class FastPathProtocol(HttpToolsProtocol):
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self.is_partial = True
 
     def on_headers_complete(self) -> None:
         """Choose the path of the request."""
@@ -138,6 +140,7 @@ class FastPathProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Answer the request, which is complete."""
         if self._exchange is not None:
+            self.is_partial = False
             self._answer(self._exchange)
         else:
             super().on_message_complete()

@@ -1,0 +1,127 @@
+"""Clients that do not read, do not send, or are too many."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from hicache_metadata_server.http import connections
+from hicache_metadata_server.http.connections import Connections
+from tests.metadata_server.servers import DURABLE, served
+from tests.metadata_server.test_fast_path import WITHOUT_INTERNALS, answers, connected, message
+
+OPTIONS = DURABLE.partition(" metadata ")[2]
+COMMANDS = {
+    "fast path": DURABLE,
+    "plain uvicorn": f"{sys.executable} -c {shlex.quote(WITHOUT_INTERNALS)} metadata {OPTIONS}",
+}
+FEW_DESCRIPTORS = (
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120)); "
+    "from hicache_storage.cli.main import main; main()"
+)
+PING = message("/healthz", b"", "GET", Content_Length=None, Content_Type=None)
+
+
+@pytest.fixture(params=COMMANDS)
+def server(request):
+    with served(COMMANDS[request.param]) as (place, _):
+        yield place
+
+
+def resident_mib(place):
+    status = Path(f"/proc/{place._process.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) >> 10
+
+
+def test_pipelined_requests_that_nobody_reads_take_no_memory(server):
+    with closing(connected(urlsplit(server.url).port)) as greedy:
+        greedy.sendall(PING)
+        answers(greedy)
+        before, sent = resident_mib(server), 0
+        greedy.settimeout(1)
+        request = b"GET /v2/scopes HTTP/1.1\r\nHost: meta\r\n\r\n"
+        with contextlib.suppress(TimeoutError):
+            while sent < 100_000_000:
+                sent += greedy.send(request * 500)
+        assert sent < 100_000_000
+        assert resident_mib(server) - before < 30
+        with closing(connected(urlsplit(server.url).port)) as other:
+            other.sendall(PING)
+            assert answers(other)[0][0] == 200
+        # All that was sent whole is answered once the client reads.
+        greedy.settimeout(60)
+        found, whole = 0, sent // len(request)
+        while found < whole:
+            found += greedy.recv(1 << 20).count(b"HTTP/1.1 200")
+
+
+def test_silent_connections_make_room(tmp_path):
+    command = f"{sys.executable} -c {shlex.quote(FEW_DESCRIPTORS)} metadata {OPTIONS}"
+    with served(command) as (place, _), ExitStack() as stack:
+        port = urlsplit(place.url).port
+        kept = stack.enter_context(closing(connected(port)))
+        kept.sendall(PING)
+        answers(kept)
+        for _ in range(150):
+            stack.enter_context(closing(connected(port)))
+        with closing(connected(port)) as new:
+            new.sendall(PING)
+            assert answers(new)[0][0] == 200
+        kept.sendall(message("/0/initialize", b'{"num_pages": 10}'))
+        assert answers(kept)[0][0] == 204, "the store has its descriptors"
+
+
+class Client:
+    """A connection as the registry has it."""
+
+    def __init__(self, registry, *, waits=True, heard_at=0.0):
+        self.waits, self.heard_at, self.ended, self.transport = waits, heard_at, False, self
+        registry.add(self)
+
+    def abort(self):
+        self.ended = True
+
+    def is_closing(self):
+        return self.ended
+
+
+def test_those_that_never_asked_go_first_then_those_that_are_idle_and_never_those_at_work():
+    registry = Connections(3)
+    served_one, silent, busy = Client(registry), Client(registry), Client(registry, waits=False)
+    registry.serve(served_one)
+    new = Client(registry)
+    assert (silent.ended, served_one.ended, new.ended) == (True, False, False)
+    registry.heard(new)
+    registry.serve(new)
+    Client(registry, waits=False)
+    assert (served_one.ended, busy.ended, new.ended) == (True, False, False)
+    new.waits = False
+    last = Client(registry)
+    assert (last.ended, busy.ended, new.ended) == (True, False, False)
+
+
+def test_connections_that_are_silent_for_long_are_closed():
+    registry = Connections(10)
+    silent, busy = Client(registry), Client(registry, waits=False)
+    late = Client(registry, heard_at=1.0)
+    registry.end_silent(connections.SILENT_SECONDS + 0.5)
+    assert (silent.ended, busy.ended, late.ended) == (True, False, False)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/v2/scopes"])
+def test_a_client_that_has_shut_down_its_sending_side_is_answered(server, path):
+    with closing(connected(urlsplit(server.url).port)) as one:
+        one.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        one.shutdown(socket.SHUT_WR)
+        one.settimeout(30)
+        content = b""
+        while part := one.recv(1 << 16):
+            content += part
+    assert content.startswith(b"HTTP/1.1 200")
