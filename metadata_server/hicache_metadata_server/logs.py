@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
+import select
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
 
@@ -13,6 +16,44 @@ from hicache_storage.observability.request_ids import current_request_id
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
+
+
+class NonBlockingHandler(logging.StreamHandler[TextIO]):
+    """Writes lines, and drops those for which a pipe has no room: nobody reads it.
+
+    A write would stop the event loop until somebody does. The next line that is written is preceded
+    by the number of those that were dropped.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._dropped = 0
+        self._poll = select.poll()
+        try:
+            self._descriptor = stream.fileno()
+            self._poll.register(self._descriptor, select.POLLOUT)
+        except (io.UnsupportedOperation, ValueError):
+            self._descriptor = -1
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or drop it."""
+        if self._descriptor < 0:
+            super().emit(record)
+            return
+        try:
+            line = self.format(record) + "\n"
+            if self._dropped:
+                line = f'{{"event": "lines_dropped", "lines": {self._dropped}}}\n{line}'
+            left = line.encode(errors="backslashreplace")
+            while left:
+                # A pipe that can be written takes this much at once.
+                if not self._poll.poll(0):
+                    self._dropped += 1
+                    return
+                left = left[os.write(self._descriptor, left[: select.PIPE_BUF]) :]
+            self._dropped = 0
+        except Exception:  # noqa: BLE001 - as every handler of the standard library
+            self.handleError(record)
 
 
 def configure_logs(level: str, form: str) -> None:
@@ -36,7 +77,7 @@ def configure_logs(level: str, form: str) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = NonBlockingHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             # For lines of the standard library's loggers, which skip structlog's processors.
