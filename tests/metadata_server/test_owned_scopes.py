@@ -351,6 +351,8 @@ async def test_a_server_without_redis_answers_503_and_comes_back(redis):
 
             await eventually(refused)
             assert not await is_ready(one)
+            text = (await one.send("GET", "/metrics")).body.decode()
+            assert "hicache_metadata_store_failing 1.0" in text
         finally:
             redis.resume()
 

@@ -125,8 +125,9 @@ ALERTS: Final = (
         "{{ $value }} scopes on the shared Redis have no owner.",
         "Requests about them are answered 503 `moving`, and are misses. A server takes a free scope "
         "within seconds, unless it cannot read it.",
-        "A line `store_failing` in the log of a server names a scope that cannot be read; `hicache "
-        "metadata scopes --json` has the owner of each. Stop all servers and remove that scope: "
+        "If HiCacheStoreFailing fires too, or a log has a line `store_failing`, repair Redis: the "
+        "servers go on by themselves, and nothing is deleted. Otherwise a line `scope_unreadable` "
+        "names a scope that cannot be read; only that one may be removed: stop all servers, and "
         "`hicache metadata scopes delete SCOPE --force --store URL`.",
     ),
     Alert(

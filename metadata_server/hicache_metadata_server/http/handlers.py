@@ -269,6 +269,10 @@ class Handlers:
             return f"changes are refused: {self.group_commit.error}"
         return "this server drains: it gives no new leases" if self.service.draining else ""
 
+    def store_fails(self) -> bool:
+        """True if the store takes no changes."""
+        return self.group_commit is not None and self.group_commit.error is not None
+
     def unowned_scopes(self) -> int:
         """Number of scopes in the store that no server serves."""
         return 0

@@ -60,6 +60,7 @@ class Metrics:
         self.security: Security | None = None
         self.store_sizes: Callable[[], dict[str, int]] = dict
         self.unowned_scopes: Callable[[], int] = int
+        self.store_fails: Callable[[], bool] = bool
         self._service = service
         self._problem = problem
         self._scopes = set[str]()
@@ -106,7 +107,7 @@ class Metrics:
         yield scalar(v.RECOVERY_PROBLEMS, len(self._service.recovery_problems))
         if self.group_commit is not None:
             yield scalar(v.TRANSACTIONS, self.group_commit.groups)
-            yield scalar(v.STORE_FAILING, self.group_commit.error is not None)
+            yield scalar(v.STORE_FAILING, self.store_fails())
             durations = histogram(v.TRANSACTION_SECONDS)
             add_latency(durations, v.TRANSACTION_SECONDS, [], self.group_commit.durations)
             yield durations

@@ -56,6 +56,7 @@ class ServerRuntime:
         self.metrics.store_sizes = store.sizes
         self.handlers = handlers or Handlers(service, clock)
         self.metrics.unowned_scopes = self.handlers.unowned_scopes
+        self.metrics.store_fails = self.handlers.store_fails
         self._stopping = False
         spans = tracing.spans()
         # None where it has nothing to do: then a request pays for one comparison only.

@@ -132,6 +132,10 @@ class OwnerHandlers(Handlers):
         """Reason why the server is not ready, or ""."""
         return self._problem or super().problem()
 
+    def store_fails(self) -> bool:
+        """True if Redis does not answer heartbeats, or takes no changes."""
+        return bool(self._problem) or super().store_fails()
+
     def unowned_scopes(self) -> int:
         """Number of scopes that have no owner."""
         return self.owner.unowned()
@@ -147,8 +151,10 @@ class OwnerHandlers(Handlers):
                 _log.exception("beat_failed")
                 problem = f"{type(error).__name__}: {error}"
             if bool(problem) != bool(self._problem):
-                event = "store_failing" if problem else "store_serving"
-                _log.info(event, error=problem)
+                if problem:
+                    _log.error("store_failing", error=problem)
+                else:
+                    _log.info("store_serving")
             self._problem = problem
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_SECONDS):
