@@ -232,7 +232,8 @@ def _config(
 ) -> uvicorn.Config:
     config = uvicorn.Config(
         app,
-        host=settings.host,
+        # None listens on both families; asyncio binds "::" for IPv6 alone.
+        host=None if settings.host == "::" else settings.host,  # type: ignore[arg-type]  # create_server takes it
         port=settings.port,
         log_config=None,
         access_log=False,
