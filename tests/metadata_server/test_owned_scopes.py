@@ -192,16 +192,20 @@ async def test_a_scope_that_cannot_be_read_keeps_no_other_from_being_served(redi
 
 async def test_scopes_that_redis_has_lost_are_made_anew_together(redis):
     """A client finds one of two gone and makes both, before a heartbeat finds the other gone."""
-    async with two(redis) as (one, other):
-        await initialize(one, "0:kv", "0:swa")
-        await one.store("0:swa", ["before"])
+    async with AsyncExitStack() as stack:
         with redis.client() as client:
+            client.flushall()
+            # Alone: another server could take a scope in between.
+            one = await stack.enter_async_context(server(redis, "one"))
+            await initialize(one, "0:kv", "0:swa")
+            await one.store("0:swa", ["before"])
             client.flushall()
         body = {"scopes": [{"scope": "0:kv", "keys": ["a"]}]}
         assert (await one.post("/v2/reserve", body)).status == 503
         assert (await initialize(one, "0:kv", "0:swa")).json == {"created": [True, True]}
         assert await live(one, "0:swa", ["before"]) == []
         await one.store("0:swa", ["after"])
+        other = await stack.enter_async_context(server(redis, "two"))
         await one.post("/v2/drain", {"enabled": True})
         assert await live_at(other, "0:swa", ["before", "after"]) == ["after"]
 
