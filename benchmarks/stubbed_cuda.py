@@ -4,11 +4,8 @@ costs, and where it leads."""
 from __future__ import annotations
 
 import ctypes
-import importlib
-import sys
 from collections import Counter, deque
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
@@ -16,13 +13,15 @@ import torch
 
 from hicache_storage.transfer import CudaEvent, CudaStream
 from hicache_storage.transfer.cuda import device as cuda_module
-from hicache_storage.transfer.cuda import runtime as cuda_runtime
-from hicache_storage.transfer.regions.rows import gather_rows, scatter_rows
+from hicache_storage.transfer.cuda import kernel as kernel_module
+from hicache_storage.transfer.cuda.device import CudaPageTable
+from hicache_storage.transfer.cuda.kernel import CudaRowCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from hicache_storage.transfer import Stream
+    from hicache_storage.transfer.streams import RowSide
 
 
 class _Native:
@@ -41,18 +40,14 @@ class _Native:
 
 
 class StubbedDevice:
-    """Makes the SDK's streams and events of CUDA, on top of nothing. To be used within `stubbed`.
+    """Makes the SDK's streams and events of CUDA, on top of nothing. To be used within `stubbed`."""
 
-    Args:
-        moves_rows: whether there seems to be Triton.
-    """
-
-    def __init__(self, *, moves_rows: bool = True) -> None:
-        self.moves_rows = moves_rows
+    def __init__(self) -> None:
         self._events = cast("deque[torch.cuda.Event]", deque[_Native]())
 
-    def stream(self, name: str) -> CudaStream:
-        return CudaStream(cast("torch.cuda.Stream", _Native()), event=self.event)
+    def stream(self, name: str, priority: str | None = None) -> CudaStream:
+        native = cast("torch.cuda.Stream", _Native())
+        return CudaStream(native, may_capture=priority is None)
 
     def event(self) -> CudaEvent:
         if not self._events:
@@ -60,109 +55,65 @@ class StubbedDevice:
         return CudaEvent(self._events)
 
     def scratch(self, size: int, streams: Sequence[Stream]) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8)
 
-    def is_locked(self, memory: torch.Tensor) -> bool:
-        return True
+    def page_table(self, pages: int) -> CudaPageTable:
+        return CudaPageTable(pages, torch.device("cpu"), self.event)
 
-    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory
+    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> CudaRowCopy:
+        return CudaRowCopy((destination, source), torch.device("cpu"), blocks)
 
 
 @contextmanager
-def stubbed(*, executes: bool = False, batches: bool = True) -> Iterator[Counter[str]]:
+def stubbed(launch: Callable[[int, int, int], object] | None = None) -> Iterator[Counter[str]]:
     """Replace the calls of CUDA; gives how often each was made.
 
     Args:
-        executes: let the CPU do what they would.
-        batches: whether there seems to be `cudaMemcpyBatchAsync`.
+        launch: runs the kernel, given the bytes of a word, its blocks and the address of its
+            arguments; DMA is executed, too, then. None: nothing is.
     """
     calls = Counter[str]()
 
     def counted(name: str, call: Callable[..., object]) -> Callable[..., Any]:
         def stub(*arguments: Any) -> Any:
             calls[name] += 1
-            return call(*arguments) if executes else 0
+            if launch is not None:
+                call(*arguments)
+            return 0
 
         return stub
 
-    kernel = _Kernel(counted("kernel", _no_kernel))
+    def run(function: int, blocks: int, stream: int, arguments: int) -> None:
+        assert launch is not None
+        launch(function, blocks, arguments)
+
+    stubs: list[tuple[object, str, object]] = [
+        (torch.cuda, "stream", lambda native: nullcontext()),
+        (torch.cuda, "current_stream", lambda device: _Native()),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (cuda_module, "_pinned", lambda rows: torch.empty(rows, dtype=torch.int64)),
+        (cuda_module, "is_capturing", lambda stream: False),
+        (cuda_module, "forget_error", lambda: None),
+        (cuda_module, "memcpy", counted("upload", _copy)),
+        (cuda_module, "copy_pieces", counted("DMA", _copy_pieces)),
+        (kernel_module, "address", lambda view: view.data_ptr()),
+        (kernel_module, "kernel", lambda arch, word: word),
+        (kernel_module, "launch", counted("kernel", run)),
+    ]
     with ExitStack() as patches:
-        sys_modules = (
-            {}
-            if "triton" in sys.modules
-            else {"triton": _triton(), "triton.language": ModuleType("triton.language")}
-        )
-        patches.enter_context(patch.dict(sys.modules, sys_modules))
-        row_kernel = importlib.import_module("hicache_storage.transfer.cuda.row_kernel")
-        stubs: list[tuple[object, str, object]] = [
-            (torch.cuda, "stream", lambda native: nullcontext()),
-            (cuda_module, "_pinned", lambda rows: torch.empty(rows, dtype=torch.int64)),
-            (cuda_module, "is_capturing", lambda stream: False),
-            (cuda_module, "gather_rows", counted("kernel", gather_rows)),
-            (cuda_module, "scatter_rows", counted("kernel", scatter_rows)),
-            (row_kernel, "_copy_rows", kernel),
-            (cuda_runtime, "_memcpy", lambda: counted("copy", _copy)),
-            (cuda_runtime, "_memcpy_2d", lambda: counted("copy", _copy_2d)),
-            (
-                cuda_runtime,
-                "memcpy_batch",
-                lambda: counted("batch", _copy_batch) if batches else None,
-            ),
-        ]
         for owner, name, stub in stubs:
             patches.enter_context(patch.object(owner, name, stub))
         yield calls
 
 
-class _Kernel:
-    """Stands for a kernel of Triton, which is launched by `kernel[grid](...)`."""
-
-    def __init__(self, launch: Callable[..., object]) -> None:
-        self._launch = launch
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return lambda *arguments, **options: self._launch(*arguments)
-
-
-def _triton() -> ModuleType:
-    """As much of Triton as the import of a kernel needs."""
-    made = ModuleType("triton")
-    vars(made)["jit"] = lambda **options: lambda function: function
-    return made
-
-
-def _no_kernel(*arguments: object) -> None:
-    raise NotImplementedError(
-        "kernels of Triton are not executed here; test_row_kernel.py does that"
-    )
-
-
-def _copy(to: int, origin: int, size: int, kind: int, stream: int) -> int:
+def _copy(to: int, origin: int, size: int, stream: int) -> None:
     ctypes.memmove(to, origin, size)
-    return 0
 
 
-def _copy_2d(
-    to: int,
-    to_pitch: int,
-    origin: int,
-    origin_pitch: int,
-    width: int,
-    height: int,
-    kind: int,
-    stream: int,
-) -> int:
-    for row in range(height):
-        ctypes.memmove(to + row * to_pitch, origin + row * origin_pitch, width)
-    return 0
-
-
-def _copy_batch(destinations: int, sources: int, sizes: int, count: int, stream: int) -> int:
-    arrays = (
-        (ctypes.c_uint64 * count).from_address(address)
-        for address in (destinations, sources, sizes)
-    )
+def _copy_pieces(
+    destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int
+) -> None:
+    count = min(destinations.numel(), sources.numel())
+    arrays = (each.view(-1)[:count].tolist() for each in (destinations, sources, sizes))
     for to, origin, size in zip(*arrays, strict=True):
         ctypes.memmove(to, origin, size)
-    return 0

@@ -10,16 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from hicache_storage.transfer.backends.registry import BACKENDS, Backend
 from hicache_storage.transfer.engine import PageTransfers, TransferEngine
 from hicache_storage.transfer.host_slots import HostSlots
 from hicache_storage.transfer.hybrid import HybridTransfers, Indices, PoolPair
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
 from hicache_storage.transfer.pages import DevicePages, HostPages, LayeredPages
+from hicache_storage.transfer.plan import Way
 from hicache_storage.transfer.streams import (
     Device,
     Event,
-    Rows,
     Stream,
     StreamFailedError,
     recorded,
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from hicache_storage.transfer.simulator import StreamSimulator
 
 __all__ = [
-    "BACKENDS",
     "Acknowledgement",
-    "Backend",
     "CudaDevice",
     "CudaEvent",
     "CudaStream",
@@ -48,11 +45,11 @@ __all__ = [
     "LayeredPages",
     "PageTransfers",
     "PoolPair",
-    "Rows",
     "Stream",
     "StreamFailedError",
     "StreamSimulator",
     "TransferEngine",
+    "Way",
     "recorded",
 ]
 

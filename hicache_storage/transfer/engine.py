@@ -7,38 +7,38 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from hicache_storage.spec import InvalidTransferError
-from hicache_storage.transfer.backends.registry import STAGING_BYTES, page_copies
+from hicache_storage.transfer.copies import STAGING_BYTES, PageCopies, PageMoves
 from hicache_storage.transfer.fences import PageFences
 from hicache_storage.transfer.host_slots import HostSlots
-from hicache_storage.transfer.in_flight import CopiesInFlight, Unknown, end_after_failure
+from hicache_storage.transfer.in_flight import Unknown, end_after_failure, settle, wait_for_all
 from hicache_storage.transfer.layers import Acknowledgement, LayerCounter
 from hicache_storage.transfer.pages import HostPages, check_pages, page_numbers
-from hicache_storage.transfer.regions.runs import PageMoves
+from hicache_storage.transfer.plan import describe
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Callable, Mapping
 
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.backends.registry import Backend
     from hicache_storage.transfer.host_slots import Completion, SlotPool
     from hicache_storage.transfer.pages import LayeredPages
+    from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
 
 logger = logging.getLogger(__name__)
 
-OUT, IN = "write-back", "load"
-"""Names of the two directions and their streams."""
+OUT: Final = "write-back"
+IN: Final = "load"
+"""The two directions, which are names of their streams."""
 
 
 class TransferEngine(Protocol):
-    """Copies of pages between L1 and L2.
+    """Copies of pages between L1 and L2; `PageTransfers` describes the calls.
 
     Called by one thread at a time; no call waits for a copy.
     """
@@ -48,58 +48,17 @@ class TransferEngine(Protocol):
 
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
-    ) -> Acknowledgement:
-        """Copy device pages to host pages.
+    ) -> Acknowledgement: ...
 
-        The copies run behind every kernel launched so far on the compute stream.
+    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter: ...
 
-        The host pages may be read once it is acknowledged. They may be freed at any time, and the
-        device pages overwritten after `before_overwrite`.
-
-        Args:
-            device_indices, host_indices: int64, as many whole pages of slots each.
-
-        Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
-                host page occurs twice; nothing is copied.
-        """
-        ...
-
-    def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        """Copy host pages to device pages layer by layer.
-
-        The copies run behind every kernel launched so far on the compute stream.
-
-        The caller has written the host pages, and may free them at any time.
-
-        Args:
-            host_indices, device_indices: int64, as many whole pages of slots each.
-
-        Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
-                device page occurs twice; nothing is copied.
-        """
-        ...
-
-    def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        """Let the compute stream wait for the copies that use device pages.
-
-        To be called before a kernel overwrites them.
-        """
-        ...
-
-
-class PageTransfer(NamedTuple):
-    """A transfer whose arguments have been checked."""
-
-    moves: PageMoves
-    host_indices: torch.Tensor
+    def before_overwrite(self, device_indices: torch.Tensor) -> None: ...
 
 
 class PageTransfers:
     """The transfer engine of the SDK, for one pool.
 
-    It has one stream for each direction, and what its backend adds.
+    How pages are copied follows from the lengths of the pool; the log says it once.
 
     To be closed, or used in a `with` statement, before the pools' memory goes: it keeps both pools
     until its copies are over, also when it is garbage collected without being closed, which then
@@ -110,21 +69,18 @@ class PageTransfers:
         compute: the stream whose kernels read and write the device pages.
         device_pages, host_pages: the two pools, of the same layers, page size and rows.
         host_pool: hands out the slots of `host_pages`.
-        backend: how copies are made. `direct`: the copy engine moves runs of pages that are
-            adjacent on both sides. `kernel`: pages are gathered and scattered on the device and
-            cross the bus through staging buffers; only the order of host pages counts. `mapped`:
-            kernels read and write page-locked host memory themselves; no order counts. Which is
-            fastest depends on machine, layout, page size and fragmentation:
-            `benchmarks/device_copies.py` measures it.
-        staging_bytes: length of each staging buffer, in bytes: for each direction `kernel` has
-            two, `mapped` one. None is longer than its pool needs.
-        streams: for write-backs and for loads, where several pools share them; None makes new ones.
+        way: None lets lengths decide. `kernel`: a kernel reads and writes the host memory. `dma`:
+            DMA wherever pieces are contiguous, for loads in growing groups of layers. For
+            benchmarks, and machines that differ from those that were measured.
+        staging_bytes: length of each of the two staging buffers that a direction has where its
+            copies pass through some; a page at least, and not longer than the pool needs.
+        streams: by direction, where several pools share them; None makes new ones.
 
     Raises:
         InvalidPoolError: the pools do not fit each other, and the message names the field; or the
-            device has no memory for the staging buffers, or `backend` is `mapped` and the host memory
-            is not page-locked.
-        InvalidTransferError: `backend` is unknown, or does not know the host pages.
+            device cannot reach the host memory, or has no memory for the staging buffers.
+        InvalidTransferError: `way` is unknown.
+        ConfigError: the kernel cannot be compiled; the message names what is missing.
     """
 
     def __init__(
@@ -135,44 +91,34 @@ class PageTransfers:
         host_pages: LayeredPages,
         host_pool: SlotPool,
         *,
-        backend: Backend = "direct",
+        way: Way | None = None,
         staging_bytes: int = STAGING_BYTES,
-        streams: tuple[Stream, Stream] | None = None,
+        streams: Mapping[str, Stream] | None = None,
     ) -> None:
         check_pages(device_pages, host_pages)
         self.host_slots = HostSlots(host_pool)
-        self._device = device
+        self.device = device
+        self.streams = streams or copy_streams(device)
+        """By direction: `OUT` and `IN`."""
         self._compute = compute
         self._device_pages = device_pages
         self._host_pages = host_pages
-        streams = streams or (device.stream(OUT), device.stream(IN))
-        self._out = streams[0]
-        self._in = streams[1]
-        self._copies = page_copies(
-            backend, device, device_pages, host_pages, staging_bytes, streams
-        )
+        out, into = self.streams[OUT], self.streams[IN]
+        self._copies = PageCopies(device, device_pages, host_pages, (out, into), way, staging_bytes)
         self._device_fences = PageFences(device_pages.page_num)
         self._host_fences = PageFences(host_pages.page_num)
-        self._in_flight = CopiesInFlight(device_pages, host_pages, self._copies)
-        # At exit the CUDA context may go first, and the kernel releases the memory anyway.
-        weakref.finalize(self, self._in_flight.settle).atexit = False
+        # CUDA allows memory to be unlocked and unmapped under a copy, which then reads or writes
+        # memory of another owner. At exit its context may go first, and the kernel releases the
+        # memory anyway.
+        used = device_pages, host_pages, self._copies
+        weakref.finalize(self, settle, (out, into), used).atexit = False
         self._is_closed = False
-        if not all(map(device.is_locked, host_pages.layer(0))):
-            logger.warning(
-                "the memory of %s is not page-locked: every copy makes the thread that calls "
-                "write_back or load wait for it; make the pool with pin_memory=True",
-                type(host_pool).__name__,
-            )
+        logger.info("copies of %s: %s", type(host_pool).__name__, describe(self._copies.plan))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -181,8 +127,9 @@ class PageTransfers:
         Raises:
             StreamFailedError: a copy has failed; it is closed all the same.
         """
-        self._is_closed = True
-        self._in_flight.wait()
+        if not self._is_closed:
+            self._is_closed = True
+            wait_for_all(self.streams.values())
 
     @classmethod
     def between(
@@ -192,9 +139,9 @@ class PageTransfers:
         device_pool: DevicePoolBase,
         host_pool: HostPoolBase,
         *,
-        backend: Backend = "direct",
+        way: Way | None = None,
         staging_bytes: int = STAGING_BYTES,
-        streams: tuple[Stream, Stream] | None = None,
+        streams: Mapping[str, Stream] | None = None,
     ) -> Self:
         """The engine of two of the SDK's pools.
 
@@ -209,7 +156,7 @@ class PageTransfers:
             device_pool,
             HostPages(host_pool),
             host_pool,
-            backend=backend,
+            way=way,
             staging_bytes=staging_bytes,
             streams=streams,
         )
@@ -217,114 +164,51 @@ class PageTransfers:
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
-        # Outside of `try`: nothing is enqueued yet, so no page needs a fence.
-        transfer = self.checked_write_back(device_indices, host_indices)
-        try:
-            self.begin_write_back(transfer)
-            finished = recorded(self._device, self._out)
-        except BaseException:
-            # Some copies may have been enqueued: their pages stay fenced until those have run.
-            self.give_up(OUT, transfer, end_after_failure(self._device, self._out))
-            raise
-        self.end_write_back(transfer, finished)
-        return Acknowledgement(finished)
+        """Copy device pages to host pages, behind every kernel launched so far on `compute`.
+
+        The host pages may be read once it is acknowledged. They may be freed at any time, and the
+        device pages overwritten after `before_overwrite`.
+
+        Args:
+            device_indices, host_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                host page occurs twice; nothing is copied.
+        """
+        transfers: Transfers = {self: self.checked(OUT, device_indices, host_indices)}
+        return write_back_together(transfers, self.device, self.streams[OUT])
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        transfer = self.checked_load(host_indices, device_indices)
-        try:
-            arrivals = self._copy_layers(self.begin_load(transfer))
-        except BaseException:
-            self.give_up(IN, transfer, end_after_failure(self._device, self._in))
-            raise
-        self.end_load(transfer, arrivals[-1])
-        return LayerCounter(arrivals)
+        """Copy host pages to device pages layer by layer, behind every kernel launched so far.
+
+        The caller has written the host pages, and may free them at any time.
+
+        Args:
+            host_indices, device_indices: int64, as many whole pages of slots each.
+
+        Raises:
+            InvalidTransferError: the indices are not whole pages of the pools, as many each, or a
+                device page occurs twice; nothing is copied.
+        """
+        transfers: Transfers = {self: self.checked(IN, device_indices, host_indices)}
+        return load_together(transfers, lambda: self._copy_layers(self.load_layer))
 
     def before_overwrite(self, device_indices: torch.Tensor) -> None:
-        self._device_fences.before_write(
-            self._compute, _pages_in(self._device_pages, device_indices, "device")
-        )
+        """Let `compute` wait for the copies that use device pages.
+
+        To be called before a kernel overwrites them.
+        """
+        pages = _pages_in(self._device_pages, device_indices, "device")
+        self._device_fences.before_write(self._compute, pages)
 
     # Steps, for transfers of several pools at once
     # -----------------------------------------------------------
 
-    def checked_write_back(
-        self, device_indices: torch.Tensor, host_indices: torch.Tensor
-    ) -> PageTransfer:
-        """A write-back that can be begun; nothing is enqueued yet.
-
-        Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, no
-                host page twice.
-        """
-        # A device page may occur twice here, because it is only read.
-        transfer = self._checked(device_indices, host_indices)
-        _refuse_repeated("host_indices", transfer.moves.host)
-        return transfer
-
-    def begin_write_back(self, transfer: PageTransfer) -> None:
-        """Enqueue the copies of all layers."""
-        # Behind all kernels launched so far: nothing tells which of them writes these pages (rule
-        # ST-1).
-        self._behind_compute(self._out)
-        self._device_fences.before_read(self._out, transfer.moves.device)
-        # A load on the other stream may still read the host pages (rule ST-3).
-        self._host_fences.before_write(self._out, transfer.moves.host)
-        self._copies.write_back(self._out, transfer.moves)
-
-    def end_write_back(self, transfer: PageTransfer, finished: Event) -> None:
-        """Fence the pages until an event that was recorded behind the copies."""
-        self._device_fences.reads(transfer.moves.device, finished)
-        self._host_fences.writes(transfer.moves.host, finished)
-        self._in_flight.note(OUT, finished)
-        # The caller may free the host pages at any time; they are handed out when the copy has
-        # ended.
-        self._hold(transfer.host_indices, finished, OUT)
-
-    def checked_load(
-        self, host_indices: torch.Tensor, device_indices: torch.Tensor
-    ) -> PageTransfer:
-        """A load that can be begun; nothing is enqueued yet.
-
-        Raises:
-            InvalidTransferError: the indices are not whole pages of the pools, as many each, no
-                device page twice.
-        """
-        transfer = self._checked(device_indices, host_indices)
-        _refuse_repeated("device_indices", transfer.moves.device)
-        return transfer
-
-    def begin_load(self, transfer: PageTransfer) -> Callable[[int], None]:
-        """Get ready; what is returned enqueues the copies of one of the pool's layers."""
-        self._behind_compute(self._in)
-        self._host_fences.before_read(self._in, transfer.moves.host)
-        # A write-back on the other stream may still read the device pages (rule ST-1).
-        self._behind_copies(transfer.moves.device)
-        return self._copies.load(self._in, transfer.moves)
-
-    def end_load(self, transfer: PageTransfer, arrived: Event) -> None:
-        """Fence the pages until an event that was recorded behind the copies of all layers."""
-        self._host_fences.reads(transfer.moves.host, arrived)
-        self._device_fences.writes(transfer.moves.device, arrived)
-        self._in_flight.note(IN, arrived)
-        self._hold(transfer.host_indices, arrived, IN)
-
-    def give_up(self, direction: str, transfer: PageTransfer, end: Event | Unknown | None) -> None:
-        """Fence the pages of a transfer that failed after it was begun.
-
-        Some of its copies may have been enqueued.
-
-        Args:
-            direction: `OUT` or `IN`.
-            transfer: what was begun.
-            end: what `end_after_failure` gives.
-        """
-        if isinstance(end, Unknown):
-            # No stream can wait for it; the host pages are not handed out any more.
-            self._hold(transfer.host_indices, end, None)
-        elif end is not None:
-            (self.end_write_back if direction == OUT else self.end_load)(transfer, end)
-
-    def _checked(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> PageTransfer:
+    def checked(
+        self, direction: str, device_indices: torch.Tensor, host_indices: torch.Tensor
+    ) -> PageMoves:
+        """The pages of a transfer that can be begun; nothing is enqueued yet."""
         if self._is_closed:
             raise InvalidTransferError("the transfer engine is closed; make a new one")
         counts = device_indices.numel(), host_indices.numel()
@@ -332,44 +216,137 @@ class PageTransfers:
             raise InvalidTransferError(
                 f"as many device_indices as host_indices, and not none: {counts[0]} and {counts[1]}"
             )
-        moves = PageMoves(
-            _pages_in(self._device_pages, device_indices, "device"),
-            _pages_in(self._host_pages, host_indices, "host"),
+        device = _pages_in(self._device_pages, device_indices, "device")
+        host = _pages_in(self._host_pages, host_indices, "host")
+        # What is only read may occur twice.
+        written, fences = (
+            (host, self._host_fences) if direction == OUT else (device, self._device_fences)
         )
-        return PageTransfer(moves, host_indices)
+        if fences.has_repeated(written):
+            raise InvalidTransferError(
+                f"{'host' if direction == OUT else 'device'}_indices hold a page twice; what it "
+                "would hold then is undefined"
+            )
+        return PageMoves(device, host)
+
+    def begin(self, direction: str, moves: PageMoves) -> None:
+        """Enqueue the copies of a write-back; of a load, get ready for `load_layer`."""
+        stream = self.streams[direction]
+        # Behind all kernels launched so far: nothing tells which of them use these pages (rule
+        # ST-1).
+        self._behind_compute(stream)
+        if direction == OUT:
+            self._device_fences.before_read(stream, moves.device)
+            # A load on the other stream may still read the host pages (rule ST-3).
+            self._host_fences.before_write(stream, moves.host)
+            self._copies.write_back(moves)
+        else:
+            self._host_fences.before_read(stream, moves.host)
+            # A write-back on the other stream may still read the device pages (rule ST-1).
+            self._behind_copies(moves.device)
+            self._copies.begin_load(moves)
+
+    def load_layer(self, layer: int) -> bool:
+        """Enqueue a layer's copies; False if all of them came with earlier layers."""
+        return self._copies.load(layer)
+
+    def end(self, direction: str, moves: PageMoves, until: Event) -> None:
+        """Fence the pages until an event that was recorded behind the copies of all layers."""
+        if direction == OUT:
+            self._device_fences.reads(moves.device, until)
+            self._host_fences.writes(moves.host, until)
+        else:
+            self._host_fences.reads(moves.host, until)
+            self._device_fences.writes(moves.device, until)
+        # The caller may free the host pages at any time; they are handed out when the copy has
+        # ended.
+        self._hold(moves.host, until, direction)
+
+    def give_up(self, direction: str, moves: PageMoves) -> None:
+        """Fence the pages of a transfer that failed: some of its copies may have been enqueued."""
+        stream = self.streams[direction]
+        end = end_after_failure(self.device, stream, self._copies.join)
+        if isinstance(end, Unknown):
+            # No stream can wait for it; the host pages are not handed out any more.
+            self._hold(moves.host, end, None)
+        elif end is not None:
+            self.end(direction, moves, end)
 
     def _behind_compute(self, stream: Stream) -> None:
-        stream.wait_event(recorded(self._device, self._compute))
+        stream.wait_event(recorded(self.device, self._compute))
 
     def _behind_copies(self, device_pages: torch.Tensor) -> None:
-        self._device_fences.before_write(self._in, device_pages)
+        self._device_fences.before_write(self.streams[IN], device_pages)
 
-    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
         """Copy all layers; for each an event that comes when it has arrived."""
         arrivals: list[Event] = []
         for layer in range(self._host_pages.layer_num):
-            copy_layer(layer)
-            arrivals.append(recorded(self._device, self._in))
+            # Layers that come together have one event.
+            enqueued = copy_layer(layer)
+            arrivals.append(recorded(self.device, self.streams[IN]) if enqueued else arrivals[-1])
         return arrivals
 
-    def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: str | None) -> None:
         # Copies of one direction end in the order of their stream, so only the first needs to be
         # asked.
-        self.host_slots.hold(host_indices, until, behind=behind)
+        self.host_slots.hold_pages(host_pages, until, behind)
+
+
+Transfers = dict["PageTransfers", "PageMoves"]
+"""The pages of a transfer by pool."""
+
+
+def write_back_together(transfers: Transfers, device: Device, stream: Stream) -> Acknowledgement:
+    """Write back pages of pools that share the device's stream of write-backs."""
+    try:
+        for engine, moves in transfers.items():
+            engine.begin(OUT, moves)
+        finished = recorded(device, stream)
+    except BaseException:
+        _give_up(OUT, transfers)
+        raise
+    for engine, moves in transfers.items():
+        engine.end(OUT, moves, finished)
+    return Acknowledgement(finished)
+
+
+def load_together(transfers: Transfers, copy_layers: Callable[[], list[Event]]) -> LayerCounter:
+    """Load pages of pools that share their streams.
+
+    Args:
+        copy_layers: enqueues the copies of all layers; for each an event behind them.
+    """
+    try:
+        for engine, moves in transfers.items():
+            engine.begin(IN, moves)
+        arrivals = copy_layers()
+    except BaseException:
+        _give_up(IN, transfers)
+        raise
+    for engine, moves in transfers.items():
+        engine.end(IN, moves, arrivals[-1])
+    return LayerCounter(arrivals)
+
+
+def _give_up(direction: str, transfers: Transfers) -> None:
+    # Which pool failed is not known, and each has streams of its own beside the two.
+    for engine, moves in transfers.items():
+        engine.give_up(direction, moves)
+
+
+def copy_streams(device: Device) -> dict[str, Stream]:
+    """New streams by direction. Requests wait for loads, and nobody for write-backs."""
+    return {OUT: device.stream(OUT, "lowest"), IN: device.stream(IN, "highest")}
 
 
 def _pages_in(pool: LayeredPages, indices: torch.Tensor, where: str) -> torch.Tensor:
     numbers = page_numbers(indices, pool.page_size)
-    if bool(((numbers < 0) | (numbers >= pool.page_num)).any()):
-        size = pool.page_num * pool.page_size
-        raise InvalidTransferError(
-            f"{where}_indices must be slots in [0, {size}), got pages that are not there"
-        )
+    if numbers.numel():
+        first, last = numbers.aminmax()
+        if int(first) < 0 or int(last) >= pool.page_num:
+            raise InvalidTransferError(
+                f"{where}_indices must be slots in [0, {pool.page_num * pool.page_size}), got "
+                "pages that are not there"
+            )
     return numbers
-
-
-def _refuse_repeated(argument: str, pages: torch.Tensor) -> None:
-    if bool((pages.sort().values.diff() == 0).any()):
-        raise InvalidTransferError(
-            f"{argument} hold a page twice; what it would hold then is undefined"
-        )

@@ -121,7 +121,12 @@ class HostSlots:
                 told here: of those only the first one that has not ended is asked. None where there
                 is no such order.
         """
-        pages = self._pages(indices)
+        self.hold_pages(self._pages(indices), until, behind)
+
+    def hold_pages(self, pages: torch.Tensor, until: Completion, behind: str | None) -> None:
+        """Do the same for pages of the pool, given by their numbers: int64 on the CPU."""
+        # A copy: the numbers of pages of one slot are the caller's own indices.
+        pages = pages.clone()
         with self._lock:
             # Not `+= 1`, which counts a page once that occurs twice in `pages`.
             self._users.index_add_(0, pages, pages.new_ones(len(pages)))

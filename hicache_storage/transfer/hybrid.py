@@ -9,21 +9,27 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.backends.registry import STAGING_BYTES
-from hicache_storage.transfer.engine import IN, OUT, PageTransfers
-from hicache_storage.transfer.in_flight import end_after_failure
-from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
+from hicache_storage.transfer.copies import STAGING_BYTES
+from hicache_storage.transfer.engine import (
+    IN,
+    OUT,
+    PageTransfers,
+    copy_streams,
+    load_together,
+    write_back_together,
+)
+from hicache_storage.transfer.in_flight import wait_for_all
 from hicache_storage.transfer.streams import recorded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from types import TracebackType
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
 
     from hicache_storage.pools import DevicePoolBase, HostPoolBase
-    from hicache_storage.transfer.backends.registry import Backend
-    from hicache_storage.transfer.engine import PageTransfer
+    from hicache_storage.transfer.engine import Transfers
+    from hicache_storage.transfer.layers import Acknowledgement, LayerCounter, LayerMap
+    from hicache_storage.transfer.plan import Way
     from hicache_storage.transfer.streams import Device, Event, Stream
 
 
@@ -55,7 +61,7 @@ class HybridTransfers:
         device: makes the streams.
         compute: the stream whose kernels read and write the device pages.
         pools: by name.
-        backend, staging_bytes: as `PageTransfers` has them, for each pool.
+        way, staging_bytes: as `PageTransfers` has them, for each pool.
 
     Raises:
         InvalidPoolError: a pool does not fit its host pool, or its layers are not as many as its
@@ -68,7 +74,7 @@ class HybridTransfers:
         compute: Stream,
         pools: Mapping[str, PoolPair],
         *,
-        backend: Backend = "direct",
+        way: Way | None = None,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         if not pools:
@@ -79,11 +85,9 @@ class HybridTransfers:
                     f"pool {name!r} has {pair.device_pool.layer_num} layers, its LayerMap "
                     f"{len(pair.layers.layers)}; make them equal"
                 )
-        self._device = device
         # Shared by all pools: one event behind their copies stands for all of them.
-        self._out = device.stream(OUT)
-        self._in = device.stream(IN)
-        streams = (self._out, self._in)
+        self._device = device
+        self._streams = copy_streams(device)
         self._layers = {name: pair.layers for name, pair in pools.items()}
         self.layer_num = 1 + max(
             layer for layers in self._layers.values() for layer in layers.layers
@@ -95,9 +99,9 @@ class HybridTransfers:
                 compute,
                 pair.device_pool,
                 pair.host_pool,
-                backend=backend,
+                way=way,
                 staging_bytes=staging_bytes,
-                streams=streams,
+                streams=self._streams,
             )
             for name, pair in pools.items()
         }
@@ -110,22 +114,8 @@ class HybridTransfers:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
                 nothing was enqueued.
         """
-        self._refuse_unknown(pages)
-        # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
-        # all.
-        transfers = {
-            name: self.engines[name].checked_write_back(*indices) for name, indices in pages.items()
-        }
-        try:
-            for name, transfer in transfers.items():
-                self.engines[name].begin_write_back(transfer)
-            finished = recorded(self._device, self._out)
-        except BaseException:
-            self._give_up(OUT, transfers)
-            raise
-        for name, transfer in transfers.items():
-            self.engines[name].end_write_back(transfer, finished)
-        return Acknowledgement(finished)
+        transfers = self._checked(OUT, pages)
+        return write_back_together(transfers, self._device, self._streams[OUT])
 
     def load(self, pages: Mapping[str, Indices]) -> LayerCounter:
         """Copy host pages of several pools to device pages.
@@ -136,19 +126,9 @@ class HybridTransfers:
             InvalidTransferError: as `PageTransfers` does, for any pool, or there is no such pool;
                 nothing was enqueued.
         """
-        self._refuse_unknown(pages)
-        transfers = {
-            name: self.engines[name].checked_load(host, device)
-            for name, (device, host) in pages.items()
-        }
-        try:
-            arrivals = self._copy_layers(transfers)
-        except BaseException:
-            self._give_up(IN, transfers)
-            raise
-        for name, transfer in transfers.items():
-            self.engines[name].end_load(transfer, arrivals[-1])
-        return LayerCounter(arrivals)
+        transfers = self._checked(IN, pages)
+        copies = [(self._layers[name], self.engines[name].load_layer) for name in pages]
+        return load_together(transfers, lambda: self._copy_layers(copies))
 
     def before_overwrite(self, device_indices: Mapping[str, torch.Tensor]) -> None:
         """Let the compute stream wait for the copies that use device pages.
@@ -165,11 +145,7 @@ class HybridTransfers:
         Raises:
             StreamFailedError: one of them failed; the others are over all the same.
         """
-        try:
-            self._out.synchronize()
-        finally:
-            # Also after a failed write-back: the caller may release the memory next.
-            self._in.synchronize()
+        wait_for_all(self._streams.values())
 
     def close(self) -> None:
         """Wait for the copies that run, and take no more. Idempotent.
@@ -184,29 +160,20 @@ class HybridTransfers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _give_up(self, direction: str, transfers: Mapping[str, PageTransfer]) -> None:
-        # One event for all pools: which of them failed is not known.
-        end = end_after_failure(self._device, self._out if direction == OUT else self._in)
-        for name, transfer in transfers.items():
-            self.engines[name].give_up(direction, transfer, end)
+    def _checked(self, direction: str, pages: Mapping[str, Indices]) -> Transfers:
+        self._refuse_unknown(pages)
+        # All pools are checked before anything is enqueued: a transfer is made as a whole or not at
+        # all.
+        return {
+            self.engines[name]: self.engines[name].checked(direction, *indices)
+            for name, indices in pages.items()
+        }
 
-    def _copy_layers(self, transfers: Mapping[str, PageTransfer]) -> list[Event]:
-        """Copy all layers of the model.
-
-        Returns for each an event that comes when it has arrived in every pool.
-        """
-        copies = [
-            (self._layers[name], self.engines[name].begin_load(transfer))
-            for name, transfer in transfers.items()
-        ]
+    def _copy_layers(self, copies: Sequence[tuple[LayerMap, Callable[[int], bool]]]) -> list[Event]:
+        """Copy all layers of the model; for each an event that comes when it is in every pool."""
         arrivals: list[Event] = []
         # Layers outside, pools inside: kernels of a layer wait for no later layer of any pool (rule
         # ST-2).
@@ -215,7 +182,7 @@ class HybridTransfers:
                 own = layers(layer)
                 if own is not None:
                     copy_layer(own)
-            arrivals.append(recorded(self._device, self._in))
+            arrivals.append(recorded(self._device, self._streams[IN]))
         return arrivals
 
     def _refuse_unknown(self, names: Iterable[str]) -> None:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from hicache_storage.pools.device.pages import DevicePages
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
-__all__ = [
-    "DevicePages",
-    "HostPages",
-    "LaidOutPages",
-    "LayeredPages",
-    "check_pages",
-    "first_slots",
-    "page_numbers",
-]
+__all__ = ["DevicePages", "HostPages", "LayeredPages", "check_pages", "page_numbers"]
 
+CHECKED_SLOTS: Final = 8192
 NAMED_SLOTS: Final = 8
 """How many slots an error message names."""
 
@@ -66,85 +59,7 @@ _AXES = {
 _SPLIT = ("layer_first", "page_first")
 
 
-class LaidOutPages:
-    """Pages that lie in a few buffers, one for each part, in the layout of a host pool.
-
-    On any device.
-
-    Args:
-        buffers: each part's memory, contiguous.
-        layout: one of `layer_first`, `page_first`, `page_first_direct`, `page_head`, as
-            `MHAHostPool` describes them.
-        page_size: slots per page.
-        rows_per_page: rows of a page in one layer, where they are not its slots.
-    """
-
-    def __init__(
-        self, buffers: Sequence[torch.Tensor], layout: str, page_size: int, rows_per_page: int
-    ) -> None:
-        self.page_size = page_size
-        self._buffers = tuple(buffers)
-        self._layout = layout
-        self._rows = rows_per_page
-        page_axis, layer_axis, order = _AXES[layout]
-        self._page_axis = page_axis
-        self._layer_axis = layer_axis
-        self._steps = rows_per_page if layout in _SPLIT else 1
-        self.layer_num = self._buffers[0].shape[self._layer_axis]
-        self.page_num = self._buffers[0].shape[self._page_axis] // self._steps
-        split = [self._split(buffer) for buffer in self._buffers]
-        views = [buffer.permute(*order, *range(len(order), buffer.dim())) for buffer in split]
-        self._layers = list(zip(*(view.unbind() for view in views), strict=True))
-        self.parts = [view.transpose(0, 1) for view in views]
-        """Whole pages: for each part one view (pages, layers, rows per page, ...)."""
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
-        return self._layers[layer]
-
-    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
-        return [part[first_slot // self.page_size] for part in self._layers[layer]]
-
-    def whole(self, first_page: int, pages: int) -> list[torch.Tensor]:
-        """Adjacent pages with all their layers, one view of the memory for each part."""
-        return [
-            buffer.narrow(self._page_axis, first_page * self._steps, pages * self._steps)
-            for buffer in self._buffers
-        ]
-
-    def alike(
-        self, pages: int, layers: int, allocate: Callable[[int], torch.Tensor]
-    ) -> LaidOutPages:
-        """Other memory in the same layout, for fewer pages or layers.
-
-        Args:
-            allocate: makes a contiguous tensor of so many bytes.
-        """
-        buffers: list[torch.Tensor] = []
-        for buffer in self._buffers:
-            shape = list(buffer.shape)
-            shape[self._page_axis] = pages * self._steps
-            shape[self._layer_axis] = layers
-            buffers.append(
-                allocate(math.prod(shape) * buffer.element_size()).view(buffer.dtype).view(shape)
-            )
-        return LaidOutPages(buffers, self._layout, self.page_size, self._rows)
-
-    def seen_by(self, mapped: Callable[[torch.Tensor], torch.Tensor]) -> LaidOutPages:
-        """The same pages in other views of their memory: `mapped` makes one of each buffer."""
-        return LaidOutPages(
-            [mapped(buffer) for buffer in self._buffers], self._layout, self.page_size, self._rows
-        )
-
-    def _split(self, buffer: torch.Tensor) -> torch.Tensor:
-        if self._layout not in _SPLIT:
-            return buffer
-        # `view` and not `reshape`: a copy in its place would never reach the pool.
-        return buffer.view(
-            *buffer.shape[: self._page_axis], -1, self._rows, *buffer.shape[self._page_axis + 1 :]
-        )
-
-
-class HostPages(LaidOutPages):
+class HostPages:
     """Pages of one of the SDK's host pools, in any of its layouts.
 
     Args:
@@ -174,7 +89,23 @@ class HostPages(LaidOutPages):
             )
         if layout not in _AXES:
             raise InvalidPoolError(f"copies do not know the layout {layout!r}")
-        super().__init__(buffers, layout, pool.page_size, rows)
+        self.page_size = pool.page_size
+        axis, layer_axis, order = _AXES[layout]
+        views: list[torch.Tensor] = []
+        for buffer in buffers:
+            if layout in _SPLIT:
+                # `view` and not `reshape`: a copy in its place would never reach the pool.
+                buffer = buffer.view(*buffer.shape[:axis], -1, rows, *buffer.shape[axis + 1 :])
+            views.append(buffer.permute(*order, *range(len(order), buffer.dim())))
+        self.layer_num = buffers[0].shape[layer_axis]
+        self.page_num = views[0].shape[1]
+        self._layers = list(zip(*(view.unbind() for view in views), strict=True))
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, ...]:
+        return self._layers[layer]
+
+    def page_layer(self, first_slot: int, layer: int) -> list[torch.Tensor]:
+        return [part[first_slot // self.page_size] for part in self._layers[layer]]
 
 
 def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -189,12 +120,20 @@ def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
 
     if indices.dtype != torch.int64:
         raise InvalidTransferError(f"indices must be int64, got {indices.dtype}")
-    slots = indices.reshape(-1).to("cpu")
+    slots = indices if indices.dim() == 1 and indices.is_cpu else indices.reshape(-1).cpu()
+    if page_size == 1:
+        return slots
     if slots.numel() % page_size == 0:
         pages = slots.view(-1, page_size)
-        # The whole page is checked below, as copies take all its slots from the first one.
-        numbers = pages[:, 0] // page_size
-        if bool(((pages[:, 0] % page_size) == 0).all()) and bool((pages.diff(dim=1) == 1).all()):
+        numbers = pages[:, 0].div(page_size, rounding_mode="floor")
+        # The whole page is checked, as copies take all its slots from the first one. Block by
+        # block: the memory of long ones would come from the kernel at each call.
+        step = max(1, CHECKED_SLOTS // page_size)
+        blocks = [slice(start, start + step) for start in range(0, len(numbers), step)]
+        if all(
+            torch.equal(pages[at], (numbers[at] * page_size).unsqueeze(1) + _offsets(page_size))
+            for at in blocks
+        ):
             return numbers
     named = ", ".join(str(slot) for slot in cast("list[object]", slots[:NAMED_SLOTS].tolist()))
     raise InvalidTransferError(
@@ -202,13 +141,11 @@ def page_numbers(indices: torch.Tensor, page_size: int) -> torch.Tensor:
     )
 
 
-def first_slots(indices: torch.Tensor, page_size: int) -> list[int]:
-    """The first slot of each page in `indices`: int64, whole pages of consecutive slots.
+@functools.cache
+def _offsets(page_size: int) -> torch.Tensor:
+    import torch
 
-    Raises:
-        InvalidTransferError: they are not whole pages.
-    """
-    return cast("list[int]", (page_numbers(indices, page_size) * page_size).tolist())
+    return torch.arange(page_size)
 
 
 def check_pages(device: LayeredPages, host: LayeredPages) -> None:

@@ -5,8 +5,7 @@ The same copies run on a GPU and on the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from hicache_storage.spec import HiCacheError
 
@@ -15,7 +14,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from hicache_storage.transfer.regions.runs import RowRuns
+Priority = Literal["highest", "lowest"]
+"""Which kernels' blocks go first where multiprocessors are short."""
 
 
 class StreamFailedError(HiCacheError):
@@ -27,18 +27,24 @@ class StreamFailedError(HiCacheError):
     code = "stream-failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of a tensor that a kernel gathers or scatters: indices of its first axis."""
+class RowSide(NamedTuple):
+    """Where a kernel reads or writes pages: memory of several parts, all of one geometry."""
 
-    host: torch.Tensor
-    """int64 on the CPU; not to be changed."""
-    device: torch.Tensor
-    """The same where kernels read it, once the stream that it was uploaded on has come there."""
+    views: Sequence[torch.Tensor]
+    """For each part a view (pages, rows per page, ...)."""
+    column: int | None
+    """Column of the `PageTable` that has the page numbers; None: 0, 1, 2, ..."""
 
-    def part(self, start: int, count: int) -> Rows:
-        """So many of them from one on."""
-        return Rows(self.host[start : start + count], self.device[start : start + count])
+
+class PageTable(Protocol):
+    """Room on the device for the page numbers of one transfer, in two columns.
+
+    A stream's own: the next upload is enqueued behind the kernels that read the last one.
+    """
+
+
+class RowCopy(Protocol):
+    """A kernel whose arguments were prepared for two `RowSide`s, but for the pages."""
 
 
 class Event(Protocol):
@@ -49,10 +55,7 @@ class Event(Protocol):
     """
 
     def record(self, stream: Stream) -> None:
-        """Record everything enqueued on `stream` so far.
-
-        Earlier waits keep waiting for the former position.
-        """
+        """Record everything enqueued on `stream`; earlier waits keep the former position."""
         ...
 
     def query(self) -> bool:
@@ -75,84 +78,44 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of operations that run one after the other.
 
-    Two streams run at once unless events order them.
+    Two streams run at once unless events order them. Memory belongs to an operation until it has
+    run; `what` describes it in messages.
     """
 
     def wait_event(self, event: Event) -> None:
-        """Make later operations wait for the position that `event` has recorded.
-
-        Does not block the caller.
-        """
+        """Make later operations wait for the position that `event` has; does not block."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
-        """Enqueue a copy between tensors of one shape. Both belong to the copy until it has run.
+        """Enqueue a copy between tensors of one shape, both without gaps or on one device."""
+        ...
 
-        Args:
-            destination, source: on any device; pinned where in host memory, or CUDA makes the
-                caller wait.
-            what: description of the copy, for messages.
-        """
+    def upload(self, table: PageTable, columns: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Enqueue a copy of page numbers, int64 on the CPU; they may be changed afterwards."""
         ...
 
     def copy_rows(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+        self, rows: RowCopy, table: PageTable, parts: range, pages: range, what: str
     ) -> None:
-        """Enqueue a copy of rows between device and host.
-
-        What that costs hardly depends on how many they are.
+        """Enqueue a kernel that copies some pages of some parts.
 
         Args:
-            destination, source: rows of one shape and element type along their first axes; the rows
-                that are copied belong to the copy until it has run. Pinned where in host memory, or
-                CUDA makes the caller wait.
-            rows: which go where.
-            what: description of the copy, for messages.
+            rows: made by the device of this stream.
+            table: uploaded on a stream that this one is behind.
+            parts: adjacent ones of the two sides.
+            pages: adjacent ones of the table. No destination may occur twice.
         """
         ...
 
-    def upload(self, rows: torch.Tensor) -> Rows:
-        """Enqueue a copy of row numbers to the device, for kernels on this stream.
+    def copy_pieces(
+        self, destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, what: str
+    ) -> None:
+        """Enqueue copies of contiguous pieces by DMA, between page-locked memory and the device.
 
         Args:
-            rows: int64 on the CPU; the caller may change it afterwards.
-        """
-        ...
-
-    def gather(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str
-    ) -> None:
-        """Enqueue a kernel that does `destination[i] = source[rows[i]]` for each i.
-
-        Args:
-            destination, source: on the device; both belong to the kernel until it has run.
-            rows: as many as the destination has; uploaded on this stream.
-            what: what it is, for messages.
-        """
-        ...
-
-    def scatter(
-        self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
-    ) -> None:
-        """Enqueue a kernel that does `destination[rows[i]] = source[i]` for each i.
-
-        No row may occur twice.
-        """
-        ...
-
-    def move_rows(
-        self,
-        destination: torch.Tensor,
-        destination_rows: Rows,
-        source: torch.Tensor,
-        source_rows: Rows,
-        what: str,
-    ) -> None:
-        """Enqueue a kernel that moves rows, no destination twice.
-
-        It does `destination[destination_rows[i]] = source[source_rows[i]]`.
-
-        Only where the device says `moves_rows`.
+            destinations, sources: addresses, contiguous int64 on the CPU, of any shape. As many are
+                copied as the shorter one has.
+            sizes: lengths in bytes; as many, or more.
         """
         ...
 
@@ -166,18 +129,15 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Makes streams and events of one device."""
+    """Makes streams, events and memory of one device."""
 
-    @property
-    def moves_rows(self) -> bool:
-        """True if the streams have `move_rows`.
+    def stream(self, name: str, priority: Priority | None = None) -> Stream:
+        """A new stream.
 
-        That is a kernel that copies rows without intermediate memory.
+        Args:
+            name: for messages.
+            priority: of a stream of copies, which no graph captures; None for any other.
         """
-        ...
-
-    def stream(self, name: str) -> Stream:
-        """A new stream; the name is for messages."""
         ...
 
     def event(self) -> Event:
@@ -195,20 +155,21 @@ class Device(Protocol):
         """
         ...
 
-    def is_locked(self, memory: torch.Tensor) -> bool:
-        """Return True if copies from and to this memory are asynchronous."""
+    def page_table(self, pages: int) -> PageTable:
+        """Room for the numbers of so many pages on both sides."""
         ...
 
-    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
-        """Host memory as kernels of the device see it.
-
-        A tensor of the same bytes, shape and element type.
+    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> RowCopy:
+        """Prepare a kernel that copies pages.
 
         Args:
-            memory: contiguous and page-locked; kept alive by what is returned.
+            destination, source: as many parts each, of rows of one shape and element type.
+            blocks: multiprocessors that it occupies at most.
 
         Raises:
-            InvalidPoolError: kernels cannot reach it.
+            InvalidPoolError: the device cannot reach host memory that is not page-locked, or the
+                pages have gaps along more than two axes, or are too long.
+            ConfigError: the kernel cannot be compiled; the message names what is missing.
         """
         ...
 

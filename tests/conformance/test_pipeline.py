@@ -10,7 +10,7 @@ from hicache_conformance.model.violation import Violation
 from hicache_storage.pools import MHAHostPool
 from hicache_storage.transfer import DevicePages, PageTransfers
 from hicache_storage.transfer.simulator import Access, Race, StreamSimulator
-from hicache_storage.transfer.simulator.clocks import Clock
+from hicache_storage.transfer.simulator.races import Clock
 
 KERNEL_READS, KERNEL_WRITES = "kernel that reads layer 0", "kernel that writes layer 0"
 DEVICE = "bytes 0 to 8 of K of layer 0 on the device"

@@ -130,7 +130,7 @@ def test_what_is_freed_in_flight_is_not_handed_out(stack):
     host = stack.controller.write(device, 1)
     stack.controller.free_host(host)
     assert stack.free() == {KV: 0, MAMBA: 6}, "queued, not started"
-    hold = stack.simulator.hold([stack.engines[INDEXER]._host_pages._buffers[0]], 60)
+    hold = stack.simulator.hold([*stack.engines[INDEXER].host_slots._pool.buffers], 60)
     stack.controller.start_writing()
     stack.compute.synchronize()
     assert stack.controller.write(stack.take("device", 1), 2) is None, (
@@ -189,7 +189,7 @@ def test_refused_spans_take_nothing(stack):
 def test_reset_drops_what_is_queued_and_lets_the_rest_end(stack):
     device = stack.take("device", 2, ends=(2,))
     started, queued = stack.controller.write(device, 1), None
-    hold = stack.simulator.hold([stack.engines[KV]._host_pages._buffers[0]], 60)
+    hold = stack.simulator.hold([*stack.engines[KV].host_slots._pool.buffers], 60)
     stack.controller.start_writing()
     queued = stack.controller.write(device, 2)
     stack.controller.reset()

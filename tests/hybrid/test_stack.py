@@ -59,10 +59,9 @@ def in_dict(config, objects=None):
     return MemoryStorage(config.identity("m"), objects)
 
 
-@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-def test_bytes_come_back_from_every_tier(config, layout, backend):
-    settings = config(layout=layout, backend=backend)
+def test_bytes_come_back_from_every_tier(config, layout):
+    settings = config(layout=layout)
     with StreamSimulator(7, pause_seconds=0) as simulator:
         streams = simulator, simulator.stream("compute")
         with build(settings, storage=in_dict(settings), streams=streams) as stack:
@@ -83,9 +82,8 @@ def test_bytes_come_back_from_every_tier(config, layout, backend):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
-def test_bytes_come_back_to_a_gpu(config, backend):
-    settings = config(backend=backend, device="cuda")
+def test_bytes_come_back_to_a_gpu(config):
+    settings = config(device="cuda")
     with build(settings, storage=in_dict(settings)) as stack:
         Session(stack).comes_back()
 

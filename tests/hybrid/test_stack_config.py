@@ -42,7 +42,6 @@ COMMON_FAULTS = [
         {"layout": "token_first"},
         "layout must be one of layer_first, page_first, .*; got 'token_first'",
     ),
-    ({"backend": "auto"}, "backend must be one of direct, kernel, mapped; got 'auto'"),
     ({"device": "gpu"}, "device must name a torch device such as 'cuda:0' or 'cpu', got 'gpu'"),
     ({"device": "meta"}, "device must be of kind cuda or cpu, got 'meta'"),
     ({"write_policy": "never"}, "write_policy must be one of write_through, .*; got 'never'"),

@@ -27,9 +27,9 @@ def simulated(request):
 
 @pytest.fixture
 def bench(place):
-    """Makes benches in one place, each given kind, layout and backend."""
+    """Makes benches in one place, each given kind, layout and way."""
 
-    def make(kind, layout, backend, **options):
-        return Bench(place, kind, layout, backend, **options)
+    def make(kind, layout, way, **options):
+        return Bench(place, kind, layout, way, **options)
 
     return make

@@ -1,28 +1,34 @@
-"""Behaviour of a CUDA device alone; the rules of copies are in `test_stream_rules.py`, for both."""
+"""Behaviour of a CUDA device alone, and side effects of copies on it; the rules of copies are in
+`test_stream_rules.py`, for both.
+
+Figures are printed (`-s` or `-rA` shows them).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
+import time
 
 import pytest
 import torch
-from transfer_bench import POOLS, Bench, Cuda, same
+from transfer_bench import KINDS, LAYERS, POOLS, Bench, Cuda, fill, random_bytes, raw, same
 
-from hicache_storage.pools import host_tensor
+from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
 from hicache_storage.pools.cuda_runtime import cuda_runtime
-from hicache_storage.spec import ConfigError, InvalidPoolError
-from hicache_storage.transfer import BACKENDS, CudaDevice, recorded
-from hicache_storage.transfer.cuda.runtime import copy_with_gaps
-from hicache_storage.transfer.streams import StreamFailedError
+from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
+from hicache_storage.transfer import CudaDevice, CudaStream, PageTransfers, recorded
+from hicache_storage.transfer.cuda import device as cuda_module
+from hicache_storage.transfer.plan import WAYS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LONG_CYCLES = 4_000_000_000
-"""Some seconds: no enqueueing takes a part of that."""
+MANY_PAGES = 4096
+SIZE = {"page_size": 1, "layer_num": 16, "head_num": 8, "head_dim": 128, "dtype": torch.bfloat16}
+"""Pages of one token and 64 KiB: rows of 2 KiB."""
 
 
 @pytest.fixture
@@ -32,26 +38,188 @@ def cuda():
     made.close()
 
 
+def many_pages(device, way, layout="page_first", pages=MANY_PAGES, **fields):
+    """An engine between pools with twice as many pages, and pages of which no two are adjacent."""
+    size = SIZE | fields
+    slots = 2 * pages * size["page_size"]
+    pools = (
+        MHADevicePool(size=slots, device="cuda", **size),
+        MHAHostPool(size=slots, layout=layout, **size),
+    )
+    engine = PageTransfers.between(device, device.stream("compute"), *pools, way=way)
+    engine.host_slots.alloc(slots)
+    device_pages, host_pages = (
+        ((torch.randperm(pages) * 2).unsqueeze(1) * size["page_size"])
+        + torch.arange(size["page_size"])
+        for _ in range(2)
+    )
+    return engine, device_pages.view(-1), host_pages.view(-1)
+
+
+def run_alone(engine, device, host):
+    """The first transfer loads kernels; the next ones are judged."""
+    engine.write_back(device, host).wait()
+    engine.load(host, device).synchronize()
+
+
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_call_waits_for_a_copy(cuda, backend, kind, layout):
-    bench = Bench(cuda, kind, layout, backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_call_waits_for_a_copy(cuda, way, kind, layout):
+    bench = Bench(cuda, kind, layout, way)
     contents = [bench.content(seed) for seed in range(3)]
     host = bench.engine.host_slots.alloc(3 * bench.kind.page_size)
-    # The first transfer loads the kernels and allocates their arguments, the second one is judged.
     for page, content in enumerate(contents):
-        bench.run_kernel(page, content)
-    bench.engine.load(host, bench.slots(3, 4, 5)).synchronize()
-    bench.engine.write_back(bench.slots(0, 1, 2), host).wait()
-    with torch.cuda.stream(bench.compute.native):
-        torch.cuda._sleep(LONG_CYCLES)
+        bench.run_kernel(page, content, at_once=True)
+    bench.compute.synchronize()
+    cuda.delay(bench.compute)
     acknowledgement = bench.engine.write_back(bench.slots(0, 1, 2), host)
     counter = bench.engine.load(host, bench.slots(4, 3, 5))
+    seen = bench.read_pages((4, 3, 5), counter)
     assert not acknowledgement.done()
     assert counter.arrived() == 0
-    seen = bench.read_pages((4, 3, 5), counter)
     bench.finish()
     assert all(map(same, seen, contents))
+
+
+@pytest.mark.parametrize(("kind", "layout"), POOLS)
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_many_pages_come_back(cuda, kind, layout, way):
+    device, host = KINDS[kind].pair(layout, "cuda", 3000)
+    engine = PageTransfers.between(
+        cuda.device, cuda.device.stream("compute"), device, host, way=way
+    )
+    size, pages = KINDS[kind].page_size, torch.randperm(1500) * 2
+    slots, backwards = (
+        (each.unsqueeze(1) * size + torch.arange(size)).view(-1) for each in (pages, pages.flip(0))
+    )
+    parts = [part for layer in range(LAYERS) for part in device.layer(layer)]
+    for part in parts:
+        part.copy_(random_bytes(part, torch.Generator().manual_seed(0)))
+    before = [part[pages.cuda()].clone() for part in parts]
+    torch.cuda.synchronize()
+    engine.write_back(slots, backwards).wait()
+    for part in parts:
+        fill(part, 0xA5)
+    torch.cuda.synchronize()
+    engine.load(backwards, slots).synchronize()
+    torch.cuda.synchronize()
+    for part, old in zip(parts, before, strict=True):
+        assert torch.equal(raw(part[pages.cuda()]), raw(old))
+
+
+# What copies do to the thread that enqueues them, and to the model
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "layout", "fields"),
+    [
+        (None, "page_first", {}),
+        (None, "layer_first", {}),
+        ("dma", "page_first_direct", {}),
+        # Pages of 1 MiB, whose halves go by DMA.
+        (None, "page_first_direct", {"page_size": 16}),
+    ],
+)
+def test_enqueueing_many_pages_does_not_wait_for_a_full_queue(cuda, way, layout, fields):
+    """A stream's launch queue has about 1,000 places; 4,096 separate pages behind a kernel that
+    does not end before the calls return."""
+    engine, device, host = many_pages(cuda.device, way, layout, **fields)
+    run_alone(engine, device, host)
+    cuda.delay(engine._compute)
+    began = time.perf_counter()
+    acknowledgement = engine.write_back(device, host)
+    middle = time.perf_counter()
+    counter = engine.load(host, device)
+    ended = time.perf_counter()
+    print(
+        f"{way}, {layout}, {fields}: {MANY_PAGES} pages behind a busy stream, write-back "
+        f"{(middle - began) * 1e3:.2f} ms, load {(ended - middle) * 1e3:.2f} ms"
+    )
+    assert not acknowledgement.done()
+    assert counter.arrived() == 0
+    cuda.release()
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_many_small_transfers_do_not_fill_a_queue(cuda, way):
+    """As a scheduler enqueues them that is some steps ahead of the GPU."""
+    engine, device, host = many_pages(cuda.device, way, "page_first_direct", pages=64)
+    run_alone(engine, device, host)
+    cuda.delay(engine._compute)
+    for page in range(16):
+        acknowledgement = engine.write_back(device[page : page + 1], host[page : page + 1])
+        counter = engine.load(host[page : page + 1], device[page : page + 1])
+    assert not acknowledgement.done()
+    assert counter.arrived() == 0
+    cuda.release()
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_transfer_locks_memory_or_makes_events(cuda, monkeypatch, way):
+    """`cudaHostAlloc` in flight is an implicit synchronization."""
+    engine, device, host = many_pages(cuda.device, way, "page_first_direct", pages=64)
+    # Fences keep the last events.
+    for _ in range(300):
+        run_alone(engine, device, host)
+    made, pinned, event = [], cuda_module._pinned, torch.cuda.Event
+    monkeypatch.setattr(cuda_module, "_pinned", lambda rows: made.append(rows) or pinned(rows))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: made.append("event") or event())
+    for _ in range(50):
+        run_alone(engine, device, host)
+    assert not made
+
+
+def test_copies_stay_out_of_a_graph(cuda):
+    """A graph has no events of later loads; its stream waits before each replay, and the capture
+    goes on."""
+    bench = Bench(cuda, "mha", "page_first", None)
+    content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
+    bench.write_host(int(host[0]) // bench.kind.page_size, content)
+    seen = [
+        [torch.zeros_like(part[2]) for part in bench.device_pool.layer(layer)]
+        for layer in range(LAYERS)
+    ]
+    counter = bench.engine.load(host, bench.slots(2))
+    counter.synchronize()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=bench.compute.native):
+        with pytest.raises(InvalidTransferError, match="being captured"):
+            counter.wait(0, bench.compute)
+        with pytest.raises(InvalidTransferError, match="being captured"):
+            bench.engine.write_back(bench.slots(2), host)
+        for layer in range(LAYERS):
+            for copy, part in zip(seen[layer], bench.device_pool.layer(layer), strict=True):
+                copy.copy_(part[2])
+    counter = bench.engine.load(host, bench.slots(2))
+    counter.wait(LAYERS - 1, bench.compute)
+    with torch.cuda.stream(bench.compute.native):
+        graph.replay()
+    bench.finish()
+    assert same(seen, content)
+
+
+# Devices, streams and memory
+# ---------------------------------------------------------------------------------------------
+
+
+def test_streams_have_priorities():
+    lowest, highest = torch.cuda.Stream.priority_range()
+    device = CudaDevice()
+    assert device.stream("write-back", "lowest").native.priority == lowest
+    assert device.stream("load", "highest").native.priority == highest < lowest
+
+
+def test_the_current_stream_of_a_model_is_taken(cuda):
+    device, host = KINDS["mha"].pair("page_first", "cuda")
+    compute = CudaStream(torch.cuda.current_stream())
+    with PageTransfers.between(cuda.device, compute, device, host) as engine:
+        device.layer(0)[0].fill_(3)
+        engine.write_back(torch.arange(2), torch.arange(2)).wait()
+        assert engine._host_pages.layer(0)[0][0].eq(3).all()
 
 
 def test_events_are_as_the_simulator_has_them():
@@ -74,22 +242,13 @@ def test_the_runtime_is_the_one_that_torch_uses():
     assert (version.value // 1000, version.value % 1000 // 10) >= (major, minor)
 
 
-def test_mapped_memory_is_the_same_memory():
-    memory = host_tensor((4, 6), torch.int16)
-    memory.zero_()
-    mapped = CudaDevice().mapped(memory[2:])
-    assert (mapped.shape, mapped.dtype, mapped.device.type) == ((2, 6), torch.int16, "cuda")
-    mapped.fill_(7)
-    torch.cuda.synchronize()
-    assert memory.tolist() == [[0] * 6] * 2 + [[7] * 6] * 2
-    memory.fill_(9)
-    del memory
-    assert mapped.cpu().tolist() == [[9] * 6] * 2
-
-
-def test_memory_that_is_not_page_locked_is_refused():
+def test_memory_that_is_not_page_locked_is_refused(cuda):
+    device, _ = KINDS["mha"].pair("page_first", "cuda")
+    arguments = dict(KINDS["mha"].arguments, size=device.size, layer_num=LAYERS)
+    host = MHAHostPool(**arguments, pin_memory=False)
     with pytest.raises(InvalidPoolError, match="pin_memory=True"):
-        CudaDevice().mapped(torch.zeros(1 << 20))
+        PageTransfers.between(cuda.device, cuda.device.stream("compute"), device, host)
+    assert launches()
 
 
 def launches():
@@ -114,23 +273,9 @@ class Twice:
 
 
 def test_a_refusal_is_not_left_to_the_next_kernel(monkeypatch):
-    with pytest.raises(InvalidPoolError, match="kernels cannot reach"):
-        CudaDevice().mapped(torch.zeros(1 << 20))
-    assert launches()
     monkeypatch.setattr(torch.cuda, "cudart", Twice(torch.cuda.cudart()))
     with pytest.raises(InvalidPoolError, match="CUDA cannot lock"):
         host_tensor((1 << 20,), torch.uint8)
-    assert launches()
-
-
-def test_a_copy_that_cuda_refuses_is_named(monkeypatch):
-    monkeypatch.setattr(
-        "hicache_storage.transfer.cuda.runtime.rectangles",
-        lambda to, source: [(to.data_ptr(), 1, source.data_ptr(), 1, 64, 2)],
-    )
-    device = torch.zeros(128, dtype=torch.uint8, device="cuda")
-    with pytest.raises(StreamFailedError, match="2 rows of 64 bytes failed with CUDA error"):
-        copy_with_gaps(device, host_tensor((128,), torch.uint8), torch.cuda.current_stream())
     assert launches()
 
 
@@ -170,12 +315,12 @@ def test_no_memory_for_staging_is_said_when_the_engine_is_made():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_pools_of_a_device_that_is_not_the_current_one(backend):
+@pytest.mark.parametrize("way", WAYS)
+def test_pools_of_a_device_that_is_not_the_current_one(way):
     """Memory is locked while the first device is current, and copied to and from the second."""
     place = Cuda("cuda")
     place.where, place.device = "cuda:1", CudaDevice("cuda:1")
-    bench = Bench(place, "mha", "page_first", backend)
+    bench = Bench(place, "mha", "page_first_direct", way)
     content = bench.content(0)
     torch.cuda.synchronize(1)
     host = bench.engine.host_slots.alloc(bench.kind.page_size)

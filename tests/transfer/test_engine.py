@@ -3,26 +3,23 @@ refused arguments."""
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, STAGED, Bench, Simulated, fill, same
+from transfer_bench import KINDS, LAYERS, PAGE, PAGES, POOLS, Bench, Simulated, fill, same
 
-from hicache_storage.pools import MHAHostPool
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer import BACKENDS, DevicePages, HostPages, PageTransfers
+from hicache_storage.transfer import DevicePages, HostPages, PageTransfers
+from hicache_storage.transfer.plan import WAYS
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
 @pytest.mark.parametrize(
-    ("backend", "staging_bytes"),
-    [("direct", 1), *product(("kernel", STAGED), (1, 1 << 20)), ("mapped", 1)],
+    ("way", "staging_bytes"), [(None, 1), ("kernel", 1), ("dma", 1), ("dma", 1 << 20)]
 )
-def test_pages_come_back_as_they_went(simulated, kind, layout, backend, staging_bytes):
-    bench = Bench(simulated, kind, layout, backend, staging_bytes=staging_bytes)
+def test_pages_come_back_as_they_went(simulated, kind, layout, way, staging_bytes):
+    bench = Bench(simulated, kind, layout, way, staging_bytes=staging_bytes)
     contents, pages, elsewhere = (
         [bench.content(seed) for seed in range(4)],
         (3, 1, 2, 5),
@@ -73,19 +70,19 @@ def test_layers_of_a_host_page_are_its_bytes(kind, layout):
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @settings(
     max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_random_traffic(backend, kind, layout, data):
+def test_random_traffic(way, kind, layout, data):
     """Kernels, write-backs and loads in any order, nothing waited for: a model of who holds what is
     right, and no race."""
     place = Simulated("traffic", pause_seconds=0)
     try:
-        _Traffic(Bench(place, kind, layout, backend), data.draw).run()
+        _Traffic(Bench(place, kind, layout, way), data.draw).run()
     finally:
         place.close()
 
@@ -145,9 +142,9 @@ class _Traffic:
         counter.wait(LAYERS - 1, self._bench.compute)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_counter_tells_what_has_arrived(simulated, backend):
-    bench = Bench(simulated, "mha", "page_first_direct", backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_counter_tells_what_has_arrived(simulated, way):
+    bench = Bench(simulated, "mha", "page_first_direct", way)
     host = bench.filled_host(bench.content(0))
     hold = bench.hold_layer(0, 1)
     counter = bench.engine.load(host, bench.slots(0))
@@ -160,44 +157,25 @@ def test_the_counter_tells_what_has_arrived(simulated, backend):
     assert counter.arrived() == LAYERS
 
 
-@pytest.mark.parametrize("layout", MHAHostPool.LAYOUTS)
-@pytest.mark.parametrize(
-    ("backend", "calls"),
-    [
-        ("direct", {"copy_rows": LAYERS * 2}),
-        ("kernel", {"gather": LAYERS * 2, "copy_rows": 2}),
-        ("mapped", {"move_rows": LAYERS * 2}),
-        (STAGED, {"gather": LAYERS * 2, "scatter": LAYERS * 2}),
-    ],
-)
-def test_how_much_is_enqueued_depends_on_no_order_of_pages(
-    simulated, monkeypatch, backend, calls, layout
-):
-    bench = Bench(simulated, "mha", layout, backend, staging_bytes=1 << 20)
-    streams = [bench.engine._out, *([bench.staging("_out").filler] if backend == "kernel" else [])]
-    for pages, hosts in (((5, 0, 3, 1), (4, 2, 5, 0)), ((0, 1, 2, 3), (0, 1, 2, 3))):
-        counted = {
-            method: [_counted(monkeypatch, stream, method) for stream in streams]
-            for method in ("copy", "copy_rows", "gather", "scatter", "move_rows")
-        }
-        bench.engine.write_back(bench.slots(*pages), bench.slots(*hosts))
-        sums = {method: sum(map(len, lists)) for method, lists in counted.items()}
-        assert {method: count for method, count in sums.items() if count} == calls
-
-
-def _counted(monkeypatch, stream, method):
-    calls, original = [], getattr(stream, method)
-
-    def counted(*arguments):
-        calls.append(arguments)
-        original(*arguments)
-
-    monkeypatch.setattr(stream, method, counted)
-    return calls
+@pytest.mark.parametrize("way", WAYS)
+def test_pages_beyond_the_pieces_of_a_transfer_go_by_the_kernel(simulated, monkeypatch, way):
+    """A call that finds a stream's queue full waits; nothing of a transfer is left out."""
+    monkeypatch.setattr("hicache_storage.transfer.copies.MAX_PIECES", 2 * LAYERS)
+    for layout in ("layer_first", "page_first_direct"):
+        bench = Bench(simulated, "mha", layout, way)
+        contents, pages = [bench.content(seed) for seed in range(6)], (3, 1, 2, 5, 0, 4)
+        for page, content in zip(pages, contents, strict=True):
+            bench.run_kernel(page, content)
+        bench.engine.write_back(bench.slots(*pages), bench.slots(*range(6)))
+        elsewhere = (5, 4, 3, 2, 1, 0)
+        counter = bench.engine.load(bench.slots(*range(6)), bench.slots(*elsewhere))
+        seen = bench.read_pages(elsewhere, counter)
+        bench.finish()
+        assert all(map(same, seen, contents))
 
 
 def test_indices_that_do_not_fit_are_refused(simulated):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     engine, host = bench.engine, bench.engine.host_slots.alloc(2 * PAGE)
     for wrong in (
         bench.slots(0),
@@ -216,8 +194,10 @@ def test_indices_that_do_not_fit_are_refused(simulated):
     with pytest.raises(InvalidTransferError, match="device_indices hold a page twice"):
         engine.load(bench.slots(0, 1), bench.slots(2, 2))
     simulated.check()
-    assert not bench.engine._device_fences._events
-    assert not bench.engine._host_fences._events
+    assert not bench.engine._device_fences._writes._count
+    assert not bench.engine._device_fences._reads._count
+    assert not bench.engine._host_fences._writes._count
+    assert not bench.engine._host_fences._reads._count
 
 
 def test_pools_that_do_not_fit_are_refused(simulated):
@@ -238,13 +218,8 @@ def test_pools_that_do_not_fit_are_refused(simulated):
     _, other = KINDS["mla"].pair("page_first", "cpu")
     with pytest.raises(InvalidPoolError, match="MHADevicePool is backed up by MHAHostPool"):
         PageTransfers.between(simulated.device, compute, device, other)
-    with pytest.raises(InvalidTransferError, match="backend must be one of direct, kernel, mapped"):
-        PageTransfers.between(simulated.device, compute, device, host, backend="auto")
-    for backend in ("kernel", "mapped"):
-        with pytest.raises(
-            InvalidTransferError, match=f"'{backend}' takes HostPages, not MHADevicePool"
-        ):
-            PageTransfers(simulated.device, compute, device, device, host, backend=backend)
+    with pytest.raises(InvalidTransferError, match="way must be None or one of kernel, dma"):
+        PageTransfers.between(simulated.device, compute, device, host, way="auto")
 
 
 def test_pages_that_copies_do_not_know_are_refused():

@@ -205,32 +205,32 @@ class Waits:
 
 @settings(deadline=None)
 @given(st.data(), st.integers(1, 4))
-def test_fences_against_a_model(data, sweep):
-    """A copy waits for the last ones that read or write its pages, each once, however often the
-    others were forgotten."""
-    fences, reads, writes = PageFences(6), {}, {}
-    fences._sweep_at = sweep
+def test_fences_against_a_model(data, kept):
+    """A copy waits for the last one that reads or writes its pages, and so for all before it. Where
+    that event is not kept, for the oldest one that is: a later one, on the same stream."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fences_module, "KEPT_EVENTS", kept)
+        fences, reads, writes = PageFences(6), {}, {}
+    noted = {id(reads): [], id(writes): []}
     for number in range(data.draw(st.integers(1, 30))):
         pages = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
-        stream = Waits()
-        if data.draw(st.booleans()):
-            fences.before_read(stream, torch.tensor(pages))
-            assert stream.events == sorted({writes[page] for page in pages if page in writes})
-            fences.reads(torch.tensor(pages), number)
-            reads.update(dict.fromkeys(pages, number))
-        else:
-            fences.before_write(stream, torch.tensor(pages))
-            expected = {last[page] for page in pages for last in (reads, writes) if page in last}
-            assert set(stream.events) == expected
-            fences.writes(torch.tensor(pages), number)
-            writes.update(dict.fromkeys(pages, number))
-    assert set(fences._events.values()) >= {*reads.values(), *writes.values()}
+        stream, reading = Waits(), data.draw(st.booleans())
+        expected = []
+        for last in (writes,) if reading else (reads, writes):
+            known = [last[page] for page in pages if page in last]
+            if known:
+                oldest = noted[id(last)][-kept:][0]
+                expected.append(max(max(known), oldest))
+        (fences.before_read if reading else fences.before_write)(stream, torch.tensor(pages))
+        assert stream.events == expected
+        (fences.reads if reading else fences.writes)(torch.tensor(pages), number)
+        last = reads if reading else writes
+        last.update(dict.fromkeys(pages, number))
+        noted[id(last)].append(number)
 
 
-def test_events_that_no_page_has_are_forgotten(monkeypatch):
-    monkeypatch.setattr(fences_module, "SWEEP_EVENTS", 8)
-    fences = PageFences(3)
-    for number in range(1000):
-        fences.reads(torch.tensor([number % 3]), number)
-        fences.writes(torch.tensor([0]), number)
-    assert len(fences._events) <= 8
+@given(st.lists(st.integers(0, 5), max_size=8))
+def test_repeated_pages_are_found(pages):
+    assert PageFences(6).has_repeated(torch.tensor(pages, dtype=torch.int64)) == (
+        len(set(pages)) < len(pages)
+    )

@@ -8,7 +8,6 @@ from transfer_bench import KINDS, LAYERS, PAGES, fill, random_bytes, same
 
 from hicache_storage.spec import InvalidPoolError, InvalidTransferError
 from hicache_storage.transfer import (
-    BACKENDS,
     Acknowledgement,
     HostPages,
     HybridTransfers,
@@ -18,6 +17,8 @@ from hicache_storage.transfer import (
     PoolPair,
     recorded,
 )
+from hicache_storage.transfer.engine import IN, OUT
+from hicache_storage.transfer.plan import WAYS
 
 ATTENTION, MAMBA = LayerMap([1, 4, 5]), LayerMap([0, 2, 3])
 
@@ -26,7 +27,7 @@ class Model:
     """A hybrid model's pools full of poison, its transfers, and kernels that go through its
     layers."""
 
-    def __init__(self, place, backend, maps=None):
+    def __init__(self, place, way, maps=None):
         self.place = place
         self.maps = maps or {"kv": ("mha", ATTENTION), "mamba": ("mamba", MAMBA)}
         pairs = {
@@ -46,10 +47,13 @@ class Model:
             place.device,
             self.compute,
             {name: PoolPair(*pairs[name], layers) for name, (_, layers) in self.maps.items()},
-            backend=backend,
+            way=way,
             staging_bytes=1,
         )
         if place.where == "cuda":
+            # Kernels are loaded before one waits for the host.
+            self.transfers.write_back(self.indices((0,), (0,))).wait()
+            self.transfers.load(self.indices((0,), (0,))).synchronize()
             torch.cuda.synchronize()
 
     def slots(self, name, *pages):
@@ -106,6 +110,17 @@ class Model:
         self.place.host("look at a host page", reads=parts)
         return [[part] for part in parts]
 
+    def wait(self, copy):
+        """Wait for a write-back; one that is over already has waited for no gate."""
+        if not copy.done():
+            self.place.release()
+        copy.wait()
+
+    def finish(self):
+        self.place.release()
+        self.compute.synchronize()
+        self.place.check()
+
     def _parts(self, pools=None):
         for layer in range(self.transfers.layer_num):
             for name, (_, layers) in self.maps.items():
@@ -114,12 +129,12 @@ class Model:
                     yield from ((layer, part) for part in self.device[name].layer(own))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "maps", [None, {"kv": ("mla", LayerMap(range(3))), "indexer": ("indexer", LayerMap(range(3)))}]
 )
-def test_pools_move_together(place, backend, maps):
-    move_together(Model(place, backend, maps))
+def test_pools_move_together(place, way, maps):
+    move_together(Model(place, way, maps))
 
 
 def move_together(model):
@@ -130,9 +145,8 @@ def move_together(model):
         model.run_kernels(page, 9)
     counter = model.transfers.load(model.indices((2, 5), (1, 3)))
     seen = [model.read(page, counter) for page in (2, 5)]
-    acknowledgement.wait()
-    model.compute.synchronize()
-    model.place.check()
+    model.wait(acknowledgement)
+    model.finish()
     assert all(map(same, seen, contents))
     assert counter.arrived() == model.transfers.layer_num
 
@@ -145,8 +159,7 @@ def overwrite_one_pool(name):
         model.run_kernels(4, 1, [name])
         model.transfers.load(model.indices((2,), (1,)))
         model.run_kernels(2, 2, [name])
-        model.compute.synchronize()
-        model.place.check()
+        model.finish()
 
     return program
 
@@ -154,9 +167,9 @@ def overwrite_one_pool(name):
 def read_when_acknowledged(model):
     """A storage reads host pages when their write-back is acknowledged."""
     content = model.run_kernels(4, 0)
-    model.transfers.write_back(model.indices((4,), (1,))).wait()
+    model.wait(model.transfers.write_back(model.indices((4,), (1,))))
     found = model.host_content(1)
-    model.place.check()
+    model.finish()
     assert same(found, content)
 
 
@@ -164,8 +177,8 @@ def acknowledged_when_begun(model):
     write_back = model.transfers.write_back
 
     def too_early(pages):
-        begun = recorded(model.place.device, model.transfers._out)
-        model.place.delay(model.transfers._out)
+        begun = recorded(model.place.device, model.transfers._streams[OUT])
+        model.place.delay(model.transfers._streams[OUT])
         write_back(pages)
         return Acknowledgement(begun)
 
@@ -176,33 +189,40 @@ def signalled_one_layer_early(model):
     load = model.transfers.load
 
     def too_early(pages):
-        begun = recorded(model.place.device, model.transfers._in)
+        begun = recorded(model.place.device, model.transfers._streams[IN])
         return LayerCounter([begun, *load(pages)._events[:-1]])
 
     model.transfers.load = too_early
 
 
-def without_step(pool, step):
-    return lambda model: setattr(model.transfers.engines[pool], step, lambda *arguments: None)
+def without_end(pool, direction):
+    """One pool does not note the copies of a direction."""
+
+    def break_it(model):
+        engine = model.transfers.engines[pool]
+        end = engine.end
+        engine.end = lambda way, *rest: None if way == direction else end(way, *rest)
+
+    return break_it
 
 
 MUTANTS = {
     "acknowledged when it begins": (acknowledged_when_begun, read_when_acknowledged),
     "layers are signalled before their copy": (signalled_one_layer_early, move_together),
     "the first pool does not note its write-back": (
-        without_step("kv", "end_write_back"),
+        without_end("kv", OUT),
         overwrite_one_pool("kv"),
     ),
     "the first pool does not note its load": (
-        without_step("kv", "end_load"),
+        without_end("kv", IN),
         overwrite_one_pool("kv"),
     ),
     "the second pool does not note its write-back": (
-        without_step("mamba", "end_write_back"),
+        without_end("mamba", OUT),
         overwrite_one_pool("mamba"),
     ),
     "the second pool does not note its load": (
-        without_step("mamba", "end_load"),
+        without_end("mamba", IN),
         overwrite_one_pool("mamba"),
     ),
     "kernels wait for no copy": (
@@ -212,30 +232,30 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_missing_event_is_found(simulated, backend, mutant):
+def test_a_missing_event_is_found(simulated, way, mutant):
     break_it, program = MUTANTS[mutant]
-    model = Model(simulated, backend)
+    model = Model(simulated, way)
     break_it(model)
     with pytest.raises(AssertionError):
         program(model)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "program",
     [read_when_acknowledged, overwrite_one_pool("kv"), overwrite_one_pool("mamba")],
     ids=["read", "kv", "mamba"],
 )
-def test_no_event_is_missing(simulated, backend, program):
-    program(Model(simulated, backend))
+def test_no_event_is_missing(simulated, way, program):
+    program(Model(simulated, way))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_one_state_goes_to_two_slots(place, backend):
+@pytest.mark.parametrize("way", WAYS)
+def test_one_state_goes_to_two_slots(place, way):
     """A hit's state is copied to the slot of its node and to that of the request."""
-    model = Model(place, backend)
+    model = Model(place, way)
     content = model.run_kernels(4, 0)
     model.transfers.write_back(model.indices((4,), (1,)))
     state = Indices(model.slots("mamba", 2, 5), model.slots("mamba", 1, 1))
@@ -245,15 +265,14 @@ def test_one_state_goes_to_two_slots(place, backend):
     first = model.read(2, counter)
     counter = model.transfers.load({"kv": Indices(model.slots("kv", 5), model.slots("kv", 1))})
     second = model.read(5, counter)
-    model.compute.synchronize()
-    place.check()
+    model.finish()
     assert same(first, content)
     assert same(second, content)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_come_in_the_order_of_the_model(simulated, backend):
-    model = Model(simulated, backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_come_in_the_order_of_the_model(simulated, way):
+    model = Model(simulated, way)
     content = model.run_kernels(4, 0)
     model.transfers.write_back(model.indices((4,), (1,))).wait()
     # Layer 3 of the model is the last one of the Mamba pool, and layer 4 the second of attention.
@@ -267,7 +286,7 @@ def test_layers_come_in_the_order_of_the_model(simulated, backend):
     sources = [part[2] for part in (*model.device["mamba"].layer(0), *model.device["kv"].layer(0))]
     for to, source in zip(seen, sources, strict=True):
         model.compute.copy(to, source, "kernel that reads layers 0 and 1")
-    model.compute.synchronize()
+    model.finish()
     assert not hold.expired
     assert counter.arrived() == 3
     hold.release()
@@ -278,7 +297,7 @@ def test_layers_come_in_the_order_of_the_model(simulated, backend):
 
 
 def test_pools_without_pages_are_left_out(simulated):
-    model = Model(simulated, "direct")
+    model = Model(simulated, None)
     content = model.run_kernels(4, 0)
     pages = {"mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1))}
     model.transfers.write_back(pages).wait()
@@ -295,7 +314,7 @@ def test_pools_without_pages_are_left_out(simulated):
 
 
 def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
-    model = Model(simulated, "direct")
+    model = Model(simulated, None)
     good = Indices(model.slots("kv", 0), model.slots("kv", 0))
     bad = Indices(model.slots("mamba", 0), model.slots("mamba", PAGES))
     for move in (model.transfers.write_back, model.transfers.load):
@@ -305,8 +324,10 @@ def test_nothing_is_enqueued_where_one_pool_refuses(simulated):
             move({"kv": good, "swa": good})
     with pytest.raises(InvalidTransferError, match="no such pools: swa"):
         model.transfers.before_overwrite({"kv": good.device, "swa": good.device})
-    assert not model.transfers.engines["kv"]._host_fences._events
-    assert not model.transfers.engines["kv"]._device_fences._events
+    assert not model.transfers.engines["kv"]._host_fences._writes._count
+    assert not model.transfers.engines["kv"]._host_fences._reads._count
+    assert not model.transfers.engines["kv"]._device_fences._writes._count
+    assert not model.transfers.engines["kv"]._device_fences._reads._count
 
 
 class Refused(Exception):
@@ -317,19 +338,21 @@ def refuse(*arguments):
     raise Refused
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_was_enqueued_before_a_failure_is_fenced(simulated, backend):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_enqueued_before_a_failure_is_fenced(simulated, way):
     """The second pool cannot be copied: the first one's copies run all the same, and nobody
     overwrites what they use."""
-    model = Model(simulated, backend)
+    model = Model(simulated, way)
     engine, second = model.transfers.engines["kv"], model.transfers.engines["mamba"]
     host = engine.host_slots.alloc(model.device["kv"].page_size)
     pages = {
         "kv": Indices(model.slots("kv", 4), host),
         "mamba": Indices(model.slots("mamba", 4), model.slots("mamba", 1)),
     }
-    hold = simulated.hold(model.host["kv"].whole(int(host[0]) // model.device["kv"].page_size, 1))
-    second.begin_write_back = refuse
+    hold = simulated.hold(
+        part for layer in range(LAYERS) for part in model.host["kv"].page_layer(int(host[0]), layer)
+    )
+    second.begin = refuse
     with pytest.raises(Refused):
         model.transfers.write_back(pages)
     free = engine.host_slots.available_size()
@@ -339,11 +362,10 @@ def test_what_was_enqueued_before_a_failure_is_fenced(simulated, backend):
     model.run_kernels(4, 1, ["kv"])
     model.transfers.synchronize()
     assert engine.host_slots.available_size() == free + host.numel()
-    second.begin_load = refuse
     with pytest.raises(Refused):
         model.transfers.load({"kv": Indices(model.slots("kv", 2), host), "mamba": pages["mamba"]})
     model.run_kernels(2, 2, ["kv"])
-    model.compute.synchronize()
+    model.finish()
     simulated.check()
 
 
@@ -358,6 +380,6 @@ def test_a_pool_has_as_many_layers_as_its_map(simulated):
     with pytest.raises(
         InvalidPoolError, match="pool 'kv' has 3 layers, its LayerMap 2; make them equal"
     ):
-        Model(simulated, "direct", {"kv": ("mha", LayerMap([0, 1]))})
+        Model(simulated, None, {"kv": ("mha", LayerMap([0, 1]))})
     with pytest.raises(InvalidPoolError, match="at least one pool"):
         HybridTransfers(simulated.device, simulated.device.stream("compute"), {})

@@ -38,7 +38,7 @@ class Nothing:
 sys.meta_path.insert(0, Nothing())
 import pytest
 
-files = ["test_cuda", "test_cuda_queues", "test_stream_rules", "test_hybrid"]
+files = ["test_cuda", "test_stream_rules", "test_hybrid"]
 files = [*(f"transfer/{name}.py" for name in files), "pools/test_memory.py", "pools/test_adapter.py"]
 options = ["-c", "tests/gpu.ini", "--rootdir", ".", "-p", "no:cacheprovider", "-m", "gpu", "--confcutdir", "tests/transfer"]
 ended = pytest.main([*options, "--collect-only", "-q", "-W", "default", *(f"tests/{file}" for file in files)])
@@ -60,6 +60,5 @@ def test_tests_of_copies_on_a_gpu_need_little_more():
     installed."""
     found = run_python(GPU_TESTS, cwd=ROOT, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1").stdout
     assert "tests/transfer/test_cuda.py::test_no_call_waits_for_a_copy" in found
-    assert "tests/transfer/test_cuda_queues.py::test_no_transfer_locks_memory" in found
     assert "test_a_missing_event_is_found[cuda" in found
     assert "tests/pools/test_memory.py::test_cuda_sees_locked_memory" in found

@@ -4,15 +4,17 @@ fails."""
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 
 import pytest
 from transfer_bench import PAGE as PAGE_SIZE
-from transfer_bench import POOLS, Bench, Simulated
+from transfer_bench import POOLS, Bench
 
 from hicache_storage.spec import InvalidTransferError
 from hicache_storage.transfer import HybridTransfers, Indices, LayerMap, PoolPair, StreamFailedError
+from hicache_storage.transfer.engine import IN, OUT
+from hicache_storage.transfer.plan import WAYS
+from hicache_storage.transfer.simulator.simulator import SimulatedRows
 
 RELEASE_SECONDS = 0.05
 
@@ -28,7 +30,7 @@ def held_write_back(bench):
 
 
 def test_closing_waits_for_copies_and_takes_no_more(simulated):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     with bench.engine as engine:
         acknowledgement = held_write_back(bench)
     assert acknowledgement.done()
@@ -39,7 +41,7 @@ def test_closing_waits_for_copies_and_takes_no_more(simulated):
 
 
 def test_closing_waits_for_loads(simulated):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     hold = bench.hold_loads_into(2)
     counter = bench.engine.load(bench.filled_host(bench.content(0)), bench.slots(2))
     threading.Timer(RELEASE_SECONDS, hold.release).start()
@@ -47,9 +49,9 @@ def test_closing_waits_for_loads(simulated):
     assert counter.done()
 
 
-@pytest.mark.parametrize("backend", ["direct", "kernel", "mapped"])
-def test_whoever_drops_the_pools_waits_for_their_copies(simulated, backend):
-    bench = Bench(simulated, "mha", "page_first", backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_whoever_drops_the_pools_waits_for_their_copies(simulated, way):
+    bench = Bench(simulated, "mha", "page_first", way)
     acknowledgement = held_write_back(bench)
     del bench
     gc.collect()
@@ -57,16 +59,18 @@ def test_whoever_drops_the_pools_waits_for_their_copies(simulated, backend):
 
 
 def test_a_failed_copy_is_told_when_it_is_closed(simulated, monkeypatch):
-    bench = Bench(simulated, "mha", "page_first", "direct")
-    monkeypatch.setattr("hicache_storage.transfer.simulator.operations.move_rows", broken)
+    bench = Bench(simulated, "mha", "page_first", None)
+    hold = bench.hold_write_backs_into(0)
     bench.engine.write_back(bench.slots(2), bench.slots(0))
+    monkeypatch.setattr(SimulatedRows, "pages", broken)
+    hold.release()
     with pytest.raises(StreamFailedError, match="the bus is gone"):
         bench.engine.close()
     bench.engine.close()
 
 
 def test_pools_moved_together_are_closed_together(simulated):
-    benches = {layout: Bench(simulated, "mha", layout, "direct") for _, layout in POOLS[:2]}
+    benches = {layout: Bench(simulated, "mha", layout, None) for _, layout in POOLS[:2]}
     pairs = {
         name: PoolPair(bench.device_pool, bench.host_pool, LayerMap(range(3)))
         for name, bench in benches.items()
@@ -96,8 +100,8 @@ def failing(bench, monkeypatch):
     host = bench.engine.host_slots.alloc(bench.kind.page_size)
     copies, write_back = bench.engine._copies, bench.engine._copies.write_back
 
-    def fail(stream, moves):
-        write_back(stream, moves)
+    def fail(moves):
+        write_back(moves)
         raise RuntimeError("a later copy is refused")
 
     monkeypatch.setattr(copies, "write_back", fail)
@@ -114,12 +118,12 @@ def fail_write_back(bench, host, hold=None):
 
 
 def test_host_pages_stay_until_what_was_enqueued_before_a_failure_is_over(simulated, monkeypatch):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
     hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
     assert not fail_write_back(bench, host)
     hold.release()
-    bench.engine._out.synchronize()
+    bench.engine.streams[OUT].synchronize()
     assert bench.engine.host_slots.available_size() == bench.host_pool.size
 
 
@@ -130,63 +134,48 @@ def without_events(bench, monkeypatch):
     def refusing():
         made = event()
         record = made.record
-        made.record = lambda stream: broken() if stream is bench.engine._out else record(stream)
+        made.record = lambda stream: (
+            broken() if stream is bench.engine.streams[OUT] else record(stream)
+        )
         return made
 
     monkeypatch.setattr(bench.place.device, "event", refusing)
 
 
 def test_without_an_event_the_stream_is_waited_for(simulated, monkeypatch):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
     without_events(bench, monkeypatch)
     hold = bench.hold_write_backs_into(int(host[0]) // PAGE_SIZE)
     assert fail_write_back(bench, host, hold)
     assert not hold.expired
-    bench.engine._out.synchronize()
+    bench.engine.streams[OUT].synchronize()
 
 
 def test_pages_of_a_stream_that_tells_nothing_are_not_handed_out_again(simulated, monkeypatch):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     host = failing(bench, monkeypatch)
     without_events(bench, monkeypatch)
-    monkeypatch.setattr(bench.engine._out, "synchronize", broken)
+    monkeypatch.setattr(bench.engine.streams[OUT], "synchronize", broken)
     assert not fail_write_back(bench, host)
     assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
 
 
 def test_a_load_that_fails_holds_its_pages_too(simulated, monkeypatch):
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     host = bench.filled_host(bench.content(0))
     load = bench.engine._copies.load
-
-    def fail(stream, moves):
-        load(stream, moves)(0)
-        return broken
-
-    monkeypatch.setattr(bench.engine._copies, "load", fail)
+    monkeypatch.setattr(
+        bench.engine._copies, "load", lambda layer: broken() if layer else load(layer)
+    )
     hold = bench.hold_loads_into(2)
     with pytest.raises(RuntimeError, match="the bus is gone"):
         bench.engine.load(host, bench.slots(2))
     bench.engine.host_slots.free(host)
     assert bench.engine.host_slots.alloc(bench.host_pool.size) is None
     hold.release()
-    bench.engine._in.synchronize()
+    bench.engine.streams[IN].synchronize()
     assert bench.engine.host_slots.alloc(bench.host_pool.size) is not None
-
-
-@pytest.mark.parametrize("locked", [True, False])
-def test_memory_that_makes_the_scheduler_wait_is_told_once(monkeypatch, caplog, locked):
-    place = Simulated("locked")
-    monkeypatch.setattr(place.device, "is_locked", lambda memory: locked)
-    with caplog.at_level(logging.WARNING):
-        bench = Bench(place, "mha", "page_first", "direct")
-        bench.engine.write_back(bench.slots(2), bench.slots(0)).wait()
-    place.close()
-    told = [record.getMessage() for record in caplog.records]
-    assert [("MHAHostPool" in message, "pin_memory=True" in message) for message in told] == [
-        (True, True)
-    ] * (not locked)
 
 
 # How often copies are asked
@@ -196,7 +185,7 @@ def test_memory_that_makes_the_scheduler_wait_is_told_once(monkeypatch, caplog, 
 def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkeypatch):
     """Each question is a call of CUDA; of copies on one stream only the first that is not over is
     worth one."""
-    bench = Bench(simulated, "mha", "page_first", "direct")
+    bench = Bench(simulated, "mha", "page_first", None)
     asked, query = [], type(simulated.device.event()).query
     monkeypatch.setattr(
         type(simulated.device.event()), "query", lambda event: asked.append(event) or query(event)
@@ -211,5 +200,5 @@ def test_slots_that_are_free_are_taken_without_asking_any_copy(simulated, monkey
     assert bench.engine.host_slots.available_size() == 0
     assert len(asked) == 1
     hold.release()
-    bench.engine._out.synchronize()
+    bench.engine.streams[OUT].synchronize()
     assert bench.engine.host_slots.available_size() == 5 * PAGE_SIZE

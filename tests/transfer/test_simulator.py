@@ -12,7 +12,6 @@ import torch
 from hicache_storage.transfer import StreamFailedError, recorded
 from hicache_storage.transfer.simulator import StreamSimulator
 from hicache_storage.transfer.simulator.races import byte_runs
-from tests.support.commands import run_python
 
 
 @pytest.fixture
@@ -285,8 +284,3 @@ def test_byte_runs_are_the_elements_of_a_view(view):
     )
     runs = byte_runs(view(tensor))
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(runs))
-
-
-def test_the_simulator_is_importable_without_torch():
-    program = "import sys, hicache_storage.transfer, hicache_storage.transfer.simulator; assert 'torch' not in sys.modules"
-    run_python(program)

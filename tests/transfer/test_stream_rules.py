@@ -1,5 +1,5 @@
-"""ST-1 to ST-3 between any two pools, with each backend: on the simulator, and on a GPU with
-delayed kernels.
+"""ST-1 to ST-3 between any two pools, by the kernel and by DMA: on the simulator, and on a GPU with
+kernels that wait for the host.
 
 Each program moves pages so that exactly one event keeps a rule; `MUTANTS` leave out that event, and
 are found.
@@ -8,9 +8,11 @@ are found.
 from __future__ import annotations
 
 import pytest
-from transfer_bench import LAYERS, POOLS, STAGED, Bench, same
+from transfer_bench import LAYERS, POOLS, Bench, same
 
-from hicache_storage.transfer import BACKENDS, Acknowledgement, recorded
+from hicache_storage.transfer import Acknowledgement, recorded
+from hicache_storage.transfer.engine import IN, OUT
+from hicache_storage.transfer.plan import WAYS
 
 # Programs
 # -------------------------------------------------------------------------------------------------------------
@@ -31,11 +33,11 @@ def overwrite_behind_write_back(bench):
     )
     bench.run_kernel(2, old)
     bench.compute.synchronize()
-    bench.place.delay(bench.engine._out)
+    bench.place.delay(bench.engine.streams[OUT])
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     bench.run_kernel(2, new, at_once=True)
     seen = bench.read(2)
-    acknowledgement.wait()
+    bench.wait(acknowledgement)
     assert same(bench.host_content(int(host[0]) // bench.kind.page_size), old)
     bench.finish()
     assert same(seen, new)
@@ -44,10 +46,11 @@ def overwrite_behind_write_back(bench):
 def overwrite_behind_load(bench):
     """Kernels overwrite a page that is being loaded."""
     host, new = bench.filled_host(bench.content(0)), bench.content(1)
-    bench.place.delay(bench.engine._in)
+    bench.place.delay(bench.engine.streams[IN])
     bench.engine.load(host, bench.slots(2))
     bench.run_kernel(2, new, at_once=True)
-    bench.engine._in.synchronize()
+    bench.place.release()
+    bench.engine.streams[IN].synchronize()
     seen = bench.read(2)
     bench.finish()
     assert same(seen, new)
@@ -72,10 +75,10 @@ def load_behind_write_back(bench):
     source, out = bench.filled_host(new), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, old)
     bench.compute.synchronize()
-    bench.place.delay(bench.engine._out)
+    bench.place.delay(bench.engine.streams[OUT])
     acknowledgement = bench.engine.write_back(bench.slots(2), out)
     seen = bench.read(2, bench.engine.load(source, bench.slots(2)))
-    acknowledgement.wait()
+    bench.wait(acknowledgement)
     assert same(bench.host_content(int(out[0]) // bench.kind.page_size), old)
     bench.finish()
     assert same(seen, new)
@@ -85,9 +88,9 @@ def write_back_behind_load(bench):
     """A page is copied out while it is being loaded."""
     content = bench.content(0)
     source, out = bench.filled_host(content), bench.engine.host_slots.alloc(bench.kind.page_size)
-    bench.place.delay(bench.engine._in)
+    bench.place.delay(bench.engine.streams[IN])
     bench.engine.load(source, bench.slots(2))
-    bench.engine.write_back(bench.slots(2), out).wait()
+    bench.wait(bench.engine.write_back(bench.slots(2), out))
     assert same(bench.host_content(int(out[0]) // bench.kind.page_size), content)
     bench.finish()
 
@@ -97,7 +100,7 @@ def load_from_a_page_in_write_back(bench):
     content, host = bench.content(0), bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, content)
     bench.compute.synchronize()
-    bench.place.delay(bench.engine._out)
+    bench.place.delay(bench.engine.streams[OUT])
     bench.engine.write_back(bench.slots(2), host)
     seen = bench.read(4, bench.engine.load(host, bench.slots(4)))
     bench.finish()
@@ -110,11 +113,11 @@ def write_back_into_a_page_in_load(bench):
     host = bench.filled_host(old)
     bench.run_kernel(2, new)
     bench.compute.synchronize()
-    bench.place.delay(bench.engine._in)
+    bench.place.delay(bench.engine.streams[IN])
     counter = bench.engine.load(host, bench.slots(4))
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     seen = bench.read(4, counter)
-    acknowledgement.wait()
+    bench.wait(acknowledgement)
     assert same(bench.host_content(int(host[0]) // bench.kind.page_size), new)
     bench.finish()
     assert same(seen, old)
@@ -140,7 +143,7 @@ def write_back_pages(bench, seeds, *, at_once=True):
         bench.run_kernel(page, content, at_once=at_once)
     if at_once:
         bench.compute.synchronize()
-    bench.engine.write_back(bench.slots(*pages), host).wait()
+    bench.wait(bench.engine.write_back(bench.slots(*pages), host))
     for number, content in enumerate(contents):
         assert same(
             bench.host_content(int(host[number * bench.kind.page_size]) // bench.kind.page_size),
@@ -182,7 +185,7 @@ def host_pages_of_a_load_stay(bench):
     """A host page is freed while it is loaded: it is not handed out before it has been read."""
     content = bench.content(0)
     host = bench.filled_host(content)
-    bench.place.delay(bench.engine._in, times=20)
+    bench.place.delay(bench.engine.streams[IN])
     hold = bench.hold_loads_into(2)
     counter = bench.engine.load(host, bench.slots(2))
     _freed_pages_stay(bench, host, hold)
@@ -197,11 +200,11 @@ def host_pages_of_a_write_back_stay(bench):
     whole."""
     host = bench.engine.host_slots.alloc(bench.kind.page_size)
     bench.run_kernel(2, bench.content(0))
-    bench.place.delay(bench.engine._out, times=20)
+    bench.place.delay(bench.engine.streams[OUT])
     hold = bench.hold_write_backs_into(int(host[0]) // bench.kind.page_size)
     acknowledgement = bench.engine.write_back(bench.slots(2), host)
     _freed_pages_stay(bench, host, hold)
-    acknowledgement.wait()
+    bench.wait(acknowledgement)
     bench.finish()
     assert bench.engine.host_slots.available_size() == bench.host_pool.size
 
@@ -235,24 +238,18 @@ WITH_STAGING = [
     staged_in_behind_a_slow_bus,
     staged_in_behind_slow_kernels,
 ]
-PROGRAMS = [(program, backend) for program in ANY for backend in BACKENDS] + [
-    (program, "kernel") for program in WITH_STAGING
-]
+PROGRAMS = [
+    (program, way, kind, layout) for program in ANY for way in WAYS for kind, layout in POOLS
+] + [(program, "dma", "mha", "page_first_direct") for program in WITH_STAGING]
 
 
 def named(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize(("program", "backend"), PROGRAMS, ids=named)
-def test_every_event_is_there(bench, program, backend, kind, layout):
-    program(bench(kind, layout, backend))
-
-
-@pytest.mark.parametrize("program", ANY, ids=named)
-def test_every_event_is_there_without_triton(bench, program):
-    program(bench("mha", "page_first", STAGED))
+@pytest.mark.parametrize(("program", "way", "kind", "layout"), PROGRAMS, ids=named)
+def test_every_event_is_there(bench, program, way, kind, layout):
+    program(bench(kind, layout, way))
 
 
 # Mutants
@@ -267,7 +264,7 @@ def without_compute(direction):
     """Copies of one direction do not wait for the kernels launched so far."""
 
     def break_it(bench):
-        stream, wait = getattr(bench.engine, direction), bench.engine._behind_compute
+        stream, wait = bench.engine.streams[direction], bench.engine._behind_compute
         bench.engine._behind_compute = lambda behind: None if behind is stream else wait(behind)
 
     return break_it
@@ -291,8 +288,8 @@ def acknowledged_when_begun(bench):
     write_back = bench.engine.write_back
 
     def too_early(*arguments):
-        begun = recorded(bench.place.device, bench.engine._out)
-        bench.place.delay(bench.engine._out)
+        begun = recorded(bench.place.device, bench.engine.streams[OUT])
+        bench.place.delay(bench.engine.streams[OUT])
         write_back(*arguments)
         return Acknowledgement(begun)
 
@@ -303,7 +300,7 @@ def signalled_one_layer_early(bench):
     copy_layers = bench.engine._copy_layers
 
     def too_early(copy_layer):
-        begun = recorded(bench.place.device, bench.engine._in)
+        begun = recorded(bench.place.device, bench.engine.streams[IN])
         return [begun, *copy_layers(copy_layer)[:-1]]
 
     bench.engine._copy_layers = too_early
@@ -313,16 +310,16 @@ def signalled_when_begun(bench):
     copy_layers = bench.engine._copy_layers
 
     def too_early(copy_layer):
-        begun = recorded(bench.place.device, bench.engine._in)
-        bench.place.delay(bench.engine._in)
+        begun = recorded(bench.place.device, bench.engine.streams[IN])
+        bench.place.delay(bench.engine.streams[IN])
         return [begun] * len(copy_layers(copy_layer))
 
     bench.engine._copy_layers = too_early
 
 
 MUTANTS = {
-    "write-backs do not wait for kernels": (without_compute("_out"), write_back_behind_kernels),
-    "loads do not wait for kernels": (without_compute("_in"), load_behind_kernels),
+    "write-backs do not wait for kernels": (without_compute(OUT), write_back_behind_kernels),
+    "loads do not wait for kernels": (without_compute(IN), load_behind_kernels),
     "kernels do not wait for write-backs": (
         without_engine_step("before_overwrite"),
         overwrite_behind_write_back,
@@ -388,7 +385,7 @@ STAGING_MUTANTS = {
         staged_out_behind_a_slow_bus,
     ),
     "copies leave before they are gathered": (
-        without_staging_step("_out", "_before_drain"),
+        without_staging_step("_out", "hand_over"),
         staged_out_behind_slow_kernels,
     ),
     "staging overruns a buffer": (
@@ -396,30 +393,32 @@ STAGING_MUTANTS = {
         staged_in_behind_slow_kernels,
     ),
     "scattering begins before pages have come": (
-        without_staging_step("_in", "_before_drain"),
+        without_staging_step("_in", "hand_over"),
         staged_in_behind_a_slow_bus,
     ),
 }
-BROKEN = [(name, *mutant, backend) for name, mutant in MUTANTS.items() for backend in BACKENDS] + [
-    (name, *mutant, "kernel") for name, mutant in STAGING_MUTANTS.items()
-]
+BROKEN = [
+    (name, *mutant, way, layout)
+    for name, mutant in MUTANTS.items()
+    for way in WAYS
+    for layout in ("layer_first", "page_first_direct")
+] + [(name, *mutant, "dma", "page_first_direct") for name, mutant in STAGING_MUTANTS.items()]
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 @pytest.mark.parametrize(
-    ("break_it", "program", "backend"),
-    [pytest.param(*broken, id=f"{name}-{broken[-1]}") for name, *broken in BROKEN],
+    ("break_it", "program", "way", "layout"),
+    [pytest.param(*broken, id="-".join([name, *broken[2:]])) for name, *broken in BROKEN],
 )
-def test_a_missing_event_is_found(bench, break_it, program, backend, layout):
-    made = bench("mha", layout, backend)
+def test_a_missing_event_is_found(bench, break_it, program, way, layout):
+    made = bench("mha", layout, way)
     break_it(made)
     with pytest.raises(AssertionError):
         program(made)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_layer_signalled_early_is_found(simulated, backend):
-    made = Bench(simulated, "mha", "page_first", backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_signalled_early_is_found(simulated, way):
+    made = Bench(simulated, "mha", "page_first_direct", way)
     signalled_one_layer_early(made)
     with pytest.raises(AssertionError, match="nothing orders it behind 'load of layer"):
         layers_behind_their_events(made)
@@ -430,9 +429,9 @@ def test_a_layer_signalled_early_is_found(simulated, backend):
 
 
 @pytest.mark.parametrize(("kind", "layout"), POOLS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_do_not_wait_for_later_ones(simulated, backend, kind, layout):
-    made = Bench(simulated, kind, layout, backend)
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_do_not_wait_for_later_ones(simulated, way, kind, layout):
+    made = Bench(simulated, kind, layout, way)
     content = made.content(0)
     host = made.filled_host(content)
     hold = made.hold_layer(2, LAYERS - 1)

@@ -3,7 +3,11 @@ between which they run."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,21 +22,31 @@ from hicache_storage.pools import (
     MHAHostPool,
     MLADevicePool,
     MLAHostPool,
+    host_tensor,
 )
 from hicache_storage.transfer import CudaDevice, PageTransfers
-from hicache_storage.transfer.simulator import Hold, StreamSimulator
+from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, PAGES, PAGE = 3, 6, 2
-STAGED = "mapped staged"
-"""The backend `mapped` where there is no Triton."""
 POISON = 0xA5
 HOLD_SECONDS = 30
-SLEEP_CYCLES = 50_000_000
-"""A few hundredths of a second on today's GPUs: longer than any copy here, so that what does not
-wait comes first."""
+HEAD_START_SECONDS = 0.02
+"""What does not wait for a gate is over after this, however slow a GPU is."""
+GATES = 4096
+GATE = """
+extern "C" __global__ void gate(const volatile int* open, unsigned long long nanoseconds) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+  do {
+    __nanosleep(1000);
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (!*open && now - start < nanoseconds);
+}
+"""
+"""A kernel that ends when the host sets a number, or too late for its test."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,18 @@ KINDS = {
 POOLS = [(name, layout) for name, kind in KINDS.items() for layout in kind.host.LAYOUTS]
 
 
+@functools.cache
+def gate():
+    """The driver, the kernel `gate` for this GPU, and the code that it is part of."""
+    from cuda.core import Program, ProgramOptions
+
+    from hicache_storage.transfer.cuda.kernel import driver
+
+    major, minor = torch.cuda.get_device_capability()
+    code = Program(GATE, "c++", ProgramOptions(arch=f"sm_{major}{minor}")).compile("cubin")
+    return driver(), code, driver().CUfunction(int(code.get_kernel("gate").handle))
+
+
 class Simulated:
     """The simulator: copies run piece by piece at random times, and what nothing orders is found
     whenever it ran."""
@@ -89,11 +115,11 @@ class Simulated:
     def __init__(self, seed, pause_seconds=0.0003):
         self.device = StreamSimulator(seed, pause_seconds=pause_seconds)
 
-    def take_triton_away(self):
-        self.device.moves_rows = False
-
-    def delay(self, stream, times=1):
+    def delay(self, stream):
         """Nothing: the verdict does not depend on time."""
+
+    def release(self):
+        """Nothing: see `delay`."""
 
     def host(self, what, **touched):
         self.device.host(what, **touched)
@@ -109,33 +135,54 @@ class Simulated:
 
 
 class Cuda:
-    """A GPU: kernels that take their time keep streams back, so that a copy that does not wait
-    finds poison."""
+    """A GPU: kernels wait for the host, so that a copy that does not wait for them comes first."""
 
     where = "cuda"
 
     def __init__(self, seed):
+        from hicache_storage.transfer.cuda.kernel import address
+
         self.device = CudaDevice()
-        torch.cuda.synchronize()
+        # Page-locked memory that kernels read: a gate's number is 0 while it is closed.
+        self._open = host_tensor((GATES,), torch.int32)
+        self._open.zero_()
+        self._address, self._gates, self._released = address(self._open), 0, 0
+        # CUDA loads a kernel when it is first launched, and may wait for those that run.
+        self.delay(warm := self.device.stream("warm"))
+        self.release()
+        warm.synchronize()
 
-    def take_triton_away(self):
-        self.device._moves_rows = False
+    def delay(self, stream):
+        """Enqueue a kernel that waits for `release`."""
+        values = self._address + 4 * self._gates, HOLD_SECONDS * 10**9
+        places = [ctypes.c_uint64(value) for value in values]
+        arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, places))
+        self._gates += 1
+        driver, _, function = gate()
+        one = (1, 1, 1)
+        where = stream.native.cuda_stream, ctypes.addressof(arguments)
+        error, *_ = driver.cuLaunchKernel(function, *one, *one, 0, *where, 0)
+        assert not int(error)
 
-    def delay(self, stream, times=1):
-        with torch.cuda.stream(stream.native):
-            torch.cuda._sleep(times * SLEEP_CYCLES)
+    def release(self):
+        """Open all gates, after a head start for what does not wait for them."""
+        if self._released < self._gates:
+            time.sleep(HEAD_START_SECONDS)
+            self._open[: self._gates] = 1
+            self._released = self._gates
 
     def host(self, what, **touched):
         """Nothing: the host has waited for what it looks at."""
 
     def hold(self, tensors):
-        """Nothing that can be released: a delay keeps the copies in flight."""
-        return Hold([], 0)
+        """A hold that `release` ends: gates keep the copies in flight."""
+        return SimpleNamespace(release=self.release, expired=False)
 
     def check(self):
         """Nothing: the bytes tell."""
 
     def close(self):
+        self.release()
         torch.cuda.synchronize()
 
 
@@ -156,26 +203,27 @@ class Bench:
     """A pair of pools full of poison, the engine between them, and kernels that write and read
     device pages."""
 
-    def __init__(self, place, kind, layout, backend, *, staging_bytes=1):
+    def __init__(self, place, kind, layout, way, *, staging_bytes=1):
         self.place, self.kind = place, KINDS[kind]
-        if backend == STAGED:
-            backend = "mapped"
-            place.take_triton_away()
         self.device_pool, self.host_pool = self.kind.pair(layout, place.where)
-        for buffer in self.host_pool.buffers:
-            fill(buffer, POISON)
-        for layer in range(LAYERS):
-            for part in self.device_pool.layer(layer):
-                fill(part, POISON)
         self.compute = place.device.stream("compute")
         self.engine = PageTransfers.between(
             place.device,
             self.compute,
             self.device_pool,
             self.host_pool,
-            backend=backend,
+            way=way,
             staging_bytes=staging_bytes,
         )
+        if place.where == "cuda":
+            # Kernels are loaded before one waits for the host.
+            self.engine.write_back(self.slots(0), self.slots(0)).wait()
+            self.engine.load(self.slots(0), self.slots(0)).synchronize()
+        for buffer in self.host_pool.buffers:
+            fill(buffer, POISON)
+        for layer in range(LAYERS):
+            for part in self.device_pool.layer(layer):
+                fill(part, POISON)
         if place.where == "cuda":
             torch.cuda.synchronize()
 
@@ -261,8 +309,8 @@ class Bench:
         return slots
 
     def staging(self, direction):
-        """The staging of write-backs (`_out`) or of loads (`_in`)."""
-        return getattr(self.engine._copies, direction)
+        """The first staging of write-backs (`_out`) or of loads (`_in`)."""
+        return getattr(self.engine._copies, direction)[0].staging
 
     def delay_draining(self, direction):
         """Let what drains the staging buffers take its time, from where filling them may begin."""
@@ -287,9 +335,20 @@ class Bench:
 
     def hold_write_backs_into(self, page):
         """Keep a write-back into a host page in flight until that is released."""
-        return self.place.hold(self.engine._host_pages.whole(page, 1))
+        host = self.engine._host_pages
+        return self.place.hold(
+            [part[page] for layer in range(LAYERS) for part in host.layer(layer)]
+        )
+
+    def wait(self, copy):
+        """Wait for a write-back."""
+        # One that is over already has waited for no gate, and what it copies must not, either.
+        if not copy.done():
+            self.place.release()
+        copy.wait()
 
     def finish(self):
+        self.place.release()
         self.compute.synchronize()
         self.place.check()
 

@@ -302,15 +302,13 @@ def build_pools(
         compute: the model's stream.
 
     Raises:
-        InvalidPoolError: there is not enough memory, or `backend` cannot access it.
+        InvalidPoolError: there is not enough memory, or the device cannot access it.
     """
     pairs = {
         name: _make_pair(config, name, geometry, host_slots[name])
         for name, geometry in config.pools.items()
     }
-    transfers = HybridTransfers(
-        device, compute, {str(name): pair for name, pair in pairs.items()}, backend=config.backend
-    )
+    transfers = HybridTransfers(device, compute, {str(name): pair for name, pair in pairs.items()})
     group = HostPoolGroup(_make_entry(name, pair, transfers) for name, pair in pairs.items())
     return StackPools(
         {name: pair.device_pool for name, pair in pairs.items()},

@@ -21,13 +21,11 @@ from hicache_storage.hybrid.stack.geometry import (
 )
 from hicache_storage.layers.options import StorageOptions
 from hicache_storage.spec import ConfigError, PoolName, StorageIdentity, parse_bytes
-from hicache_storage.transfer import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hicache_storage.hybrid.stack.geometry import PoolGeometry
-    from hicache_storage.transfer import Backend
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
@@ -86,8 +84,6 @@ class StackConfig(ABC):
     """Layout of KV on the host; side pools have the same, or `page_first` if they lack it."""
     device: str = "cuda"
     """A torch device; on "cpu" copies run on the stream simulator."""
-    backend: Backend = "direct"
-    """Back end of the copies, see `PageTransfers`."""
     pin_memory: bool = True
     """Lock host memory for CUDA copies, where CUDA is available."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -201,12 +197,8 @@ class StackConfig(ABC):
 
     def _check_choices(self) -> None:
         layouts = self._attention().layouts
-        for name, value, allowed in (
-            ("layout", self.layout, layouts),
-            ("backend", self.backend, BACKENDS),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+        if self.layout not in layouts:
+            raise ConfigError(f"layout must be one of {', '.join(layouts)}; got {self.layout!r}")
         try:
             kind = torch.device(self.device).type
         except RuntimeError as error:

@@ -1,1 +1,1 @@
-"""Streams and copies of a CUDA device."""
+"""CUDA: streams and events of torch, a kernel compiled by NVRTC, and DMA in batches."""

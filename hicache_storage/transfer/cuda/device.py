@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from hicache_storage.pools.cuda_runtime import cuda_runtime
+from hicache_storage.pools.cuda_runtime import cuda_runtime, forget_error
 from hicache_storage.spec import ConfigError, InvalidPoolError, InvalidTransferError
-from hicache_storage.transfer.cuda.runtime import (
-    copy_rows,
-    copy_with_gaps,
-    is_capturing,
-    mapped_tensor,
-)
-from hicache_storage.transfer.regions.rows import gather_rows, scatter_rows
-from hicache_storage.transfer.streams import Rows, StreamFailedError
-from hicache_storage.transfer.uploads import UploadBuffers
+from hicache_storage.transfer.cuda.dma import copy_pieces, memcpy
+from hicache_storage.transfer.cuda.kernel import CudaRowCopy, is_capturing
+from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hicache_storage.transfer.regions.runs import RowRuns
-    from hicache_storage.transfer.streams import Event, Stream
+    from hicache_storage.transfer.streams import (
+        Event,
+        PageTable,
+        Priority,
+        RowCopy,
+        RowSide,
+        Stream,
+    )
 
-logger = logging.getLogger(__name__)
-
-COPY_BLOCKS: Final = 8
-"""Multiprocessors that a kernel of the backend `mapped` occupies at most."""
+PREPARED_UPLOADS: Final = 4
+"""Page-locked buffers that a page table has from the beginning on."""
 
 
 class CudaEvent:
@@ -58,9 +54,9 @@ class CudaEvent:
         return self._is_recorded
 
     def record(self, stream: Stream) -> None:
-        native = _cuda(stream).native
-        _refuse_capture(native)
-        self.native.record(native)
+        cuda = _cuda(stream)
+        cuda.refuse_capture()
+        self.native.record(cuda.native)
         self._is_recorded = True
 
     def query(self) -> bool:
@@ -82,156 +78,116 @@ class CudaStream:
     Wrap `torch.cuda.current_stream()` to have copies wait for a model's kernels.
 
     After a kernel has failed, CUDA refuses every further call on the device: what waits raises
-    `StreamFailedError`, what enqueues torch's own error.
+    `StreamFailedError`, what enqueues torch's own error or that.
 
     Args:
-        native: the stream.
-        copy_blocks: multiprocessors that `move_rows` occupies at most.
-        event: makes the events that it records itself.
+        may_capture: False for a stream that no graph captures: one question less at each call.
     """
 
-    def __init__(
-        self,
-        native: torch.cuda.Stream,
-        *,
-        copy_blocks: int = COPY_BLOCKS,
-        event: Callable[[], CudaEvent] = CudaEvent,
-    ) -> None:
+    def __init__(self, native: torch.cuda.Stream, *, may_capture: bool = True) -> None:
         self.native = native
-        self._copy_blocks = copy_blocks
-        self._uploads = UploadBuffers(_pinned, event)
+        self._may_capture = may_capture
+        self._handle: int = native.cuda_stream
 
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, CudaEvent):
             raise TypeError(f"a CUDA stream waits for CUDA events, not for {type(event).__name__}")
-        _refuse_capture(self.native)
+        self.refuse_capture()
         if event.is_recorded:
             self.native.wait_event(event.native)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         with torch.cuda.stream(self.native):
-            # torch copies these without gaps in one asynchronous call. With gaps between host and
-            # device it would copy through pageable memory and wait.
-            if destination.device == source.device or (
-                destination.is_contiguous() and source.is_contiguous()
-            ):
-                destination.copy_(source, non_blocking=True)
-            else:
-                copy_with_gaps(destination, source, self.native)
+            destination.copy_(source, non_blocking=True)
+
+    def upload(self, table: PageTable, columns: tuple[torch.Tensor, torch.Tensor]) -> None:
+        table = cast("CudaPageTable", table)
+        pinned, uploaded = table.take(columns)
+        size = pinned.numel() * pinned.element_size()
+        _check(memcpy(table.columns[0], pinned.data_ptr(), size, self._handle), "upload")
+        uploaded.record(self)
 
     def copy_rows(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+        self, rows: RowCopy, table: PageTable, parts: range, pages: range, what: str
     ) -> None:
-        with torch.cuda.stream(self.native):
-            copy_rows(destination, source, rows, self.native)
+        columns = cast("CudaPageTable", table).columns
+        error = cast("CudaRowCopy", rows).launch(self._handle, columns, parts, pages)
+        if error:
+            raise StreamFailedError(f"{what} failed with CUDA error {error}")
 
-    def upload(self, rows: torch.Tensor) -> Rows:
-        pinned, uploaded = self._uploads.take(len(rows))
-        pinned.copy_(rows)
-        with torch.cuda.stream(self.native):
-            # Of this stream's own memory, which comes again only to what is enqueued behind the
-            # kernels that read it.
-            device = torch.empty(len(rows), dtype=torch.int64, device=self.native.device)
-            device.copy_(pinned, non_blocking=True)
-        uploaded.record(self)
-        # A copy: the caller may change `rows` before the stream has come here.
-        return Rows(rows.clone(), device)
-
-    def gather(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str
+    def copy_pieces(
+        self, destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, what: str
     ) -> None:
-        with torch.cuda.stream(self.native):
-            gather_rows(destination, source, rows.device)
-
-    def scatter(
-        self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
-    ) -> None:
-        with torch.cuda.stream(self.native):
-            scatter_rows(destination, rows.device, source)
-
-    def move_rows(
-        self,
-        destination: torch.Tensor,
-        destination_rows: Rows,
-        source: torch.Tensor,
-        source_rows: Rows,
-        what: str,
-    ) -> None:
-        from hicache_storage.transfer.cuda.row_kernel import launch
-
-        with torch.cuda.stream(self.native):
-            launch(
-                destination, destination_rows.device, source, source_rows.device, self._copy_blocks
-            )
+        _check(copy_pieces(destinations, sources, sizes, self._handle), what)
 
     def synchronize(self) -> None:
         _wait(self.native)
+
+    def refuse_capture(self) -> None:
+        """Refuse a stream that is being captured into a graph.
+
+        A copy would become part of the graph, or end its capture: each replay needs events and
+        pages of its own.
+        """
+        if self._may_capture and is_capturing(self._handle):
+            raise InvalidTransferError(
+                "a CUDA graph is being captured on this stream; call the cache, and "
+                "LayerCounter.wait for the graph's last layer, before the graph is replayed"
+            )
+
+
+class CudaPageTable:
+    """Page numbers on the device, and page-locked buffers that they are uploaded from in turn.
+
+    Locking memory may wait for the device, so there are no new buffers as long as the oldest is
+    free.
+    """
+
+    def __init__(self, pages: int, device: torch.device, event: Callable[[], CudaEvent]) -> None:
+        self._pages = pages
+        self._memory = torch.empty(2 * pages, dtype=torch.int64, device=device)
+        # A former owner of this memory may still use it.
+        torch.cuda.current_stream(device).synchronize()
+        self._event = event
+        self._buffers = deque((_pinned(2 * pages), event()) for _ in range(PREPARED_UPLOADS))
+        self.columns = [self._memory.data_ptr()] * 2
+        """Addresses of the two columns of the last upload."""
+
+    def take(self, columns: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, CudaEvent]:
+        """Put page numbers into a buffer; and the event to be recorded behind the upload from it."""
+        buffer, uploaded = self._buffers[0]
+        if uploaded.query():
+            self._buffers.popleft()
+        else:
+            buffer, uploaded = _pinned(2 * self._pages), self._event()
+        self._buffers.append((buffer, uploaded))
+        first, second = columns
+        self.columns[1] = self.columns[0] + first.numel() * first.element_size()
+        numbers = buffer[: first.numel() + second.numel()]
+        torch.cat((first, second), out=numbers)
+        return numbers, uploaded
 
 
 class CudaDevice:
     """Makes streams of one CUDA device.
 
-    Its streams have the lowest priority that CUDA knows, so that the blocks of a model's kernels go
-    first where the model runs on a stream of a higher one, such as
-    `torch.cuda.Stream(priority=-1)`.
-
     Args:
         device: such as `"cuda:0"`; without a number, or None, the one that is current now.
-        copy_blocks: multiprocessors that a kernel of the backend `mapped` occupies at most.
 
     Raises:
-        ConfigError: there is no such device, or `copy_blocks` is not positive.
+        ConfigError: there is no such device.
     """
 
-    def __init__(
-        self, device: torch.device | str | None = None, *, copy_blocks: int = COPY_BLOCKS
-    ) -> None:
-        if copy_blocks < 1:
-            raise ConfigError(f"copy_blocks must be at least 1, got {copy_blocks}")
+    def __init__(self, device: torch.device | str | None = None) -> None:
         self._device = cuda_device("cuda" if device is None else device)
-        self._copy_blocks = copy_blocks
-        self._moves_rows: bool | None = None
         self._events = deque[torch.cuda.Event]()
         cuda_runtime()
 
-    @property
-    def moves_rows(self) -> bool:
-        """True if Triton is installed and compiles for this device.
-
-        Tried once, which takes a second or two.
-        """
-        if self._moves_rows is None:
-            self._moves_rows = self._compiles()
-        return self._moves_rows
-
-    def _compiles(self) -> bool:
-        if importlib.util.find_spec("triton") is None:
-            return False
-        try:
-            from hicache_storage.transfer.cuda.row_kernel import launch
-
-            rows, memory = (
-                torch.zeros(1, dtype=torch.int64, device=self._device),
-                torch.zeros(2, 8, device=self._device),
-            )
-            with torch.cuda.device(self._device):
-                # Only a launch tells: Triton compiles at the first call, with a compiler of this
-                # machine.
-                launch(memory, rows, memory, rows + 1, 1)
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:  # noqa: BLE001 - a compiler can fail in any way, and there is another kernel
-            logger.warning(
-                "Triton cannot compile for %s; 'mapped' copies through a buffer: %r",
-                self._device,
-                error,
-            )
-            return False
-        return True
-
-    def stream(self, name: str) -> CudaStream:
-        # The lowest priority: kernels of a model on a stream of a higher one go first.
-        native = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call] # torch does not annotate it
-        return CudaStream(native, copy_blocks=self._copy_blocks, event=self.event)
+    def stream(self, name: str, priority: Priority | None = None) -> CudaStream:
+        lowest, highest = cast("Any", torch.cuda.Stream).priority_range()
+        number = highest if priority == "highest" else lowest
+        native = torch.cuda.Stream(self._device, priority=number)  # type: ignore[no-untyped-call] # torch does not annotate it
+        return CudaStream(native, may_capture=priority is None)
 
     def event(self) -> CudaEvent:
         return CudaEvent(self._events)
@@ -242,7 +198,7 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             raise InvalidPoolError(
                 f"cannot allocate {size} bytes of staging on {self._device} ({error}); pass a "
-                "smaller staging_bytes, or the backend 'direct', which needs none"
+                "smaller staging_bytes, or way='kernel', which needs none"
             ) from error
         for native in (_cuda(stream).native for stream in streams):
             # A former owner of this memory may still use it, on the current stream.
@@ -252,11 +208,12 @@ class CudaDevice:
             memory.record_stream(native)
         return memory
 
-    def is_locked(self, memory: torch.Tensor) -> bool:
-        return memory.device.type == "cuda" or memory.is_pinned()
+    def page_table(self, pages: int) -> CudaPageTable:
+        return CudaPageTable(pages, self._device, self.event)
 
-    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
-        return mapped_tensor(memory, self._device)
+    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> CudaRowCopy:
+        with torch.cuda.device(self._device):
+            return CudaRowCopy((destination, source), self._device, blocks)
 
 
 def cuda_device(device: torch.device | str) -> torch.device:
@@ -283,17 +240,11 @@ def _pinned(rows: int) -> torch.Tensor:
     return torch.empty(rows, dtype=torch.int64, pin_memory=True)
 
 
-def _refuse_capture(native: torch.cuda.Stream) -> None:
-    """Refuse a stream that is being captured into a graph.
-
-    A copy would become part of the graph, or end its capture: each replay needs events and pages of
-    its own.
-    """
-    if is_capturing(native.cuda_stream):
-        raise InvalidTransferError(
-            "a CUDA graph is being captured on this stream; call the cache, and LayerCounter.wait "
-            "for the graph's last layer, before the graph is replayed"
-        )
+def _check(error: int, what: str) -> None:
+    if error:
+        # The runtime keeps it, and torch would raise it at the next kernel.
+        forget_error()
+        raise StreamFailedError(f"{what} failed with CUDA error {error}")
 
 
 def _wait(native: torch.cuda.Event | torch.cuda.Stream) -> None:

@@ -4,14 +4,43 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from hicache_storage.transfer.simulator.clocks import Clock
+HOST: Final = 0
+"""The actor that enqueues and waits: calls of several threads are ordered by the caller."""
+
+
+class Clock:
+    """A vector clock: the last known step of each actor."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self, times: dict[int, int] | None = None) -> None:
+        self._times = dict(times or {})
+
+    def tick(self, actor: int) -> int:
+        """Let an actor take a step; its new time."""
+        self._times[actor] = time = self._times.get(actor, 0) + 1
+        return time
+
+    def join(self, other: Clock) -> None:
+        """Know what `other` knows, too."""
+        for actor, time in other._times.items():
+            if time > self._times.get(actor, 0):
+                self._times[actor] = time
+
+    def knows(self, actor: int, time: int) -> bool:
+        """Return True if a step of an actor happened before this clock."""
+        return self._times.get(actor, 0) >= time
+
+    def copy(self) -> Clock:
+        """A snapshot."""
+        return Clock(self._times)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,10 +57,7 @@ class Access:
     """Vector clock of the access, itself included."""
 
     def follows(self, other: Access) -> bool:
-        """Return True if `other` happened before this access.
-
-        By the order of a stream, by events, or by the host.
-        """
+        """Return True if `other` is before it by a stream's order, by events, or by the host."""
         return self.clock.knows(other.actor, other.time)
 
     def __str__(self) -> str:
@@ -65,12 +91,9 @@ class _Cell:
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict[int, Access])
 
-    def copy(self) -> _Cell:
-        return _Cell(self.write, dict(self.reads))
-
 
 class ShadowMemory:
-    """Shadow memory: the last accesses to each byte. Not thread-safe.
+    """The last accesses to each byte. Not thread-safe.
 
     All addresses are covered by cells; a cell is split where an access begins or ends within it.
     """
@@ -81,47 +104,32 @@ class ShadowMemory:
         self._names: list[tuple[int, int, str]] = []
 
     def name(self, start: int, end: int, name: str) -> None:
-        """Return the name of a range of addresses, for messages."""
+        """Name a range of addresses, for messages."""
         self._names.append((start, end, name))
 
-    def read(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` reads ranges of addresses.
+    def access(
+        self, access: Access, runs: Sequence[tuple[int, int]], *, writes: bool
+    ) -> list[Race]:
+        """Note an access to ranges of addresses.
 
         Returns the races that this makes, one for each other operation.
         """
         found = dict[Access, Race]()
         for run in runs:
             for cell in self._between(*run):
-                if cell.write is not None and not access.follows(cell.write):
-                    found.setdefault(
-                        cell.write, Race(cell.write, access, True, False, self._describe(run))
-                    )
-                # The last read of an actor stands for its earlier ones, which its own order puts
-                # before it.
-                cell.reads[access.actor] = access
-        return list(found.values())
-
-    def write(self, access: Access, runs: Sequence[tuple[int, int]]) -> list[Race]:
-        """Note that `access` writes ranges of addresses.
-
-        Returns the races that this makes, one for each other operation.
-        """
-        found = dict[Access, Race]()
-        for run in runs:
-            for cell in self._between(*run):
-                for other in cell.reads.values():
+                others = list(cell.reads.values()) if writes else []
+                for other in (*others, *([cell.write] if cell.write else [])):
                     if not access.follows(other):
-                        found.setdefault(
-                            other, Race(other, access, False, True, self._describe(run))
-                        )
-                if cell.write is not None and not access.follows(cell.write):
-                    found.setdefault(
-                        cell.write, Race(cell.write, access, True, True, self._describe(run))
-                    )
-                # What follows this write follows the accesses before it as well, or their race has
-                # been found.
-                cell.write = access
-                cell.reads.clear()
+                        race = Race(other, access, other is cell.write, writes, self._describe(run))
+                        found.setdefault(other, race)
+                if writes:
+                    # What follows this write follows the accesses before it as well, or their race
+                    # has been found.
+                    cell.write = access
+                    cell.reads.clear()
+                else:
+                    # The last read of an actor stands for its earlier ones.
+                    cell.reads[access.actor] = access
         return list(found.values())
 
     def writers(self, runs: Sequence[tuple[int, int]]) -> list[Access]:
@@ -130,15 +138,13 @@ class ShadowMemory:
         return list(dict.fromkeys(access for access in found if access is not None))
 
     def _between(self, start: int, end: int) -> list[_Cell]:
-        self._split(start)
-        self._split(end)
+        for address in (start, end):
+            at = bisect_left(self._starts, address)
+            if at == len(self._starts) or self._starts[at] != address:
+                former = self._cells[at - 1]
+                self._starts.insert(at, address)
+                self._cells.insert(at, _Cell(former.write, dict(former.reads)))
         return self._cells[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
-
-    def _split(self, address: int) -> None:
-        at = bisect_left(self._starts, address)
-        if at == len(self._starts) or self._starts[at] != address:
-            self._starts.insert(at, address)
-            self._cells.insert(at, self._cells[at - 1].copy())
 
     def _describe(self, run: tuple[int, int]) -> str:
         for start, end, name in self._names:
@@ -155,8 +161,7 @@ def byte_runs(tensor: torch.Tensor) -> list[tuple[int, int]]:
     starts, length = [tensor.data_ptr()], size
     # From the innermost axis outwards: an axis that continues the run makes it longer, any other
     # repeats it.
-    axes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
-    for stride, count in axes:
+    for stride, count in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if count == 1:
             continue
         if stride * size == length:

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from random import Random
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
-from hicache_storage.transfer.regions.rows import rows_of
-from hicache_storage.transfer.simulator.clocks import HOST, Clock
-from hicache_storage.transfer.simulator.operations import Copy, Gather, Move, Place, Scatter, Wait
-from hicache_storage.transfer.simulator.races import Access, Race, ShadowMemory, byte_runs
-from hicache_storage.transfer.streams import Rows, StreamFailedError
+from hicache_storage.transfer.plan import geometry
+from hicache_storage.transfer.simulator.races import (
+    HOST,
+    Access,
+    Clock,
+    Race,
+    ShadowMemory,
+    byte_runs,
+)
+from hicache_storage.transfer.streams import StreamFailedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from types import TracebackType
 
     import torch
 
-    from hicache_storage.transfer.regions.runs import RowRuns
-    from hicache_storage.transfer.simulator.operations import StreamOperation
-    from hicache_storage.transfer.streams import Event, Stream
+    from hicache_storage.transfer.streams import (
+        Event,
+        PageTable,
+        Priority,
+        RowCopy,
+        RowSide,
+        Stream,
+    )
 
-PAUSE_SECONDS = 0.001
-"""Default limit of the pauses between two pieces of a copy."""
-MAX_WAIT_SECONDS = 120.0
+    Runs = Sequence[tuple[int, int]]
+    """Ranges of addresses."""
+    Piece = Callable[[int, int], object]
+    """Does the given one of so many shares of an operation."""
+
+PAUSE_SECONDS: Final = 0.001
+"""Default limit of the pauses between two pieces of an operation."""
+MAX_WAIT_SECONDS: Final = 120.0
 """Limit of a wait: what a test enqueues takes a small part of it."""
-POISON = 0xA5
+MAX_PIECES: Final = 4
+POISON: Final = 0xA5
 """Value of every byte of new scratch memory, which exposes reads of unwritten memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """Keeps copies into some memory from beginning, until it is released or its time is over."""
+    """Keeps operations that write some memory from beginning, until released or out of time."""
 
-    runs: Sequence[tuple[int, int]]
+    runs: Runs
     seconds: float
     expired: bool = False
     """True if the time limit has passed before the release."""
@@ -48,7 +64,7 @@ class Hold:
         """Let them begin."""
         self._over.set()
 
-    def concerns(self, runs: Sequence[tuple[int, int]]) -> bool:
+    def concerns(self, runs: Runs) -> bool:
         """Return True if one of the ranges overlaps those held."""
         return any(
             start < other_end and other < end
@@ -63,10 +79,57 @@ class Hold:
             self._over.set()
 
 
+class SimulatedTable:
+    """Page numbers: as the host gave them, and as kernels find them."""
+
+    def __init__(self, pages: int) -> None:
+        import torch
+
+        self.host: tuple[torch.Tensor, ...] = ()
+        # What is read before it has come names no page.
+        self.device = [torch.full((pages,), -1) for _ in range(2)]
+
+
+class SimulatedRows:
+    """A prepared kernel: the views that it writes and reads, and where their page numbers are."""
+
+    def __init__(self, sides: tuple[RowSide, RowSide]) -> None:
+        import torch
+
+        for views in zip(*(side.views for side in sides), strict=True):
+            # Refuses what the kernel does not know.
+            geometry(*views)
+        self.columns = [side.column for side in sides]
+        # As bytes: torch indexes those of every element type.
+        self.views = [[view.view(torch.uint8) for view in side.views] for side in sides]
+
+    def pages(self, side: int, numbers: Sequence[torch.Tensor], pages: range) -> torch.Tensor:
+        """The page numbers of one side."""
+        column = self.columns[side]
+        if column is None:
+            return numbers[0].new_tensor(range(len(pages)))
+        return numbers[column][pages.start : pages.stop]
+
+    def runs(self, side: int, parts: range, pages: torch.Tensor) -> list[tuple[int, int]]:
+        """The bytes of some pages of some parts."""
+        runs = list[tuple[int, int]]()
+        for view in self.views[side][parts.start : parts.stop]:
+            page, pitch = byte_runs(view[0]), view.stride(0)
+            for number in sorted(set(cast("list[int]", pages.tolist()))):
+                if not 0 <= number < len(view):
+                    raise IndexError(f"page {number} of {len(view)}")
+                for start, end in page:
+                    run = start + number * pitch, end + number * pitch
+                    if runs and runs[-1][1] == run[0]:
+                        run = runs.pop()[0], run[1]
+                    runs.append(run)
+        return runs
+
+
 class StreamSimulator:
     """A device whose streams are threads on the CPU. To be closed, or used in a `with` statement.
 
-    Copies take effect when they run, piece by piece with pauses drawn from the seed, so that an
+    Operations take effect when they run, piece by piece with pauses drawn from the seed, so that an
     order that nothing enforces sooner or later shows in the bytes. The verdict does not wait for
     that: `races` has every two operations on the same bytes, one of them writing, that neither a
     stream's order nor an event nor a wait of the host puts in order. It depends on what was
@@ -76,26 +139,23 @@ class StreamSimulator:
 
     Args:
         seed: of pauses and pieces.
-        pause_seconds: the longest pause between two pieces of a copy.
-        moves_rows: whether streams have `move_rows`, as on machines with Triton.
+        pause_seconds: the longest pause between two pieces of an operation.
     """
 
-    def __init__(
-        self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS, moves_rows: bool = True
-    ) -> None:
-        self.moves_rows = moves_rows
+    def __init__(self, seed: int | str = 0, *, pause_seconds: float = PAUSE_SECONDS) -> None:
         self.races: list[Race] = []
         """Races found so far, in the order of enqueueing."""
         self._seed = seed
         self._pause_seconds = pause_seconds
         # Guards clocks, shadow memory and the lists: hosts enqueue from several threads, and the
         # streams' own threads look for holds.
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may settle another engine's copies anywhere.
+        self._lock = threading.RLock()
         self._host = Clock()
         self._shadow = ShadowMemory()
         self._streams: list[SimulatedStream] = []
         self._holds: list[Hold] = []
-        self._scratch_numbers = count()
+        self._numbers = count()
         # Memory that was given back could come again as another tensor's, and its past would be
         # taken for that one's.
         self._kept = dict[int, "torch.Tensor"]()
@@ -103,15 +163,10 @@ class StreamSimulator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def stream(self, name: str) -> SimulatedStream:
+    def stream(self, name: str, priority: Priority | None = None) -> SimulatedStream:
         with self._lock:
             actor = HOST + 1 + len(self._streams)
             stream = SimulatedStream(self, name, actor, Random(f"{self._seed}/{name}/{actor}"))
@@ -126,42 +181,37 @@ class StreamSimulator:
         import torch
 
         memory = torch.full((size,), POISON, dtype=torch.uint8)
-        self.name(f"scratch {next(self._scratch_numbers)}", memory)
-        with self._lock:
-            self._kept[memory.untyped_storage().data_ptr()] = memory
+        self.name(f"scratch {next(self._numbers)}", memory)
+        self._keep([memory])
         return memory
 
-    def is_locked(self, memory: torch.Tensor) -> bool:
-        """Return True: copies never run in the enqueueing thread."""
-        return True
+    def page_table(self, pages: int) -> SimulatedTable:
+        return SimulatedTable(pages)
 
-    def mapped(self, memory: torch.Tensor) -> torch.Tensor:
-        """The memory itself: there is only one."""
-        return memory
+    def row_copy(self, destination: RowSide, source: RowSide, blocks: int) -> SimulatedRows:
+        # Also of copies by DMA, which know addresses only.
+        self._keep([*destination.views, *source.views])
+        return SimulatedRows((destination, source))
 
     def name(self, name: str, tensor: torch.Tensor) -> None:
         """Say what messages call a contiguous tensor's memory."""
-        for start, end in byte_runs(tensor):
-            with self._lock:
+        with self._lock:
+            for start, end in byte_runs(tensor):
                 self._shadow.name(start, end, name)
 
     def host(
         self, what: str, *, reads: Iterable[torch.Tensor] = (), writes: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Note that the host touches memory now.
-
-        Itself, or through a call that returns before the host goes on.
-        """
+        """Note that the host touches memory now, by itself or through a call that returns first."""
+        reads, writes = list(reads), list(writes)
+        self._keep([*reads, *writes])
         with self._lock:
             access = Access(what, "host", HOST, self._host.tick(HOST), self._host.copy())
-            self._note(access, reads, writes)
+            self._note(access, _runs(reads), _runs(writes))
 
     def hold(self, tensors: Iterable[torch.Tensor], seconds: float) -> Hold:
-        """Keep copies into these tensors that have not begun from beginning.
-
-        For `seconds` at most.
-        """
-        hold = Hold([run for tensor in tensors for run in byte_runs(tensor)], seconds)
+        """Keep operations that write these tensors from beginning, for `seconds` at most."""
+        hold = Hold(_runs(tensors), seconds)
         with self._lock:
             self._holds.append(hold)
         return hold
@@ -186,75 +236,41 @@ class StreamSimulator:
     def copy(
         self, stream: SimulatedStream, destination: torch.Tensor, source: torch.Tensor, what: str
     ) -> None:
-        """Enqueue a copy, and judge it."""
-        run = partial(Copy, destination, source)
-        self._enqueue(stream, what, run, reads=[source], writes=[destination])
+        """Enqueue a copy between tensors, and judge it."""
+        self._keep([destination, source])
+        axis = max(range(destination.dim()), key=lambda axis: destination.shape[axis], default=0)
 
-    def copy_rows(
-        self,
-        stream: SimulatedStream,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        rows: RowRuns,
-        what: str,
-    ) -> None:
-        """Enqueue a copy of rows, and judge it."""
-        run = partial(Move, destination, rows.destinations, source, rows.sources)
-        reads, writes = rows_of(source, rows.sources), rows_of(destination, rows.destinations)
-        self._enqueue(stream, what, run, reads=list(reads), writes=list(writes))
+        def run(share: int, shares: int) -> None:
+            to, origin = (each.tensor_split(shares, axis) for each in (destination, source))
+            to[share].copy_(origin[share])
 
-    def gather(
-        self,
-        stream: SimulatedStream,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        rows: Rows,
-        what: str,
-    ) -> None:
-        """Enqueue a gathering kernel, and judge it."""
-        run = partial(Gather, destination, source, rows.device)
-        self._enqueue(
-            stream,
-            what,
-            run,
-            reads=[rows.device, *rows_of(source, rows.host)],
-            writes=[destination],
-        )
+        self.enqueue(stream, what, run, byte_runs(source), byte_runs(destination))
 
-    def scatter(
-        self,
-        stream: SimulatedStream,
-        destination: torch.Tensor,
-        rows: Rows,
-        source: torch.Tensor,
-        what: str,
+    def enqueue(
+        self, stream: SimulatedStream, what: str, piece: Piece, reads: Runs, writes: Runs
     ) -> None:
-        """Enqueue a scattering kernel, and judge it."""
-        run = partial(Scatter, destination, rows.device, source)
-        self._enqueue(
-            stream,
-            what,
-            run,
-            reads=[rows.device, source],
-            writes=list(rows_of(destination, rows.host)),
-        )
+        """Enqueue an operation, and judge it by the bytes that it reads and writes."""
 
-    def move_rows(
-        self,
-        stream: SimulatedStream,
-        destination: torch.Tensor,
-        destination_rows: Rows,
-        source: torch.Tensor,
-        source_rows: Rows,
-        what: str,
-    ) -> None:
-        """Enqueue a kernel that copies rows, and judge it."""
-        run = partial(Move, destination, destination_rows.device, source, source_rows.device)
-        numbers = [destination_rows.device, source_rows.device]
-        writes = list(rows_of(destination, destination_rows.host))
-        self._enqueue(
-            stream, what, run, reads=[*numbers, *rows_of(source, source_rows.host)], writes=writes
-        )
+        def run(random: Random) -> None:
+            with self._lock:
+                holds = [hold for hold in self._holds if hold.concerns(writes)]
+            # Outside of the lock: other streams go on, and `release` must not have to wait.
+            for hold in holds:
+                hold.wait()
+            shares = random.randint(1, MAX_PIECES)
+            for share in range(shares):
+                # Half of the pauses are none, so that streams also overtake each other by much.
+                if random.random() < 0.5:
+                    time.sleep(random.random() * self._pause_seconds)
+                piece(share, shares)
+
+        with self._lock:
+            stream.clock.join(self._host)
+            step, where = stream.clock.tick(stream.actor), f"stream {stream.name}"
+            access = Access(what, where, stream.actor, step, stream.clock.copy())
+            self._note(access, reads, writes)
+            # Under the same lock as the judgement: the queue has the order that was judged.
+            stream.put(run)
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         """Let an event stand for what a stream holds."""
@@ -263,60 +279,36 @@ class StreamSimulator:
             # on.
             stream.clock.join(self._host)
             event.clock = stream.clock.copy()
-            event.place = stream.enqueue(None)
+            event.place = stream.put(None)
 
-    def order_behind(self, stream: SimulatedStream, event: SimulatedEvent) -> Place | None:
-        """Note that a stream waits for an event; the place to wait for."""
+    def order_behind(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """Let a stream wait for an event."""
         with self._lock:
             stream.clock.join(event.clock)
-            return event.place
+            place = event.place
+        if place is not None:
+            stream.put(lambda random: place.reached.wait())
 
     def order_host_behind(self, event: SimulatedEvent) -> None:
         """Note that the host has seen an event complete."""
         with self._lock:
             self._host.join(event.clock)
 
-    def _enqueue(
-        self,
-        stream: SimulatedStream,
-        what: str,
-        operation: Callable[[float, Callable[[], None]], StreamOperation],
-        *,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-    ) -> None:
-        # Made before the lock is taken, which it takes itself when it runs.
-        admission = self._admission([run for tensor in writes for run in byte_runs(tensor)])
+    def _note(self, access: Access, reads: Runs, writes: Runs) -> None:
+        self.races += self._shadow.access(access, reads, writes=False)
+        self.races += self._shadow.access(access, writes, writes=True)
+
+    def _keep(self, tensors: Sequence[torch.Tensor]) -> None:
         with self._lock:
-            stream.clock.join(self._host)
-            time = stream.clock.tick(stream.actor)
-            self._note(
-                Access(what, f"stream {stream.name}", stream.actor, time, stream.clock.copy()),
-                reads,
-                writes,
-            )
-            # Under the same lock as the judgement: the queue has the order that was judged.
-            stream.enqueue(operation(self._pause_seconds, admission))
+            self._kept.update((each.untyped_storage().data_ptr(), each) for each in tensors)
 
-    def _note(
-        self, access: Access, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
-    ) -> None:
-        for tensor in reads:
-            self._kept[tensor.untyped_storage().data_ptr()] = tensor
-            self.races += self._shadow.read(access, byte_runs(tensor))
-        for tensor in writes:
-            self._kept[tensor.untyped_storage().data_ptr()] = tensor
-            self.races += self._shadow.write(access, byte_runs(tensor))
 
-    def _admission(self, runs: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        def wait() -> None:
-            with self._lock:
-                holds = [hold for hold in self._holds if hold.concerns(runs)]
-            # Outside of the lock: other streams go on, and `release` must not have to wait.
-            for hold in holds:
-                hold.wait()
+class _Place:
+    """Position of a recorded event in a stream. `error` is the failure of an earlier operation."""
 
-        return wait
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.error: BaseException | None = None
 
 
 class SimulatedStream:
@@ -329,8 +321,9 @@ class SimulatedStream:
         """Clock of the next operation; guarded by the simulator's lock."""
         self._simulator = simulator
         self._random = random
-        self._queue = SimpleQueue[tuple["StreamOperation | None", Place]]()
+        self._queue = SimpleQueue[tuple["Callable[[Random], object] | None", _Place] | None]()
         self._error: BaseException | None = None
+        self._has_ended = False
         # A daemon: a test that fails half-way must not keep the interpreter from exiting.
         self._thread = threading.Thread(target=self._serve, name=f"stream-{name}", daemon=True)
         self._thread.start()
@@ -340,73 +333,87 @@ class SimulatedStream:
             raise TypeError(
                 f"a simulated stream waits for simulated events, not for {type(event).__name__}"
             )
-        place = self._simulator.order_behind(self, event)
-        if place is not None:
-            self.enqueue(Wait(place))
+        self._simulator.order_behind(self, event)
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, what: str) -> None:
         self._simulator.copy(self, destination, source, what)
 
+    def upload(self, table: PageTable, columns: tuple[torch.Tensor, torch.Tensor]) -> None:
+        table = cast("SimulatedTable", table)
+        table.host = tuple(numbers.clone() for numbers in columns)
+        for to, numbers in zip(table.device, table.host, strict=True):
+            self._simulator.copy(self, to[: len(numbers)], numbers, "upload of page numbers")
+
     def copy_rows(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: RowRuns, what: str
+        self, rows: RowCopy, table: PageTable, parts: range, pages: range, what: str
     ) -> None:
-        self._simulator.copy_rows(self, destination, source, rows, what)
+        rows, table = cast("SimulatedRows", rows), cast("SimulatedTable", table)
+        writes, reads = (
+            rows.runs(side, parts, rows.pages(side, table.host, pages)) for side in (0, 1)
+        )
+        for column in {*rows.columns} - {None}:
+            reads += byte_runs(table.device[cast("int", column)][pages.start : pages.stop])
 
-    def upload(self, rows: torch.Tensor) -> Rows:
-        host = rows.clone()
-        # What is read before it has come names no row.
-        uploaded = Rows(host, host.new_full(host.shape, -1))
-        self._simulator.copy(self, uploaded.device, host, "upload of row numbers")
-        return uploaded
+        def run(share: int, shares: int) -> None:
+            # Not before it runs: until then the numbers may not have come.
+            to, origin = (rows.pages(side, table.device, pages) for side in (0, 1))
+            to, origin = to.tensor_split(shares)[share], origin.tensor_split(shares)[share]
+            for part in parts:
+                rows.views[0][part][to] = rows.views[1][part][origin]
 
-    def gather(
-        self, destination: torch.Tensor, source: torch.Tensor, rows: Rows, what: str
+        self._simulator.enqueue(self, what, run, reads, writes)
+
+    def copy_pieces(
+        self, destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, what: str
     ) -> None:
-        self._simulator.gather(self, destination, source, rows, what)
+        count = min(destinations.numel(), sources.numel())
+        to, origin, length = (
+            cast("list[int]", each.reshape(-1)[:count].tolist())
+            for each in (destinations, sources, sizes)
+        )
 
-    def scatter(
-        self, destination: torch.Tensor, rows: Rows, source: torch.Tensor, what: str
-    ) -> None:
-        self._simulator.scatter(self, destination, rows, source, what)
+        def run(share: int, shares: int) -> None:
+            for start, first, size in zip(to, origin, length, strict=True):
+                begin, end = size * share // shares, size * (share + 1) // shares
+                ctypes.memmove(start + begin, first + begin, end - begin)
 
-    def move_rows(
-        self,
-        destination: torch.Tensor,
-        destination_rows: Rows,
-        source: torch.Tensor,
-        source_rows: Rows,
-        what: str,
-    ) -> None:
-        self._simulator.move_rows(self, destination, destination_rows, source, source_rows, what)
+        reads, writes = (
+            [(start, start + size) for start, size in zip(starts, length, strict=True)]
+            for starts in (origin, to)
+        )
+        self._simulator.enqueue(self, what, run, reads, writes)
 
     def synchronize(self) -> None:
         event = SimulatedEvent(self._simulator)
         event.record(self)
         event.synchronize()
 
-    def enqueue(self, operation: StreamOperation | None) -> Place:
+    def put(self, operation: Callable[[Random], object] | None) -> _Place:
         """Run an operation behind all others, or none; the place behind it."""
-        place = Place()
+        place = _Place()
+        if operation is None and self._has_ended:
+            # Everything has run.
+            place.reached.set()
         self._queue.put((operation, place))
         return place
 
     def end(self) -> None:
         """Run what is enqueued, then end the thread."""
-        self._queue.put((None, _END))
+        self._has_ended = True
+        self._queue.put(None)
         self._thread.join(MAX_WAIT_SECONDS)
 
     def _serve(self) -> None:
-        while True:
-            operation, place = self._queue.get()
-            if place is _END:
-                return
+        while (item := self._queue.get()) is not None:
+            operation, place = item
             # As on a GPU, a stream that has failed runs nothing more.
             if operation is not None and self._error is None:
                 try:
-                    operation.run(self._random)
+                    operation(self._random)
                 except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for it
                     self._error = error
-            place.reach(self._error)
+            place.error = self._error
+            place.reached.set()
 
 
 class SimulatedEvent:
@@ -414,7 +421,7 @@ class SimulatedEvent:
 
     def __init__(self, simulator: StreamSimulator) -> None:
         self._simulator = simulator
-        self.place: Place | None = None
+        self.place: _Place | None = None
         """None where it was never recorded."""
         self.clock = Clock()
         """Clock at the position."""
@@ -428,26 +435,23 @@ class SimulatedEvent:
         self._simulator.record(self, stream)
 
     def query(self) -> bool:
-        if self.place is None:
-            return True
-        if not self.place.reached():
+        place = self.place
+        if place is not None and not place.reached.is_set():
             return False
         # A query that has seen the event orders the host behind it, just as a wait does.
-        self._passed(self.place)
+        self.synchronize()
         return True
 
     def synchronize(self) -> None:
         place = self.place
         if place is None:
             return
-        if not place.wait(MAX_WAIT_SECONDS):
+        if not place.reached.wait(MAX_WAIT_SECONDS):
             raise StreamFailedError(f"an event was not reached within {MAX_WAIT_SECONDS:.0f} s")
-        self._passed(place)
-
-    def _passed(self, place: Place) -> None:
         if place.error is not None:
             raise StreamFailedError(f"an operation failed: {place.error!r}") from place.error
         self._simulator.order_host_behind(self)
 
 
-_END = Place()
+def _runs(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    return [run for tensor in tensors for run in byte_runs(tensor)]

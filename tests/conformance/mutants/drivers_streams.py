@@ -16,6 +16,7 @@ from hicache_storage.transfer import (
     PageTransfers,
     recorded,
 )
+from hicache_storage.transfer.engine import IN, OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from hicache_storage.pools import MHAHostPool
     from hicache_storage.spec import HiCacheStorageExtraInfo, PoolName, PoolTransfer
     from hicache_storage.transfer import Device, Event, LayeredPages, Stream
-    from hicache_storage.transfer.engine import PageTransfer
+    from hicache_storage.transfer.copies import PageMoves
     from hicache_storage.transfer.host_slots import Completion
 
 
@@ -47,7 +48,7 @@ class StagingEngine(PageTransfers):
     ) -> None:
         pages = HostPages(host_pool)
         super().__init__(
-            device, compute, device_pages, pages, host_pool, backend="kernel", staging_bytes=1
+            device, compute, device_pages, pages, host_pool, way="dma", staging_bytes=1
         )
 
 
@@ -59,22 +60,25 @@ class WritesBackTooEarly(Engine):
     """Copies out without waiting for the kernels that write the pages."""
 
     def _behind_compute(self, stream: Stream) -> None:
-        if stream is not self._out:
+        if stream is not self.streams[OUT]:
             super()._behind_compute(stream)
 
 
 class GathersTooEarly(StagingEngine):
     """Gathers pages without waiting for the kernels that write them."""
 
-    def begin_write_back(self, transfer: PageTransfer) -> None:
-        self._copies.write_back(self._out, transfer.moves)
+    def begin(self, direction: str, moves: PageMoves) -> None:
+        if direction == OUT:
+            self._copies.write_back(moves)
+        else:
+            super().begin(direction, moves)
 
 
 class LoadsOverKernels(Engine):
     """Copies in without waiting for the kernels that still read the pages."""
 
     def _behind_compute(self, stream: Stream) -> None:
-        if stream is not self._in:
+        if stream is not self.streams[IN]:
             super()._behind_compute(stream)
 
 
@@ -96,20 +100,20 @@ class AcknowledgesTooEarly(Engine):
     def write_back(
         self, device_indices: torch.Tensor, host_indices: torch.Tensor
     ) -> Acknowledgement:
-        begun = recorded(self._device, self._out)
+        begun = recorded(self.device, self.streams[OUT])
         super().write_back(device_indices, host_indices)
         return Acknowledgement(begun)
 
 
 class SignalsAllLayersAtTheEnd(Engine):
-    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
+    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
         arrivals = super()._copy_layers(copy_layer)
         return [arrivals[-1]] * len(arrivals)
 
 
 class SignalsOneLayerEarly(Engine):
-    def _copy_layers(self, copy_layer: Callable[[int], None]) -> list[Event]:
-        begun = recorded(self._device, self._in)
+    def _copy_layers(self, copy_layer: Callable[[int], bool]) -> list[Event]:
+        begun = recorded(self.device, self.streams[IN])
         return [begun, *super()._copy_layers(copy_layer)[:-1]]
 
 
@@ -123,7 +127,7 @@ class BlocksWhileLoading(Engine):
 
 
 class FreesUnderACopy(Engine):
-    def _hold(self, host_indices: torch.Tensor, until: Completion, behind: str | None) -> None:
+    def _hold(self, host_pages: torch.Tensor, until: Completion, behind: str | None) -> None:
         pass
 
 
@@ -131,12 +135,12 @@ class FreesUnderALoad(Engine):
     """Keeps the host pages of write-backs, and forgets those of loads."""
 
     def load(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> LayerCounter:
-        hold = self.host_slots.hold
-        self.host_slots.hold = lambda indices, until, **_: None  # type: ignore[method-assign]
+        hold = self.host_slots.hold_pages
+        self.host_slots.hold_pages = lambda pages, until, behind: None  # type: ignore[method-assign]
         try:
             return super().load(host_indices, device_indices)
         finally:
-            self.host_slots.hold = hold  # type: ignore[method-assign]
+            self.host_slots.hold_pages = hold  # type: ignore[method-assign]
 
 
 # Drivers

@@ -39,7 +39,7 @@ SAMPLES = {
     "LoadsOverCopiesOut": _engine(
         "LoadsOverCopiesOut",
         "ST-1",
-        expect_message="nothing orders it behind 'write-back of layer 0",
+        expect_message="nothing orders it behind 'write-back of ",
     ),
     "OverwritesTooEarly": _engine(
         "OverwritesTooEarly", "ST-1", expect_message="'kernel that writes layer 0"

@@ -75,7 +75,7 @@ class RealController:
         )
         self.simulator = StreamSimulator(seed, pause_seconds=0.0006)
         self.compute = self.simulator.stream("compute")
-        self._streams = self.simulator.stream("write-back"), self.simulator.stream("load")
+        self._streams = {name: self.simulator.stream(name) for name in ("write-back", "load")}
         self.device_memory, self.host_memory, self.state_slots = {}, {}, None
         entries = (
             [*self._attention(sizes, page_size), self._mamba(sizes)]

@@ -1,1 +1,0 @@
-"""I/O backends: implementations of the copies of a transfer."""

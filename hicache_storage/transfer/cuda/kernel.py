@@ -1,0 +1,188 @@
+"""The row kernel: compiled by NVRTC for the GPU that is there, and launched with prepared arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hicache_storage.spec import ConfigError, InvalidPoolError
+from hicache_storage.transfer.plan import MAX_PART_WORDS, geometry, word_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_storage.transfer.streams import RowSide
+
+SOURCE: Final = Path(__file__).with_name("rows.cu")
+THREADS: Final = 512
+
+
+class _Side(ctypes.Structure):
+    """`Side` of rows.cu."""
+
+    _fields_ = (
+        ("parts", ctypes.c_uint64),
+        ("pages", ctypes.c_uint64),
+        ("page", ctypes.c_int64),
+        ("outer", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+    )
+
+
+class Move(ctypes.Structure):
+    """`Move` of rows.cu."""
+
+    _fields_ = (
+        ("to", _Side),
+        ("origin", _Side),
+        ("parts", ctypes.c_uint32),
+        ("pages", ctypes.c_uint32),
+        ("outer", ctypes.c_uint32),
+        ("inner", ctypes.c_uint32),
+        ("width", ctypes.c_uint32),
+    )
+
+
+class CudaRowCopy:
+    """A prepared kernel; see `Device.row_copy`.
+
+    Args:
+        sides: where it writes, and where it reads.
+        device: where it runs, with its number.
+        blocks: multiprocessors that it occupies at most.
+    """
+
+    def __init__(self, sides: tuple[RowSide, RowSide], device: torch.device, blocks: int) -> None:
+        self._columns = [side.column for side in sides]
+        self._blocks = blocks
+        addresses = [[address(view) for view in side.views] for side in sides]
+        self.move, word = make_move(sides, addresses)
+        major, minor = torch.cuda.get_device_capability(device)
+        self._function = kernel(f"sm_{major}{minor}", word)
+        # Both tables in one: int64 for the parts of either side.
+        self._tables = torch.tensor(addresses, device=device)
+        self._bases = [table.data_ptr() for table in self._tables]
+        # `void**`: the addresses of the arguments, of which there is one.
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self.move))
+
+    def launch(self, stream: int, columns: Sequence[int], parts: range, pages: range) -> int:
+        """Enqueue it for some parts and pages; returns CUDA's error.
+
+        Args:
+            columns: addresses of the page numbers of the table's columns.
+        """
+        move = self.move
+        for side, base, column in zip(
+            (move.to, move.origin), self._bases, self._columns, strict=True
+        ):
+            side.parts = base + 8 * parts.start
+            side.pages = 0 if column is None else columns[column] + 8 * pages.start
+        move.parts = len(parts)
+        move.pages = len(pages)
+        return launch(self._function, self._blocks, stream, ctypes.addressof(self._arguments))
+
+
+def make_move(
+    sides: tuple[RowSide, RowSide], addresses: Sequence[Sequence[int]]
+) -> tuple[Move, int]:
+    """The arguments of a kernel but for its parts and pages, and the bytes of a word.
+
+    Raises:
+        InvalidPoolError: pages have gaps that it does not know, or differ, or are too many.
+    """
+    shape, *others = {
+        geometry(*views) for views in zip(*(side.views for side in sides), strict=True)
+    }
+    pages = max(side.views[0].shape[0] for side in sides)
+    word = word_bytes(shape, [start for starts in addresses for start in starts])
+    if others or pages * shape.bytes // word >= MAX_PART_WORDS:
+        raise InvalidPoolError(
+            f"layers must have the same strides, and less than {MAX_PART_WORDS * word} bytes; got "
+            f"{[shape, *others]} and {pages} pages"
+        )
+    (outer, *outer_steps), (inner, *inner_steps) = shape.outer, shape.inner
+    to, origin = (
+        _Side(0, 0, *steps) for steps in zip(shape.pitches, outer_steps, inner_steps, strict=True)
+    )
+    return Move(to, origin, 0, 0, outer, inner, shape.width // word), word
+
+
+@functools.cache
+def compiled(arch: str) -> Any:
+    """The kernel for an architecture such as `sm_90`: from the disk, or compiled in 0.2 to 0.4 s.
+
+    It is kept in cuda.core's folder (`~/.cache/cuda-python`) by source, architecture and version
+    of NVRTC.
+
+    Raises:
+        ConfigError: NVRTC or cuda-core is missing.
+    """
+    try:
+        core = importlib.import_module("cuda.core")
+        utils = importlib.import_module("cuda.core.utils")
+        options = core.ProgramOptions(arch=arch, std="c++17", name=SOURCE.name)
+        program = core.Program(SOURCE.read_text(), "c++", options)
+        try:
+            return program.compile("cubin", cache=utils.FileStreamProgramCache())
+        except OSError:
+            # No folder that can be written to: compiled by each process.
+            return program.compile("cubin")
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            "copies on CUDA need cuda-core, cuda-bindings and NVRTC, which compiles their kernel: "
+            f"pip install 'hicache-storage[cuda]' ({error})"
+        ) from error
+
+
+@functools.cache
+def kernel(arch: str, word: int) -> Any:
+    """The kernel that moves words of so many bytes, as the driver launches it."""
+    return driver().CUfunction(int(compiled(arch).get_kernel(f"rows{word}").handle))
+
+
+def launch(function: Any, blocks: int, stream: int, arguments: int) -> int:
+    """Enqueue a kernel; returns CUDA's error."""
+    grid, block = (blocks, 1, 1), (THREADS, 1, 1)
+    return int(driver().cuLaunchKernel(function, *grid, *block, 0, stream, arguments, 0)[0])
+
+
+def address(view: torch.Tensor) -> int:
+    """Where kernels find memory, of the device or page-locked.
+
+    Raises:
+        InvalidPoolError: they do not reach it.
+    """
+    if view.device.type == "cuda":
+        return view.data_ptr()
+    error, found = driver().cuMemHostGetDevicePointer(view.data_ptr(), 0)
+    if int(error):
+        raise InvalidPoolError(
+            f"kernels cannot reach the host pool's memory (CUDA error {int(error)}); make the pool "
+            "with pin_memory=True"
+        )
+    return int(found)
+
+
+def is_capturing(stream: int) -> bool:
+    """Return True while a stream is captured into a graph."""
+    return bool(int(driver().cuStreamIsCapturing(stream)[1] or 0))
+
+
+@functools.cache
+def driver() -> Any:
+    """NVIDIA's bindings of the driver.
+
+    Raises:
+        ConfigError: they are not installed.
+    """
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise ConfigError(
+            "copies on CUDA need cuda-bindings; pip install 'hicache-storage[cuda]'"
+        ) from error

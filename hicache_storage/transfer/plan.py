@@ -1,0 +1,200 @@
+"""Plans: how the pages of a pair of pools are copied, from lengths alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from hicache_storage.spec import InvalidPoolError, InvalidTransferError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from hicache_storage.transfer.pages import LayeredPages
+
+Way = Literal["kernel", "dma"]
+WAYS: Final = ("kernel", "dma")
+MIN_DMA_BYTES: Final = 512 << 10
+"""Pieces from this length on cross the bus by DMA at its full speed."""
+MAX_PART_WORDS: Final = 1 << 32
+_MAX_AXES: Final = 2
+
+
+class How(StrEnum):
+    """One direction of a plan."""
+
+    KERNEL = "rows by a kernel"
+    """The kernel reads or writes page-locked host memory."""
+    STAGED = "DMA and a kernel"
+    """DMA between the host and a staging buffer; the kernel gathers or scatters on the device."""
+    DIRECT = "DMA"
+    """DMA between the host and the pages."""
+
+
+class Geometry(NamedTuple):
+    """One layer's share of a page, seen from a `to` and a `from` side; distances in bytes.
+
+    It is `outer * inner` pieces of `width` bytes.
+    """
+
+    pitches: tuple[int, int]
+    outer: tuple[int, int, int]
+    """How many pieces, and their distance on either side."""
+    inner: tuple[int, int, int]
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        return self.outer[0] * self.inner[0] * self.width
+
+
+def geometry(to: torch.Tensor, origin: torch.Tensor) -> Geometry:
+    """The geometry of two views (pages, rows per page, ...) of one shape and element type.
+
+    Raises:
+        InvalidPoolError: pieces lie apart along more than two axes.
+    """
+    size = to.element_size()
+    axes = [
+        (count, to_step * size, origin_step * size)
+        for count, to_step, origin_step in zip(
+            to.shape[1:], to.stride()[1:], origin.stride()[1:], strict=True
+        )
+        if count != 1
+    ]
+    # From the shortest steps outwards: an axis that continues a piece makes it longer, one that
+    # continues the axis before makes that longer.
+    axes.sort(key=lambda axis: max(axis[1:]))
+    width, joined = size, list[tuple[int, int, int]]()
+    for count, to_step, origin_step in axes:
+        if not joined and to_step == origin_step == width:
+            width *= count
+        elif joined and (to_step, origin_step) == tuple(
+            joined[-1][0] * step for step in joined[-1][1:]
+        ):
+            joined[-1] = (joined[-1][0] * count, *joined[-1][1:])
+        else:
+            joined.append((count, to_step, origin_step))
+    if len(joined) > _MAX_AXES:
+        raise InvalidPoolError(
+            f"pages have gaps along {len(joined)} axes, and copies know {_MAX_AXES}: shape "
+            f"{tuple(to.shape[1:])}, strides {to.stride()[1:]} and {origin.stride()[1:]}"
+        )
+    inner, outer = [*joined, *[(1, 0, 0)] * (_MAX_AXES - len(joined))]
+    return Geometry((to.stride(0) * size, origin.stride(0) * size), outer, inner, width)
+
+
+def word_bytes(shape: Geometry, addresses: Sequence[int]) -> int:
+    """The longest word, 16 bytes at most, that all pieces consist of and all of them begin at."""
+    return math.gcd(16, shape.width, *shape.pitches, *shape.outer[1:], *shape.inner[1:], *addresses)
+
+
+@dataclass(frozen=True, slots=True)
+class PartGroup:
+    """Parts of each layer that have the same lengths, and how they are copied."""
+
+    device: list[torch.Tensor]
+    """Layer by layer a view (pages, rows per page, ...) for each part."""
+    host: list[torch.Tensor]
+    parts: int
+    """In each layer."""
+    layer_bytes: int
+    """Of a page, in one part."""
+    has_blocks: bool
+    """True if a page of all layers of a part is one piece of host memory."""
+    has_layers: bool
+    """True if a page of one layer is one piece on either side."""
+    has_runs: bool
+    """True if pages of adjacent layers are one piece of host memory."""
+    out: How
+    into: How
+
+    @property
+    def layer_num(self) -> int:
+        return len(self.host) // self.parts
+
+
+def make_plan(device: LayeredPages, host: LayeredPages, way: Way | None) -> list[PartGroup]:
+    """Choose how each part is copied.
+
+    Args:
+        device, host: of the same layers and rows.
+        way: forces the kernel, or DMA wherever pieces are contiguous; None chooses.
+
+    Raises:
+        InvalidTransferError: `way` is unknown.
+        InvalidPoolError: pages have gaps that copies do not know.
+    """
+    if way is not None and way not in WAYS:
+        raise InvalidTransferError(f"way must be None or one of {', '.join(WAYS)}; got {way!r}")
+    layers = [
+        list(zip(device.layer(layer), host.layer(layer), strict=True))
+        for layer in range(device.layer_num)
+    ]
+    alike = dict[object, list[int]]()
+    for part, (on_device, on_host) in enumerate(layers[0]):
+        steps = [_offset(layer[part][1], on_host) for layer in layers]
+        alike.setdefault((geometry(on_host, on_device), *steps), []).append(part)
+    return [
+        _planned([[layer[part] for part in parts] for layer in layers], way)
+        for parts in alike.values()
+    ]
+
+
+def describe(plan: Sequence[PartGroup]) -> str:
+    """One line for the log: what the plan is, and why."""
+    return "; ".join(
+        f"{group.parts} part{'s' * (group.parts > 1)} of {group.layer_num} layers: write-back "
+        f"{group.out}, load {group.into} (pieces of {group.layer_bytes} bytes a layer, "
+        + (f"{group.layer_bytes * group.layer_num} a page" if group.has_blocks else "no whole page")
+        + ")"
+        for group in plan
+    )
+
+
+def _planned(layers: list[list[tuple[torch.Tensor, torch.Tensor]]], way: Way | None) -> PartGroup:
+    device = [on_device for layer in layers for on_device, _ in layer]
+    host = [on_host for layer in layers for _, on_host in layer]
+    first = host[0]
+    shape = geometry(first, device[0])
+    steps = [_offset(layer[0][1], first) for layer in layers]
+    reach = (
+        max(steps)
+        + sum(
+            (count - 1) * step
+            for count, step in zip(first.shape[1:], first.stride()[1:], strict=True)
+        )
+        * first.element_size()
+        + first.element_size()
+    )
+    has_blocks = (
+        shape.pitches[0] == len(layers) * shape.bytes
+        and min(steps) == 0
+        and reach <= shape.pitches[0]
+    )
+    has_layers = shape.bytes == shape.width
+    has_runs = has_layers and steps == [layer * shape.bytes for layer in range(len(layers))]
+    page_bytes = len(layers) * shape.bytes
+    out = into = How.KERNEL
+    # Short pieces are slow by DMA, and short pages by any way but the kernel.
+    if way != "kernel":
+        if has_layers and shape.bytes >= MIN_DMA_BYTES:
+            out = into = How.DIRECT
+        elif way == "dma":
+            out = How.STAGED if has_blocks else How.DIRECT if has_layers else How.KERNEL
+            into = (
+                How.STAGED if has_blocks and has_runs else How.DIRECT if has_layers else How.KERNEL
+            )
+        elif has_blocks and page_bytes >= MIN_DMA_BYTES:
+            out = How.STAGED
+    return PartGroup(
+        device, host, len(layers[0]), shape.bytes, has_blocks, has_layers, has_runs, out, into
+    )
+
+
+def _offset(view: torch.Tensor, first: torch.Tensor) -> int:
+    return view.data_ptr() - first.data_ptr()
