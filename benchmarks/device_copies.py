@@ -1,109 +1,262 @@
-"""Copies between device and host pools against one large pinned copy of as many bytes, taking turns
-in one run.
+"""Copies between device and host pools against one large pinned copy of as many bytes, and beside a
+model's matrix products, taking turns in one run.
 
-    python benchmarks/device_copies.py [--device cuda]
+    python benchmarks/device_copies.py [--sglang TREE] [--device cuda]
 
-Every layout of an MHA pool, all I/O backends, both directions, pages that are adjacent in both
-pools and pages that are scattered over them: every second page of either pool, in an order of its
-own, so that no two lie side by side. A turn moves the same bytes once: it begins with the call and
-ends when the host knows that all bytes are there, so that enqueueing counts. Then the overlap: how
-long a load together with the compute of its layers takes, where each layer's compute waits for that
-layer alone, against the larger of the two.
+Layouts and page lengths of an MHA pool, both directions, pages that are scattered over both pools:
+every second one, in an order of its own. A side is what the engine chooses, what it can be forced
+to, and SGLang's own kernels where a tree of them is given. For each: its share of the speed of one
+pinned copy; what enqueueing costs the calling thread; how much longer matrix products take beside
+it; and how long a load takes whose layers are each followed by the products of that layer, against
+the larger of the two.
 
-Every copy is checked once before it is measured. Writes results.md and results.json. `--device cpu`
-runs the same on the simulator, to see that it runs: figures without a GPU mean nothing.
+Each of our copies is checked once before it is measured. Writes results.md and results.json. `--device
+cpu` runs the same on the simulator, to see that it runs: figures without a GPU mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from interleaved import Results, machine, table, turns
+from interleaved import machine, table
 
 from hicache_storage.pools import MHADevicePool, MHAHostPool, host_tensor
-from hicache_storage.transfer import BACKENDS, CudaDevice, PageTransfers
+from hicache_storage.transfer import CudaDevice, PageTransfers, Way
 from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from hicache_storage.transfer import Device, Stream
 
 HEADS, HEAD_DIM, DTYPE = 8, 128, torch.bfloat16
-PINNED = "one pinned copy"
+TOKEN_BYTES = 2 * HEADS * HEAD_DIM * DTYPE.itemsize
+"""Of a layer."""
+PINNED, CHOSEN, SGLANG = "one pinned copy", "chosen", "SGLang"
 OUT, IN = "write-back", "load"
-PAGE_FIRST = ("page_first", "page_first_direct", "page_head")
-GOALS = {64: 0.8, 256: 0.9, 1024: 0.9, 4096: 0.9}
-"""Of the pinned copy, by KiB of a page, in page-first layouts."""
+CASES = [
+    ("page_first", 32, 64),
+    ("page_first_direct", 32, 64),
+    ("layer_first", 32, 64),
+    ("page_head", 32, 64),
+    ("page_first", 32, 16),
+    ("page_first", 16, 1),
+]
+"""Layout, layers, tokens a page: 8 MiB, 2 MiB and 64 KiB."""
+GOALS = {OUT: (0.97, 1.05), IN: (0.92, 1.05)}
+"""Share of the pinned copy, and products beside a copy by DMA, from pages of 1 MiB on."""
+SHORT_GOAL = 0.92
 OVERLAP_GOAL = 1.1
-"""Of the larger of load and compute."""
-MIN_ROUNDS, PATIENCE_SECONDS = 3, 10.0
-"""Where a turn takes long there are fewer: direct copies of scattered pages with gaps are many
-calls."""
-ROOM = 2
-"""Pools have so many times the pages that are moved."""
 WARNING = "**No GPU: these copies ran on the simulator, and the figures mean nothing.**\n\n"
 
 
-class NamedStreams:
-    """A device that makes one stream of each name, whoever asks for it.
+@dataclass
+class Copy:
+    """A way to move all pages of a case once."""
 
-    torch deals streams from a pool of 32: of hundreds, those of an engine would be the compute
-    stream now and then.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._streams: dict[str, Stream] = {}
-
-    def stream(self, name: str) -> Stream:
-        if name not in self._streams:
-            self._streams[name] = self._device.stream(name)
-        return self._streams[name]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._device, name)
+    enqueue: Callable[[], object]
+    wait: Callable[[], object]
+    """Blocks until everything enqueued is over."""
+    wait_layer: Callable[[int, Stream], object] | None = None
+    """Lets a stream wait for a layer of a load."""
 
 
 @dataclass
-class Setup:
-    """A device for copies, and the bytes of each copy."""
+class Samples:
+    seconds: list[float] = field(default_factory=list)
+    enqueue_seconds: list[float] = field(default_factory=list)
+    products: list[float] = field(default_factory=list)
+    """How many times as long products took beside it."""
+    overlap: list[float] = field(default_factory=list)
+    """Copies and the products of their layers together, in lengths of the larger of the two."""
+
+
+class Products:
+    """Matrix products on the model's stream."""
+
+    def __init__(self, compute: Stream) -> None:
+        self._compute = compute
+        self._matrix = torch.randn(4096, 4096, dtype=DTYPE, device="cuda")
+        self._result = torch.empty_like(self._matrix)
+        torch.cuda.synchronize()
+        self.enqueue(20)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        self.enqueue(100)
+        torch.cuda.synchronize()
+        self.seconds = (time.perf_counter() - began) / 100
+        """Of one."""
+
+    def enqueue(self, count: int) -> None:
+        with torch.cuda.stream(self._compute.native):  # type: ignore[attr-defined]
+            for _ in range(count):
+                torch.mm(self._matrix, self._matrix, out=self._result)
+
+    def beside(self, copy: Copy, alone: float) -> float:
+        """How many times as long products take that begin with a copy and are about as long."""
+        count = max(1, round(alone / self.seconds))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        native = self._compute.native  # type: ignore[attr-defined]
+        torch.cuda.synchronize()
+        copy.enqueue()
+        events[0].record(native)
+        self.enqueue(count)
+        events[1].record(native)
+        torch.cuda.synchronize()
+        return float(events[0].elapsed_time(events[1]) / 1e3 / (count * self.seconds))
+
+    def behind_layers(self, copy: Copy, alone: float, layers: int) -> float:
+        """Seconds of a load and the products of its layers, over the larger of the two."""
+        assert copy.wait_layer is not None
+        count = max(1, round(alone / self.seconds / layers))
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        copy.enqueue()
+        for layer in range(layers):
+            copy.wait_layer(layer, self._compute)
+            self.enqueue(count)
+        torch.cuda.synchronize()
+        larger = max(alone, layers * count * self.seconds)
+        return (time.perf_counter() - began) / larger
+
+
+@dataclass
+class Case:
+    """Pools of one layout, and the pages that are moved."""
 
     place: str
     device: Device
     compute: Stream
+    layout: str
     layers: int
-    page_kib: int
     page_size: int
-    """Tokens of a page."""
-    pages: int
-    results: Results
+    mib: int
 
-    def engine(self, layout: str, backend: str) -> PageTransfers:
-        """A pair of pools with room for this many pages, and the engine between them."""
-        arguments = {
-            "size": ROOM * self.pages * self.page_size,
-            "page_size": self.page_size,
-            "layer_num": self.layers,
-        }
-        arguments |= {"head_num": HEADS, "head_dim": HEAD_DIM, "dtype": DTYPE}
-        pools = (
-            MHADevicePool(**arguments, device=self.place),
-            MHAHostPool(**arguments, layout=layout),
+    def __post_init__(self) -> None:
+        self.page_bytes = self.layers * self.page_size * TOKEN_BYTES
+        self.pages = max(1, (self.mib << 20) // self.page_bytes)
+        self.bytes = self.pages * self.page_bytes
+        arguments = {"size": 2 * self.pages * self.page_size, "page_size": self.page_size}
+        arguments |= {"layer_num": self.layers, "head_num": HEADS, "head_dim": HEAD_DIM}
+        self.device_pool = MHADevicePool(**arguments, dtype=DTYPE, device=self.place)
+        self.host_pool = MHAHostPool(**arguments, dtype=DTYPE, layout=self.layout)
+        self.device_slots, self.host_slots = (self._scattered() for _ in range(2))
+
+    def _scattered(self) -> torch.Tensor:
+        pages = torch.randperm(self.pages) * 2
+        return (pages.unsqueeze(1) * self.page_size + torch.arange(self.page_size)).view(-1)
+
+    def ours(self, way: Way | None) -> tuple[PageTransfers, dict[str, Copy]]:
+        """Our copies in both directions; checked."""
+        engine = PageTransfers.between(
+            self.device, self.compute, self.device_pool, self.host_pool, way=way
         )
-        return PageTransfers.between(self.device, self.compute, *pools, backend=backend)
+        self._check(engine)
+        last: list[Any] = []
+
+        def enqueue(direction: str) -> None:
+            if direction == OUT:
+                last[:] = [engine.write_back(self.device_slots, self.host_slots)]
+            else:
+                last[:] = [engine.load(self.host_slots, self.device_slots)]
+
+        copies = {
+            OUT: Copy(lambda: enqueue(OUT), lambda: last[0].wait()),
+            IN: Copy(
+                lambda: enqueue(IN),
+                lambda: last[0].synchronize(),
+                lambda layer, stream: last[0].wait(layer, stream),
+            ),
+        }
+        return engine, copies
+
+    def _check(self, engine: PageTransfers) -> None:
+        parts = [part for layer in self.device_pool.layers for part in layer]
+        for part in parts:
+            part.normal_()
+        slots = self.device_slots.to(parts[0].device)
+        before = [part[slots] for part in parts]
+        self.synchronize()
+        engine.write_back(self.device_slots, self.host_slots).wait()
+        for part in parts:
+            part.zero_()
+        self.synchronize()
+        engine.load(self.host_slots, self.device_slots).synchronize()
+        if not all(torch.equal(part[slots], old) for part, old in zip(parts, before, strict=True)):
+            raise AssertionError("pages did not come back as they went")
+
+    def pinned(self) -> dict[str, Copy]:
+        """One copy of as many bytes in either direction."""
+        host = host_tensor((self.bytes,), torch.uint8, populate=True)
+        device = torch.zeros(self.bytes, dtype=torch.uint8, device=self.place)
+        stream = self.device.stream("pinned")
+        return {
+            OUT: Copy(lambda: stream.copy(host, device, PINNED), stream.synchronize),
+            IN: Copy(lambda: stream.copy(device, host, PINNED), stream.synchronize),
+        }
+
+    def sglang(self, kernels: Any) -> dict[str, Copy]:
+        """SGLang's own kernels, as its controller calls them for this layout."""
+        native = torch.cuda.Stream()
+        slots, host_slots = self.device_slots.cuda(), self.host_slots.cuda()
+        keys, values = self.device_pool.k_buffer, self.device_pool.v_buffer
+        pointers = [
+            torch.tensor([part.data_ptr() for part in parts], dtype=torch.uint64, device="cuda")
+            for parts in (keys, values)
+        ]
+        shape = (slots.numel(), self.layers, HEADS, HEAD_DIM)
+        staging = [torch.empty(shape, dtype=DTYPE, device="cuda") for _ in range(2)]
+        events = [torch.cuda.Event() for _ in range(self.layers)]
+
+        def write_back() -> None:
+            with torch.cuda.stream(native):
+                kernels.transfer_hicache_all_layer_staged_lf_pf(
+                    k_ptr_src=pointers[0],
+                    v_ptr_src=pointers[1],
+                    src_indices=slots,
+                    dst_indices=self.host_slots,
+                    staging_k=staging[0],
+                    staging_v=staging[1],
+                    dst_k=self.host_pool.k_buffer,
+                    dst_v=self.host_pool.v_buffer,
+                    page_size=self.page_size,
+                )
+
+        def load() -> None:
+            with torch.cuda.stream(native):
+                for layer, event in enumerate(events):
+                    kernels.transfer_hicache_one_layer(
+                        page_size=self.page_size,
+                        k_cache_dst=keys[layer],
+                        v_cache_dst=values[layer],
+                        k_cache_src=self.host_pool.k_buffer[:, layer],
+                        v_cache_src=self.host_pool.v_buffer[:, layer],
+                        indices_dst=slots,
+                        indices_src=host_slots,
+                        element_dim=HEADS * HEAD_DIM,
+                    )
+                    event.record(native)
+
+        def wait_layer(layer: int, stream: Any) -> None:
+            stream.native.wait_event(events[layer])
+
+        return {
+            OUT: Copy(write_back, native.synchronize),
+            IN: Copy(load, native.synchronize, wait_layer),
+        }
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -111,245 +264,158 @@ class Setup:
             torch.cuda.synchronize()
 
 
-def page_sizes(pages_kib: list[int], layers: int) -> dict[int, int]:
-    """Tokens a page, by KiB a page."""
-    token_bytes = 2 * layers * HEADS * HEAD_DIM * DTYPE.itemsize
-    wrong = [kib for kib in pages_kib if kib < 1 or (kib << 10) % token_bytes]
-    if wrong:
-        raise SystemExit(
-            f"pages of {wrong} KiB are no whole number of tokens of {token_bytes} bytes; pass "
-            f"other --layers or --pages"
+def sides_of(case: Case, sglang: Any) -> tuple[dict[str, dict[str, Copy]], str]:
+    """All sides of a case, by name, and the plan that was chosen."""
+    engine, chosen = case.ours(None)
+    plan = engine._copies.plan[0]
+    sides = {PINNED: case.pinned(), CHOSEN: chosen}
+    for way in ("kernel", "dma"):
+        other, copies = case.ours(way)
+        forced = other._copies.plan[0]
+        if (forced.out, forced.into) != (plan.out, plan.into):
+            sides[way] = copies
+    if sglang is not None and case.layout == "page_first":
+        sides[SGLANG] = case.sglang(sglang)
+    return sides, f"{OUT} {plan.out}, {IN} {plan.into}"
+
+
+def measure(
+    case: Case, sides: dict[str, dict[str, Copy]], products: Products | None, rounds: int
+) -> dict[tuple[str, str], Samples]:
+    """All sides in turn, in both directions."""
+    found = {(side, way): Samples() for side, copies in sides.items() for way in copies}
+    for _ in range(rounds):
+        for (side, direction), samples in found.items():
+            copy = sides[side][direction]
+            case.synchronize()
+            began = time.perf_counter()
+            copy.enqueue()
+            enqueued = time.perf_counter()
+            copy.wait()
+            samples.seconds.append(time.perf_counter() - began)
+            samples.enqueue_seconds.append(enqueued - began)
+    if products is not None:
+        for (side, direction), samples in found.items():
+            copy, alone = sides[side][direction], statistics.median(samples.seconds)
+            for _ in range(max(1, rounds // 2)):
+                samples.products.append(products.beside(copy, alone))
+                if copy.wait_layer is not None:
+                    samples.overlap.append(products.behind_layers(copy, alone, case.layers))
+    return found
+
+
+def rows_of(case: Case, found: dict[tuple[str, str], Samples]) -> list[list[str]]:
+    """Rows of the table."""
+    rows = []
+    for (side, direction), samples in found.items():
+        seconds = statistics.median(samples.seconds)
+        share = statistics.median(found[PINNED, direction].seconds) / seconds
+        share_goal, products_goal = GOALS[direction]
+        is_long = case.page_bytes >= 1 << 20
+        goals = f"{share_goal if is_long else SHORT_GOAL}"
+        if is_long and direction == OUT:
+            goals += f", products {products_goal}"
+        if direction == IN:
+            goals += f", together {OVERLAP_GOAL}"
+        rows.append(
+            [
+                case.layout,
+                f"{case.page_size} tokens, {case.page_bytes >> 10} KiB",
+                direction,
+                side,
+                f"{case.bytes / seconds / 1e9:.1f} GB/s",
+                f"{share:.2f}",
+                f"{statistics.median(samples.enqueue_seconds) * 1e6:.0f} us",
+                *(
+                    f"{statistics.median(values):.2f}" if values else "-"
+                    for values in (samples.products, samples.overlap)
+                ),
+                goals if side == CHOSEN else "",
+            ]
         )
-    return {kib: (kib << 10) // token_bytes for kib in pages_kib}
+    return rows
 
 
-def write_back(engine: PageTransfers, device: torch.Tensor, host: torch.Tensor) -> bool:
-    engine.write_back(device, host).wait()
-    return True
-
-
-def load(engine: PageTransfers, device: torch.Tensor, host: torch.Tensor) -> bool:
-    engine.load(host, device).synchronize()
-    return True
-
-
-def slots(pages: int, page_size: int, order: str) -> torch.Tensor:
-    """So many pages of a pool, side by side or none beside another."""
-    numbers = torch.arange(pages) if order == "adjacent" else torch.randperm(pages) * ROOM
-    return (numbers.unsqueeze(1) * page_size + torch.arange(page_size)).view(-1)
-
-
-def checked(setup: Setup, engine: PageTransfers, device: torch.Tensor, host: torch.Tensor) -> float:
-    """Make sure that pages come back as they went; how many seconds that took."""
-    layers = [part for layer in range(setup.layers) for part in engine._device_pages.layer(layer)]
-    for part in layers:
-        part.normal_()
-    pages = (device[:: setup.page_size] // setup.page_size).to(layers[0].device)
-    before = [part[pages] for part in layers]
-    setup.synchronize()
-    began = time.perf_counter()
-    write_back(engine, device, host)
-    for part in layers:
-        part.zero_()
-    setup.synchronize()
-    load(engine, device, host)
-    seconds = time.perf_counter() - began
-    if not all(torch.equal(part[pages], old) for part, old in zip(layers, before, strict=True)):
-        raise AssertionError("pages did not come back as they went")
-    return seconds
-
-
-def pinned_copies(setup: Setup) -> dict[str, Callable[[], bool]]:
-    """One copy of all bytes in either direction, by direction."""
-    size = setup.pages * setup.page_kib << 10
-    host = host_tensor((size,), torch.uint8, populate=True)
-    device = torch.zeros(size, dtype=torch.uint8, device=setup.place)
-    stream = setup.device.stream("pinned")
-
-    def copy(destination: torch.Tensor, source: torch.Tensor) -> bool:
-        stream.copy(destination, source, PINNED)
-        stream.synchronize()
-        return True
-
-    return {OUT: partial(copy, host, device), IN: partial(copy, device, host)}
-
-
-def measure(setup: Setup, layout: str, order: str, rounds: int) -> None:
-    """All backends and the pinned copy, taking turns."""
-    pinned = pinned_copies(setup)
-    candidates, slowest = [(PINNED, pinned)], 0.0
-    for backend in BACKENDS:
-        engine = setup.engine(layout, backend)
-        device, host = (slots(setup.pages, setup.page_size, order) for _ in range(2))
-        slowest = max(slowest, checked(setup, engine, device, host))
-        moves = {
-            direction: partial(move, engine, device, host)
-            for direction, move in ((OUT, write_back), (IN, load))
-        }
-        candidates.append((backend, moves))
-    for who, actions in turns(
-        candidates, max(MIN_ROUNDS, min(rounds, int(PATIENCE_SECONDS / slowest)))
-    ):
-        for direction, action in actions.items():
-            setup.synchronize()
-            setup.results.time(f"{layout}/{order}/{setup.page_kib}", direction, who, action)
-
-
-def compute_layers(setup: Setup, seconds: float) -> Callable[[], None]:
-    """Return a function that enqueues the compute of one layer: matrix products of about that
-    duration."""
-    if setup.place != "cuda":
-        memory = torch.zeros(1 << 16)
-        return partial(setup.compute.copy, memory, memory.clone(), "compute")
-    matrix = torch.randn(2048, 2048, dtype=DTYPE, device="cuda")
-    result = torch.empty_like(matrix)
-    setup.synchronize()
-
-    def multiply(times: int) -> None:
-        with torch.cuda.stream(setup.compute.native):
-            for _ in range(times):
-                torch.mm(matrix, matrix, out=result)
-
-    multiply(10)
-    setup.synchronize()
-    began = time.perf_counter()
-    multiply(100)
-    setup.synchronize()
-    return partial(multiply, max(1, round(seconds / ((time.perf_counter() - began) / 100))))
-
-
-def measure_overlap(setup: Setup, layout: str, backend: str, rounds: int) -> None:
-    """A load, compute that takes about as long, and both together."""
-    engine = setup.engine(layout, backend)
-    device, host = (slots(setup.pages, setup.page_size, "adjacent") for _ in range(2))
-    checked(setup, engine, device, host)
-    began = time.perf_counter()
-    load(engine, device, host)
-    compute = compute_layers(setup, (time.perf_counter() - began) / setup.layers)
-
-    def compute_alone() -> bool:
-        for _ in range(setup.layers):
-            compute()
-        setup.compute.synchronize()
-        return True
-
-    def together() -> bool:
-        counter = engine.load(host, device)
-        for layer in range(setup.layers):
-            counter.wait(layer, setup.compute)
-            compute()
-        setup.compute.synchronize()
-        return True
-
-    candidates = [
-        ("load", partial(load, engine, device, host)),
-        ("compute", compute_alone),
-        ("both", together),
-    ]
-    for who, action in turns(candidates, rounds):
-        setup.synchronize()
-        setup.results.time(f"{layout}/{backend}/{setup.page_kib}", "overlap", who, action)
-
-
-def report(results: Results, total_bytes: dict[int, int]) -> str:
-    """The two tables."""
-    copies: list[list[str]] = []
-    overlaps: list[list[str]] = []
-    for (subject, operation), samples in results.samples.items():
-        layout, kind, page = subject.split("/")
-        if operation == "overlap":
-            alone = max(samples.median("load"), samples.median("compute"))
-            times = [f"{samples.median(who) * 1e3:.2f} ms" for who in ("load", "compute", "both")]
-            overlaps.append(
-                [
-                    layout,
-                    kind,
-                    f"{page} KiB",
-                    *times,
-                    f"{samples.median('both') / alone:.2f}",
-                    str(OVERLAP_GOAL),
-                ]
-            )
-            continue
-        speeds = {
-            who: f"{total_bytes[int(page)] / samples.median(who) / 1e9:.1f} GB/s"
-            for who in (PINNED, *BACKENDS)
-        }
-        shares = [
-            cell for who in BACKENDS for cell in (speeds[who], f"{samples.ratio(who, PINNED):.2f}")
-        ]
-        fastest = min(BACKENDS, key=samples.median)
-        goal = str(GOALS.get(int(page), "")) if layout in PAGE_FIRST else ""
-        copies.append(
-            [operation, layout, kind, f"{page} KiB", speeds[PINNED], *shares, fastest, goal]
-        )
-    backends = [cell for who in BACKENDS for cell in (who, "share")]
-    header = ["direction", "layout", "pages", "page", PINNED, *backends, "fastest", "goal"]
-    second = ["layout", "backend", "page", "load", "compute", "both", "both / larger", "goal"]
-    return f"{table(header, copies)}\n{table(second, overlaps)}"
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks/device-copies"))
-    parser.add_argument("--layouts", default=",".join(MHAHostPool.LAYOUTS))
-    parser.add_argument(
-        "--pages", default="64,256,1024,4096", help="KiB of a page, all layers together"
-    )
-    parser.add_argument("--orders", default="adjacent,scattered")
-    parser.add_argument("--layers", type=int, default=16, help="of 4 KiB a token")
-    parser.add_argument("--mib", type=int, default=256, help="moved in a turn")
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each")
-    options = parser.parse_args()
-    if options.mib < 1 or options.layers < 1 or options.rounds < 1:
-        raise SystemExit("--mib, --layers and --rounds must be at least 1")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones only")
+    parser.add_argument("--mib", type=int, default=512, help="moved in a turn")
+    parser.add_argument("--layers", type=int, help="instead of those of the cases")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=240, help="no case begins after these")
+    parser.add_argument("--sglang", type=Path, help="a tree with SGLang's kernels and stubs")
+    options = parser.parse_args(arguments)
+    if options.mib < 1 or options.rounds < 1 or options.cases < 1:
+        raise SystemExit("--mib, --rounds and --cases must be at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             "no CUDA device; --device cpu shows whether this runs, and its figures mean nothing"
         )
-    sizes = page_sizes([int(kib) for kib in options.pages.split(",")], options.layers)
-    results, totals = Results(), {}
+    began, sglang, notes = time.monotonic(), None, list[str]()
+    if options.sglang is not None:
+        sys.path.insert(0, str(options.sglang))
+        try:
+            sglang = importlib.import_module("sglang.kernels.ops.kvcache.hicache")
+        except Exception as error:  # noqa: BLE001 - another side, which must not end the run
+            notes.append(f"SGLang's kernels are left out: {error!r}")
+    rows, raw, plans = list[list[str]](), list[dict[str, Any]](), list[list[str]]()
     with ExitStack() as stack:
-        made = (
+        device: Device = (
             CudaDevice()
             if options.device == "cuda"
             else stack.enter_context(StreamSimulator(pause_seconds=0))
         )
-        device = cast("Device", NamedStreams(made))
         compute = device.stream("compute")
-        for page_kib, page_size in sizes.items():
-            pages = max(1, (options.mib << 10) // page_kib)
-            totals[page_kib] = pages * page_kib << 10
-            setup = Setup(
-                options.device, device, compute, options.layers, page_kib, page_size, pages, results
-            )
-            for layout in options.layouts.split(","):
-                for order in options.orders.split(","):
-                    measure(setup, layout, order, options.rounds)
-                for backend in BACKENDS:
-                    measure_overlap(setup, layout, backend, options.rounds)
-    text = report(results, totals)
+        products = Products(compute) if options.device == "cuda" else None
+        for layout, layers, page_size in CASES[: options.cases]:
+            if time.monotonic() - began > options.seconds:
+                notes.append(f"{layout} with {page_size} tokens a page is left out: no time")
+                continue
+            layers = options.layers or layers
+            case = Case(options.device, device, compute, layout, layers, page_size, options.mib)
+            try:
+                sides, plan = sides_of(case, sglang)
+                found = measure(case, sides, products, options.rounds)
+            except AssertionError:
+                raise
+            except Exception as error:
+                if sglang is None:
+                    raise
+                notes.append(f"{layout}, {page_size} tokens: without SGLang after {error!r}")
+                sides, plan = sides_of(case, None)
+                found = measure(case, sides, products, options.rounds)
+            plans.append([layout, str(page_size), plan])
+            rows += rows_of(case, found)
+            raw += [
+                {
+                    "layout": layout,
+                    "layers": layers,
+                    "page_size": page_size,
+                    "page_bytes": case.page_bytes,
+                    "bytes": case.bytes,
+                    "direction": direction,
+                    "side": side,
+                    **vars(samples),
+                }
+                for (side, direction), samples in found.items()
+            ]
+    header = ["layout", "page", "direction", "side", "speed", "share", "enqueueing"]
+    header += ["products beside", "load and compute / larger", "goal"]
+    text = f"{table(header, rows)}\n{table(['layout', 'tokens a page', 'chosen'], plans)}"
+    text += "".join(f"\n{note}\n" for note in notes)
     if options.device == "cpu":
         text = WARNING + text
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "none"
-    facts = {
-        **machine(),
-        "torch": torch.__version__,
-        "gpu": gpu,
-        "layers": options.layers,
-        "MiB a turn": options.mib,
-    }
+    facts = {**machine(), "torch": torch.__version__, "gpu": gpu, "MiB a turn": options.mib}
+    facts["seconds"] = round(time.monotonic() - began)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "results.md").write_text(text)
-    raw = [
-        {"subject": subject, "operation": what, "seconds": samples.seconds}
-        for (subject, what), samples in results.samples.items()
-    ]
     (options.out / "results.json").write_text(
-        json.dumps({"machine": facts, "measured": raw}, indent=1)
+        json.dumps({"machine": facts, "notes": notes, "measured": raw}, indent=1)
     )
     print(json.dumps(facts, indent=1), text, sep="\n")
 

@@ -1,8 +1,8 @@
-"""The script that runs the tests on a GPU, on machines that lack what they need: it names that, and
-takes it as wheels."""
+"""The script for a GPU machine: it runs dry without one, names what is missing, and takes wheels."""
 
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -30,6 +30,7 @@ def run(tmp_path, **environment):
     """The script in this Python, in which msgspec seems not to be installed."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MSGSPEC)
     variables = {"PYTHONPATH": str(tmp_path), "PARTS": "stack", "CUDA_VISIBLE_DEVICES": ""}
+    variables["OUT"] = str(tmp_path / "out")
     return run_program(
         ROOT / "scripts" / "gpu_tests.sh", sys.executable, **{**variables, **environment}
     )
@@ -63,3 +64,29 @@ def test_wheels_that_are_brought_are_used(tmp_path):
     assert done.returncode == 1
     assert "finds no CUDA device" in done.stderr
     assert "has no" not in done.stderr
+
+
+def test_it_runs_dry_without_a_gpu(tmp_path):
+    """All parts: the tests are found by the marks and entry points of a bare checkout, and skipped;
+    the benchmark is run on the simulator. So the one command for a GPU does not rot."""
+    done = run_program(
+        ROOT / "scripts" / "gpu_tests.sh",
+        sys.executable,
+        DRY_RUN="1",
+        OUT=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "tests.json").read_text())
+    assert {part: entry["passed"] for part, entry in found.items()} == {
+        "copies": 0,
+        "stack": 0,
+        "example": 0,
+    }
+    assert found["copies"]["skipped"] > 300
+    assert found["stack"]["skipped"] == 3
+    assert found["example"]["skipped"] == 5
+    assert not any(entry["failed"] for entry in found.values())
+    assert "| copies | 0 | 0 |" in (tmp_path / "tests.md").read_text()
+    assert (tmp_path / "results.md").read_text().startswith("**No GPU")
+    assert json.loads((tmp_path / "results.json").read_text())["measured"]
