@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from interleaved import Results, awake_cores, fresh_keys, machine, table, turns, wait_for_quiet
 
-from hicache_backends.mooncake import buffered
+from hicache_backends.mooncake import reader
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.cluster import DevCluster, Process
 from hicache_backends.mooncake.writer import PageWriter
@@ -324,7 +324,7 @@ def profile(subject: str, arguments: argparse.Namespace) -> list[list[str]]:
         DevCluster(1, 512 << 20) as cluster,
         patch.object(library, "new_store", lambda: TimedStore(new_store(), phases)),
         patch.object(PageWriter, "_parts", phases.timed("checksum and copy", PageWriter._parts)),
-        patch.object(buffered, "_deliver", phases.timed("verify and copy", buffered._deliver)),
+        patch.object(reader, "_deliver", phases.timed("verify and copy", reader._deliver)),
     ):
         ours = Ours(cluster, subject)
         candidates: list[Candidate] = [ours, Raw(cluster, subject)]

@@ -121,7 +121,13 @@ class MooncakeConfig(DriverConfig, frozen=True, kw_only=True):
         ),
     ] = None
     replica_num: Annotated[
-        int, Meta(ge=1, description="Copies of each page, on as many nodes.")
+        int,
+        Meta(
+            ge=1,
+            description="Copies of each page, on as many nodes. They outlive a node; while the "
+            "master still lists it, pages whose first copy it holds are misses, and pages with a "
+            "copy there cannot be stored.",
+        ),
     ] = 1
     hung_reads: Annotated[
         Literal["auto", "wait", "bounce_buffer"],

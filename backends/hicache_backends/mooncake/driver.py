@@ -7,17 +7,16 @@ import threading
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from hicache_backends.mooncake.buffered import BufferedReader
 from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
 from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
 from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reachability import check_local_hostname
-from hicache_backends.mooncake.reader import DirectReader
-from hicache_backends.mooncake.threads import MAX_HELPERS
+from hicache_backends.mooncake.reader import BufferTarget, NamedReader, PoolTarget, StoreReader
+from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
 from hicache_backends.mooncake.verified_read import read_verified
-from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
+from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
 from hicache_storage.objects import ObjectRead, ObjectStorage
 from hicache_storage.objects.thread_pool import ThreadPool
 from hicache_storage.spec import (
@@ -131,38 +130,48 @@ class MooncakeStorage(ObjectStorage):
         check_local_hostname(self._settings)
         with self._connecting:
             handle = ConnectionHandle(self._settings)
-            thread_pool = ThreadPool("hicache-mooncake", MAX_HELPERS)
+            # Of their own: where sets hang, gets still find threads.
+            thread_pools = [
+                ThreadPool("hicache-mooncake-get", POOL_THREADS, MAX_HUNG),
+                ThreadPool("hicache-mooncake-set", POOL_THREADS, MAX_HUNG_SETS),
+            ]
+            over_tcp = self._settings.protocol == "tcp"
+            blocks = Blocks(handle.register_block, CHUNK_BYTES if over_tcp else BLOCK_BYTES)
             try:
                 for pool in self._admitted.values():
                     _register(handle, pool)
-                over_tcp = self._settings.protocol == "tcp"
+                envelopes = Blocks(handle.register_block)
                 self._reader: Reader = (
-                    DirectReader(Blocks(handle.register_block), thread_pool if over_tcp else None)
-                    if self._buffer_bytes is None
-                    else BufferedReader(self._buffer_bytes, thread_pool)
-                )
-                blocks = Blocks(
-                    handle.register_block, GATHER_BLOCK_BYTES if over_tcp else BLOCK_BYTES
+                    StoreReader(
+                        PoolTarget(envelopes)
+                        if self._buffer_bytes is None
+                        else BufferTarget(self._buffer_bytes),
+                        thread_pools[0],
+                        handle.call,
+                    )
+                    if over_tcp
+                    else NamedReader(envelopes)
                 )
                 self._writer = PageWriter(
                     blocks,
                     self._config.replica_num,
                     self._config.wait_seconds,
-                    thread_pool,
+                    thread_pools[1],
+                    handle.call,
                     gathers=over_tcp,
                 )
             except BaseException:
-                thread_pool.close(CLOSE_SECONDS)
                 handle.close()
                 raise
             self._handle = handle
-            self._thread_pool = thread_pool
+            self._thread_pools = thread_pools
 
     def disconnect(self) -> None:
         handle = self.handle
         self._handle = None
         # The threads first, because they use the connection.
-        self._thread_pool.close(CLOSE_SECONDS)
+        for thread_pool in self._thread_pools:
+            thread_pool.close(CLOSE_SECONDS)
         handle.close()
 
     def check_health(self) -> Health:

@@ -1,33 +1,62 @@
-"""Reads into host memory: objects are scattered to their components and envelopes."""
+"""Reads of pages: over TCP by store, elsewhere by name."""
 
 from __future__ import annotations
 
+import ctypes
 import time
-from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.threads import MAX_THREADS
-from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead
-from hicache_storage.spec import StorageUnavailableError
+from hicache_backends.mooncake.stores import (
+    MAX_HUNG,
+    POOL_THREADS,
+    UNKNOWN,
+    Chunk,
+    Requests,
+)
+from hicache_backends.posix.buffers import Buffers
+from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.memory import Block, Blocks
     from hicache_storage.objects import Call
     from hicache_storage.objects.thread_pool import ThreadPool
+    from hicache_storage.spec import CancellationToken
 
-    ReadRequest = Callable[
-        [Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]]], list[int]
-    ]
-    """A method of `Connection` that reads objects, by name, to addresses."""
-    ReadResult = tuple[ObjectRead, str, int]
-    """A read, its object's name, and the length or code that the library returned."""
+MemoryT = TypeVar("MemoryT")
+
+MAX_LOOKUP_BYTES: Final = 512 << 20
+"""Objects looked up together: their leases, 5 s by default, must last until all are read."""
+CHUNK_OBJECTS: Final = 16
+"""Objects in one request. With a store that hangs, each delays its thread for a timeout."""
+CHUNK_BYTES: Final = (1 << 20) + CHUNK_OBJECTS * ENVELOPE_BYTES
+"""Bytes of one request. They are still in the CPU cache when they are copied."""
+COPY_BYTES: Final = 1 << 20
+"""Bytes copied between two checks whether the caller still waits."""
+LONG_COPY_BYTES: Final = 128 << 10
+"""Copies of this length and longer release the GIL. For shorter ones that takes too long."""
+NO_ENVELOPE: Final = bytes(ENVELOPE_BYTES)
+ON_DISK: Final = " on a disk"
+"""In place of the endpoint of a store."""
+
+
+class ReadResult(NamedTuple):
+    """A read, its object's name, and the length or code that the library has returned."""
+
+    read: ObjectRead
+    name: str
+    code: int
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +68,7 @@ class ReadOutcome:
 
 
 class Reader(Protocol):
-    """Protocol of the two readers. Safe for many threads."""
+    """Protocol of the readers. Safe for many threads."""
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         """Fill the buffers of each read whose object has the right length.
@@ -50,18 +79,11 @@ class Reader(Protocol):
         ...
 
 
-class DirectReader:
-    """Reader into host memory. Waits for hung reads (`hung_reads="waits"`).
+class NamedReader:
+    """Reader by name, straight into host memory. Waits for hung reads."""
 
-    Args:
-        thread_pool: for transfers over TCP; None for other protocols. Over TCP objects are looked
-            up first: bytes of a read without lookup may arrive after the library has given it up,
-            after `ABANDON_SECONDS` (rule GET-9).
-    """
-
-    def __init__(self, blocks: Blocks, thread_pool: ThreadPool | None) -> None:
+    def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._thread_pool = thread_pool
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
         outcome = ReadOutcome()
@@ -69,112 +91,326 @@ class DirectReader:
             if call.expired():
                 break
             with self._blocks.lend() as block:
-                if self._thread_pool is None:
-                    self._read_by_name(connection, some, block, outcome)
-                else:
-                    self._read_looked_up(connection, some, block, self._thread_pool, outcome, call)
+                items = [
+                    ReadResult(read, name, library.NO_REPLICA_IN_MEMORY)
+                    for read, name in zip(some, names_of(some), strict=True)
+                ]
+                results = _read_into_pool(connection, items, block)
+            _record(connection, results, outcome)
         return outcome
 
-    def _read_looked_up(
+
+class StoreReader:
+    """Reader over TCP: what is asked of one request lies on one store.
+
+    Objects are looked up first: bytes of a read without lookup may arrive after the library has
+    given it up, after `ABANDON_SECONDS` (rule GET-9).
+
+    Args:
+        target: where objects arrive.
+        hold: keeps the connection open, for threads whose call may have left.
+    """
+
+    def __init__(
         self,
-        connection: Connection,
-        reads: Sequence[ObjectRead],
-        block: Block,
+        target: Target[Any],
         thread_pool: ThreadPool,
-        outcome: ReadOutcome,
-        call: Call,
+        hold: Callable[[], AbstractContextManager[object]],
     ) -> None:
+        self._target = target
+        self._thread_pool = thread_pool
+        self._hold = hold
+
+    def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+        outcome = ReadOutcome()
+        for some in split_reads(reads, BLOCK_ENVELOPES, MAX_LOOKUP_BYTES):
+            if call.expired():
+                break
+            results = self._read(connection, some, outcome, call)
+            # The lease has been outlived, or a later lookup has failed.
+            again = [result.read for result in results if result.code in library.LOOK_UP_AGAIN]
+            if again and not call.expired():
+                results = [one for one in results if one.code not in library.LOOK_UP_AGAIN]
+                results += self._read(connection, again, outcome, call)
+            _record(connection, results, outcome)
+        return outcome
+
+    def _read(
+        self, connection: Connection, reads: Sequence[ObjectRead], outcome: ReadOutcome, call: Call
+    ) -> list[ReadResult]:
+        """Look objects up, and read those whose stores answer."""
         names = names_of(reads)
-        with connection.looked_up(names, call) as codes:
-            asked = list(zip(reads, names, codes, strict=True))
-            left = deque(enumerate([item for item in asked if not item[2]]))
-            results = [
-                item for item in asked if item[2] and item[2] != library.NO_REPLICA_IN_MEMORY
-            ]
+        with connection.looked_up(names) as codes:
+            asked = list(map(ReadResult, reads, names, codes))
+            results = [one for one in asked if one.code not in (0, library.NO_REPLICA_IN_MEMORY)]
 
-            def work() -> None:
-                # One by one: after a hung transfer no other one is begun.
-                while not call.expired():
-                    try:
-                        at, (read, name, _code) = left.popleft()
-                    except IndexError:
-                        return
-                    began = time.monotonic()
-                    codes = _read_into(connection.read_ranges, [read], [name], block, at)
-                    results.append((read, name, codes[0]))
-                    if has_hung(codes, began):
-                        left.clear()
+            def send(chunk: Chunk[ReadResult], memory: object) -> bool | None:
+                with connection.kept([one.name for one in chunk.items]):
+                    came = self._target.read(connection, chunk.items, memory, shield)
+                results.extend(came)
+                if any(one.code == library.TRANSFER_FAILED for one in came):
+                    return True
+                return False if any(one.code >= 0 for one in came) else None
 
-            thread_pool.run([work] * min(MAX_THREADS, max(1, len(left))))
-        _record(connection, results, outcome)
-        # These may be on a disk, and the library reads disks only in requests by name.
-        others = [read for read, _, code in asked if code == library.NO_REPLICA_IN_MEMORY]
-        if others:
-            self._read_by_name(connection, others, block, outcome)
+            requests = Requests(
+                self._thread_pool,
+                connection.stores,
+                call,
+                hold=self._hold,
+                lend=partial(self._target.lend, call),
+                send=send,
+                leaves=self._target.leaves,
+            )
+            shield = partial(_shield, requests.token, call)
+            for store, found in self._by_store(connection, asked).items():
+                if not connection.stores.is_out(store):
+                    requests.add(self._chunks(UNKNOWN if store == ON_DISK else store, found))
+                elif connection.stores.try_again(store):
+                    self._thread_pool.run_in_background(
+                        partial(self._try_again, connection, store, found[0].name)
+                    )
+            requests.run()
+        if requests.late:
+            outcome.faults.append(StorageTimeoutError("a store has not answered in time"))
+        # A copy: threads that the call has left go on.
+        return list(results)
 
-    def _read_by_name(
+    def _by_store(
+        self, connection: Connection, asked: Sequence[ReadResult]
+    ) -> dict[str, list[ReadResult]]:
+        places = connection.places([one.name for one in asked if not one.code])
+        by_store: dict[str, list[ReadResult]] = {}
+        for one in asked:
+            if not one.code:
+                store = places.get(one.name, UNKNOWN)
+            elif one.code == library.NO_REPLICA_IN_MEMORY:
+                store = ON_DISK
+            else:
+                continue
+            by_store.setdefault(store, []).append(one)
+        return by_store
+
+    def _chunks(self, store: str, items: Sequence[ReadResult]) -> Iterator[Chunk[ReadResult]]:
+        some, size = list[ReadResult](), 0
+        for item in items:
+            length = item.read.namespace.object_bytes
+            if some and (
+                len(some) == self._target.max_objects or size + length > self._target.max_bytes
+            ):
+                yield Chunk(store, some, size)
+                some, size = [], 0
+            some.append(item)
+            size += length
+        if some:
+            yield Chunk(store, some, size)
+
+    def _try_again(self, connection: Connection, store: str, name: str) -> None:
+        """Read the beginning of an object, to find out whether its store answers."""
+        token, failed = connection.stores.begin(store, 0), True
+        try:
+            with self._hold():
+                failed = not connection.can_read(name)
+        finally:
+            connection.stores.end(store, token, failed=failed)
+
+
+class Target(Protocol[MemoryT]):
+    """Where objects arrive that a `StoreReader` reads."""
+
+    max_objects: int
+    """In one request."""
+    max_bytes: int
+    """Of one request for several objects."""
+    leaves: bool
+    """The call leaves reads that hang."""
+
+    def lend(self, call: Call) -> AbstractContextManager[MemoryT]:
+        """Lend memory for the reads of one thread."""
+        ...
+
+    def read(
         self,
         connection: Connection,
-        reads: Sequence[ObjectRead],
-        block: Block,
-        outcome: ReadOutcome,
-    ) -> None:
-        names, began = names_of(reads), time.monotonic()
-        codes = _read_into(connection.read, reads, names, block, 0)
-        block.unsafe = is_late(codes, began)
-        _record(connection, list(zip(reads, names, codes, strict=True)), outcome)
+        items: Sequence[ReadResult],
+        memory: MemoryT,
+        shield: Callable[[], AbstractContextManager[bool]],
+    ) -> list[ReadResult]:
+        """Read looked up objects of one store, and deliver them while `shield` is active.
+
+        Returns the results of those that were delivered, or have failed.
+        """
+        ...
 
 
-def _read_into(
-    request: ReadRequest, reads: Sequence[ObjectRead], names: Sequence[str], block: Block, at: int
-) -> list[int]:
-    """Read objects into their buffers, and their envelopes through a block from index `at` on."""
-    start, size = at * ENVELOPE_BYTES, len(reads) * ENVELOPE_BYTES
+class PoolTarget:
+    """Host memory, straight. A call waits for hung reads (`hung_reads="wait"`)."""
+
+    # After a hung transfer no other one is begun.
+    max_objects = 1
+    max_bytes = 0
+    leaves = False
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def lend(self, call: Call) -> AbstractContextManager[Block]:
+        return self._blocks.lend()
+
+    def read(
+        self,
+        connection: Connection,
+        items: Sequence[ReadResult],
+        memory: Block,
+        shield: Callable[[], AbstractContextManager[bool]],
+    ) -> list[ReadResult]:
+        return _read_into_pool(connection, items, memory)
+
+
+class BufferTarget:
+    """Bounce buffers, from which objects are copied while the caller waits (rule GET-9).
+
+    A buffer is used again for the thread's next request, so that bytes are verified and copied
+    while they are in the CPU cache. While one thread copies, the transfers of others go on.
+
+    Args:
+        size: of each buffer in bytes; must hold one object.
+    """
+
+    max_objects = CHUNK_OBJECTS
+    leaves = True
+
+    def __init__(self, size: int) -> None:
+        self.max_bytes = min(size, CHUNK_BYTES)
+        self._buffers = Buffers(size, POOL_THREADS + MAX_HUNG)
+
+    def lend(self, call: Call) -> AbstractContextManager[memoryview]:
+        return self._buffers.lend(call)
+
+    def read(
+        self,
+        connection: Connection,
+        items: Sequence[ReadResult],
+        memory: memoryview,
+        shield: Callable[[], AbstractContextManager[bool]],
+    ) -> list[ReadResult]:
+        sizes = [item.read.namespace.object_bytes for item in items]
+        starts = list(accumulate(sizes[:-1], initial=0))
+        wholes = [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        for whole in wholes:
+            # The buffer may hold an envelope of an earlier read.
+            whole[-ENVELOPE_BYTES:] = NO_ENVELOPE
+        base = address_of(memory)
+        codes, late = _request(
+            connection, items, [[base + start] for start in starts], [[size] for size in sizes]
+        )
+        if late:
+            self._buffers.retire(memory)
+        came = list[ReadResult]()
+        arrived = list[tuple[ReadResult, memoryview]]()
+        for item, whole, size, code in zip(items, wholes, sizes, codes, strict=True):
+            result = ReadResult(item.read, item.name, code)
+            if code == size:
+                arrived.append((result, whole))
+            else:
+                came.append(result)
+        return came + _delivered(shield, arrived)
+
+
+def _request(
+    connection: Connection,
+    items: Sequence[ReadResult],
+    addresses: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+) -> tuple[list[int], bool]:
+    """Read objects of one store to their addresses.
+
+    Returns:
+        Lengths or codes, and whether bytes of failed reads may arrive later.
+    """
+    names, by_name = [item.name for item in items], bool(items[0].code)
+    began = time.monotonic()
+    # The library reads disks only in requests by name.
+    codes = (connection.read if by_name else connection.read_ranges)(names, addresses, sizes)
+    abandoned = time.monotonic() - began >= library.ABANDON_SECONDS
+    return codes, by_name and abandoned and library.TRANSFER_FAILED in codes
+
+
+def _read_into_pool(
+    connection: Connection, items: Sequence[ReadResult], block: Block
+) -> list[ReadResult]:
+    """Read objects into host memory, and their envelopes through a block."""
+    size = len(items) * ENVELOPE_BYTES
     # An envelope of an earlier read must not count as one that has arrived.
-    block.view[start : start + size] = bytes(size)
-    places = range(start, start + size, ENVELOPE_BYTES)
-    codes = request(
-        names,
+    block.view[:size] = bytes(size)
+    places = range(0, size, ENVELOPE_BYTES)
+    codes, late = _request(
+        connection,
+        items,
         [
-            [*map(address_of, read.buffers), block.address + place]
-            for read, place in zip(reads, places, strict=True)
+            [*map(address_of, item.read.buffers), block.address + place]
+            for item, place in zip(items, places, strict=True)
         ],
-        [[*map(len, read.buffers), ENVELOPE_BYTES] for read in reads],
+        [[*map(len, item.read.buffers), ENVELOPE_BYTES] for item in items],
     )
-    for read, place, code in zip(reads, places, codes, strict=True):
-        if code == read.namespace.object_bytes:
-            read.envelope = bytes(block.view[place : place + ENVELOPE_BYTES])
-    return codes
+    block.unsafe |= late
+    for item, place, code in zip(items, places, codes, strict=True):
+        if code == item.read.namespace.object_bytes:
+            item.read.envelope = bytes(block.view[place : place + ENVELOPE_BYTES])
+    return [ReadResult(item.read, item.name, code) for item, code in zip(items, codes, strict=True)]
 
 
-def has_hung(codes: Sequence[int], began: float) -> bool:
-    """True if a request that began at `began` ran into the transfer timeout."""
-    return library.TRANSFER_FAILED in codes and library.has_hung(began)
+@contextmanager
+def _shield(token: CancellationToken, call: Call) -> Generator[bool]:
+    """Make a cancellation of the call, and its leaving, wait for a block that copies."""
+    with token.shield() as waits, call.shield() as active:
+        yield waits and active
 
 
-def is_late(codes: Sequence[int], began: float) -> bool:
-    """True if a request that began at `began` has abandoned transfers, which may still arrive."""
-    return library.TRANSFER_FAILED in codes and time.monotonic() - began >= library.ABANDON_SECONDS
+def _delivered(
+    shield: Callable[[], AbstractContextManager[bool]],
+    arrived: Sequence[tuple[ReadResult, memoryview]],
+) -> list[ReadResult]:
+    """Verify objects and copy them to host memory. Returns the copied ones."""
+    done, size = list[ReadResult](), max((len(whole) for _, whole in arrived), default=1)
+    some = max(1, COPY_BYTES // size)
+    for start in range(0, len(arrived), some):
+        with shield() as active:
+            if not active:
+                break
+            for result, whole in arrived[start : start + some]:
+                _deliver(result.read, whole)
+                done.append(result)
+    return done
+
+
+def _deliver(read: ObjectRead, whole: memoryview) -> None:
+    # Before the copy, which then finds the bytes in the CPU cache.
+    computed = checksum([whole[:-ENVELOPE_BYTES]]) if read.verifies_checksum else None
+    start = 0
+    for part in read.buffers:
+        length = len(part)
+        end = start + length
+        if length >= LONG_COPY_BYTES:
+            # ctypes releases the GIL during the call.
+            ctypes.memmove(address_of(part), address_of(whole[start:end]), length)
+        else:
+            part[:] = whole[start:end]
+        start = end
+    read.envelope = bytes(whole[start:])
+    read.verify(computed)
 
 
 def _record(connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome) -> None:
-    """Record the arrived reads, and the faults of others."""
-    outcome.arrived.update(read for read, _, code in results if code == read.namespace.object_bytes)
-    note_faults(connection, results, outcome)
-
-
-def note_faults(
-    connection: Connection, results: Sequence[ReadResult], outcome: ReadOutcome
-) -> None:
-    """Record faults, and mark reads of objects of another length as damaged."""
+    """Record arrived reads and faults, and mark reads of objects of another length as damaged."""
     doubtful: list[ReadResult] = []
-    for read, name, code in results:
+    for result in results:
+        read, _, code = result
         if code == read.namespace.object_bytes:
-            continue
-        if code >= 0:
+            outcome.arrived.add(read)
+        elif code >= 0:
             read.damaged = True
         elif code in (library.TRANSFER_FAILED, library.INVALID_PARAMS):
-            doubtful.append((read, name, code))
+            doubtful.append(result)
         elif code not in library.GONE:
             outcome.faults.append(_fault(code))
     outcome.faults += _transfer_faults(connection, doubtful)

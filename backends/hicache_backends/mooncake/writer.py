@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.threads import MAX_THREADS
+from hicache_backends.mooncake.stores import MAX_THREADS, Chunk, Requests, Stores
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
-from hicache_storage.spec import StorageUnavailableError
+from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.memory import Blocks
@@ -30,8 +29,10 @@ GATHERED_BYTES: Final = 256 << 10
 """Smaller objects are sent in one part: over TCP each part of an object is a request."""
 CHUNK_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
 """Small objects sent with one request over TCP, while another thread gathers the next ones."""
-GATHER_BLOCK_BYTES: Final = MAX_THREADS * CHUNK_BYTES
-"""Block length: a chunk for each thread."""
+MAX_HUNG_SETS: Final = 16
+"""Threads of transfers that hang; beyond, sets are refused until some end."""
+ANY_STORE: Final = "any"
+"""The master chooses the stores, and does not tell which before an object is published."""
 MAX_CHUNK_BYTES: Final = (4 << 20) + 64 * ENVELOPE_BYTES
 """Large objects sent with one request. No transfer begins before the checksums of a chunk are
 computed. With a hung store, each object of a chunk takes a transfer timeout."""
@@ -61,9 +62,10 @@ class PageWriter:
     Args:
         copies: of each page.
         wait_seconds: for room, and for pages that other writers are storing.
+        thread_pool: the writer does not close it.
+        hold: keeps connection and host memory, for threads whose call may have left.
         gathers: send small objects in one part, and all objects in chunks. Blocks must have
-            `GATHER_BLOCK_BYTES`.
-        thread_pool: for further threads. The writer does not close it.
+            `CHUNK_BYTES`.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class PageWriter:
         copies: int,
         wait_seconds: float,
         thread_pool: ThreadPool,
+        hold: Callable[[], AbstractContextManager[object]],
         *,
         gathers: bool,
     ) -> None:
         self._blocks = blocks
         self._wait_seconds = wait_seconds
         self._thread_pool = thread_pool
+        self._hold = hold
         self._gathers = gathers
         self._config = library.replicate_config(copies)
 
@@ -96,8 +100,7 @@ class PageWriter:
         for start in range(0, len(writes), MAX_OBJECTS):
             some = writes[start : start + MAX_OBJECTS]
             try:
-                with self._blocks.lend() as block:
-                    self._store(connection, some, block, until, outcome, call)
+                self._store(connection, some, until, outcome, call)
             except StorageUnavailableError as error:
                 # Pages of earlier requests are stored, and the caller is to know.
                 if not outcome.stored:
@@ -110,7 +113,6 @@ class PageWriter:
         self,
         connection: Connection,
         writes: Sequence[ObjectWrite],
-        block: Block,
         until: float,
         outcome: WriteOutcome,
         call: Call,
@@ -123,7 +125,7 @@ class PageWriter:
         left = [_Object(*item) for item in zip(whole, names_of(whole), strict=True)]
         pause = MIN_PAUSE_SECONDS
         while left and not call.expired():
-            left = self._pass(connection, left, block, outcome, call)
+            left = self._pass(connection, left, outcome, call)
             seconds = call.remaining()
             if (
                 not left
@@ -142,7 +144,6 @@ class PageWriter:
         self,
         connection: Connection,
         items: Sequence[_Object],
-        block: Block,
         outcome: WriteOutcome,
         call: Call,
     ) -> list[_Object]:
@@ -165,31 +166,30 @@ class PageWriter:
                     StorageUnavailableError(f"an object cannot be stored (code {code})")
                 )
         if begun:
-            self._transfer(connection, begun, block, outcome, call)
+            self._transfer(connection, begun, outcome, call)
         return later + _not_stored_by_others(connection, others, outcome)
 
     def _transfer(
         self,
         connection: Connection,
         begun: Sequence[_Object],
-        block: Block,
         outcome: WriteOutcome,
         call: Call,
     ) -> None:
-        arrived = list[_Object]()
+        arrived, running = list[_Object](), set[_Object]()
         published = False
         try:
-            self._send(connection, begun, block, call, arrived, outcome)
-            # All bytes have been sent. A caller that has returned may have overwritten them during
-            # the transfer, so they are not published (rule SET-8).
+            self._send(connection, begun, call, arrived, running, outcome)
+            # A caller that has returned may have overwritten the bytes during the transfer, so they
+            # are not published (rule SET-8).
             if not call.expired():
                 published = True
                 self._publish(connection, arrived, outcome)
         finally:
             # Also after an error: an object that stays begun keeps other writers from storing it.
             # If `publish` has failed, it has seen to the revocation itself.
-            stored = set(arrived) if published else set[_Object]()
-            to_revoke = [item.name for item in begun if item not in stored]
+            settled = running.union(arrived) if published else running
+            to_revoke = [item.name for item in begun if item not in settled]
             if to_revoke:
                 connection.revoke(to_revoke)
 
@@ -197,40 +197,67 @@ class PageWriter:
         self,
         connection: Connection,
         items: Sequence[_Object],
-        block: Block,
         call: Call,
         arrived: list[_Object],
+        running: set[_Object],
         outcome: WriteOutcome,
     ) -> None:
-        """Transfer the bytes of objects, and append those that have arrived to `arrived`."""
-        left = deque(self._chunks(items))
+        """Transfer the bytes of objects.
 
-        def work(start: int) -> None:
-            while not call.expired():
-                try:
-                    some = left.popleft()
-                except IndexError:
+        Args:
+            arrived: filled with the objects that have arrived.
+            running: filled with those whose transfers hang, and are revoked when these end.
+        """
+
+        def send(chunk: Chunk[_Object], block: Block) -> None:
+            with requests.token.shield() as active:
+                if not active:
                     return
-                began = time.monotonic()
-                done = self._send_chunk(connection, some, block, start)
-                arrived.extend(done)
-                if len(done) < len(some):
-                    if library.has_hung(began):
-                        # Each of the others would take a transfer timeout, too.
-                        left.clear()
-                    outcome.faults.append(
-                        StorageUnavailableError(
-                            "the bytes of an object did not reach the node that keeps it"
-                        )
+                running.update(chunk.items)
+            done = list[_Object]()
+            try:
+                done = self._send_chunk(connection, chunk.items, block)
+            finally:
+                with requests.token.shield() as active:
+                    if active:
+                        running.difference_update(chunk.items)
+                        arrived.extend(done)
+                if not active:
+                    connection.revoke([item.name for item in chunk.items])
+            if len(done) < len(chunk.items):
+                outcome.faults.append(
+                    StorageUnavailableError(
+                        "the bytes of an object did not reach the node that keeps it"
                     )
+                )
 
-        # Each gathers small objects in a part of the block of its own.
-        self._thread_pool.run(
-            [partial(work, number * CHUNK_BYTES) for number in range(min(MAX_THREADS, len(left)))]
+        # Health of this call's stores: which ones they are is not known.
+        requests = Requests(
+            self._thread_pool,
+            Stores(),
+            call,
+            hold=self._hold,
+            lend=self._blocks.lend,
+            send=send,
         )
+        requests.add(
+            Chunk(ANY_STORE, some, sum(item.write.namespace.object_bytes for item in some))
+            for some in self._chunks(items, alone=connection.has_failed_lately)
+        )
+        requests.run()
+        if requests.late:
+            connection.note_failure()
+            outcome.faults.append(StorageTimeoutError("a store has not answered in time"))
 
-    def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
-        """Split objects into chunks, over TCP the large ones first."""
+    def _chunks(self, items: Sequence[_Object], *, alone: bool) -> Iterator[list[_Object]]:
+        """Split objects into chunks, over TCP the large ones first.
+
+        Args:
+            alone: one by one, so that a store that fails takes no others along.
+        """
+        if alone:
+            yield from ([item] for item in items)
+            return
         if not self._gathers:
             yield list(items)
             return
@@ -243,9 +270,9 @@ class PageWriter:
         yield from _split([item for item in items if self._is_gathered(item.write)], CHUNK_BYTES)
 
     def _send_chunk(
-        self, connection: Connection, items: Sequence[_Object], block: Block, start: int
+        self, connection: Connection, items: Sequence[_Object], block: Block
     ) -> list[_Object]:
-        parts = list[tuple[list[int], list[int]]]()
+        parts, start = list[tuple[list[int], list[int]]](), 0
         for item in items:
             parts.append(self._parts(item.write, block, start))
             start += parts[-1][1][-1]
@@ -298,11 +325,16 @@ def _split(items: Sequence[_Object], max_bytes: int) -> Iterator[list[_Object]]:
 def _not_stored_by_others(
     connection: Connection, items: Sequence[_Object], outcome: WriteOutcome
 ) -> list[_Object]:
-    """Count existing objects as stored. Returns those that other writers are storing."""
-    there = connection.exist([item.name for item in items]) if items else []
+    """Count existing objects as stored. Returns those that other writers are storing.
+
+    Objects that lie on stores that are left out are removed, and returned as well (rule SET-1).
+    """
+    names = [item.name for item in items]
+    there = connection.exist(names) if items else []
+    lost = connection.remove_lost(names) if items and connection.stores.any_out() else set[str]()
     left = list[_Object]()
     for item, exists in zip(items, there, strict=True):
-        if exists:
+        if exists and item.name not in lost:
             item.write.existed = True
             outcome.stored.add(item.write)
         else:

@@ -21,27 +21,34 @@ class Ranges:
         return self.codes.pop(0)
 
 
+FAILED = library.TRANSFER_FAILED
+
+
 @pytest.mark.parametrize(
-    ("hung", "codes", "left"),
+    ("codes", "asked", "expected"),
     [
-        (False, [[100, library.TRANSFER_FAILED], [100, 100]], 0),
-        (False, [[library.TRANSFER_FAILED] * 2] * 3, 1),
-        (False, [[100, library.NOT_FOUND], [100, 100]], 1),
-        # Each transfer that hangs takes a timeout.
-        (True, [[100, library.TRANSFER_FAILED], [100, 100]], 1),
+        ([[100, FAILED, 100], [100]], [["a", "b", "c"], ["b"]], [100, 100, 100]),
+        (
+            [[FAILED] * 3, [FAILED], [100, FAILED]],
+            [["a", "b", "c"], ["a"], ["b", "c"]],
+            [FAILED, 100, FAILED],
+        ),
+        ([[100, library.NOT_FOUND, 100]], [["a", "b", "c"]], [100, library.NOT_FOUND, 100]),
     ],
-    ids=["arrives", "fails again", "is gone", "hangs"],
+    ids=["arrives", "fails again", "is gone"],
 )
-def test_a_transfer_that_fails_is_repeated_once(monkeypatch, hung, codes, left):
+def test_a_transfer_that_fails_is_repeated_once_and_alone(monkeypatch, codes, asked, expected):
     store = Ranges(*codes)
     monkeypatch.setattr(connection, "set_up", lambda settings: store)
     monkeypatch.setattr(connection, "warm_up", lambda exist: None)
-    monkeypatch.setattr(library, "has_hung", lambda began: hung)
-    settings = SimpleNamespace(master=None)
-    expected = codes[len(codes) - left - 1]
-    answered = Connection(settings).read_ranges(["a", "b"], [[0], [0]], [[100], [100]])
-    assert answered == expected
-    assert len(store.codes) == left
+    client = Connection(SimpleNamespace(master=None))
+    places = [[0]] * 3, [[100]] * 3
+    assert client.read_ranges(["a", "b", "c"], *places) == expected
+    assert [list(names) for names in store.asked] == asked
+    # Each of the others would take as long.
+    monkeypatch.setattr(connection, "REPEAT_SECONDS", -1.0)
+    store.codes, store.asked = [[100, FAILED, FAILED]], []
+    assert client.read_ranges(["a", "b", "c"], *places) == [100, FAILED, FAILED]
 
 
 class Clock:
@@ -74,8 +81,13 @@ def clock(monkeypatch):
     return made
 
 
-def settings(*, protocol="tcp", global_segment_size=0):
-    return SimpleNamespace(master=None, protocol=protocol, global_segment_size=global_segment_size)
+def settings(*, protocol="tcp", global_segment_size=0, metadata_server="http://m/metadata"):
+    return SimpleNamespace(
+        master=None,
+        protocol=protocol,
+        global_segment_size=global_segment_size,
+        metadata_server=metadata_server,
+    )
 
 
 def write_for(client, clock, seconds, *, pause=5):
@@ -97,7 +109,13 @@ def test_a_client_whose_transfers_keep_failing_is_stale(clock):
 
 
 @pytest.mark.parametrize(
-    "others", [{"protocol": "rdma"}, {"global_segment_size": 1 << 30}], ids=["rdma", "lends memory"]
+    "others",
+    [
+        {"protocol": "rdma"},
+        {"global_segment_size": 1 << 30},
+        {"metadata_server": "P2PHANDSHAKE"},
+    ],
+    ids=["rdma", "lends memory", "ports in names"],
 )
 def test_a_client_that_is_never_replaced(clock, others):
     client = Connection(settings(**others))

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +154,92 @@ def test_a_store_is_killed():
         wait_for_hits(workers)
 
 
+@contextmanager
+def two_stores():
+    """A cluster, a storage, and its pages by the store that keeps them; the master drops none."""
+    with DevCluster(2, 32 << 20, client_ttl_seconds=60, lease_milliseconds=30_000) as cluster:
+        rig = Rig(cluster.options, deadline=10.0, pages=32, hung_reads="bounce_buffer")
+        keys = chain("two stores", 32)
+        assert rig.put(keys) == [True] * 32
+        rig.expect(keys)
+        yield cluster, rig, keys
+        rig.storage.close()
+
+
+def homes(rig, keys):
+    """Endpoints of the stores that keep pages, as the master says."""
+    names = {rig.name(key): key for key in keys}
+    copies = rig.driver.handle._connection.copies(list(names))
+    return {names[name]: ends[0] for name, ends in copies.items()}
+
+
+def missing_store(rig, keys):
+    """Endpoint of the store whose pages are missing; there is one."""
+    place = homes(rig, keys)
+    pages = rig.get(keys)
+    (lost,) = {place[key] for key, page in zip(keys, pages, strict=True) if page is None}
+    return lost
+
+
+@pytest.mark.parametrize("gone", ["kill", "suspend"])
+def test_a_store_that_fails_takes_no_pages_of_another_one(gone):
+    """Nor does it cost a fault for each call, nor a set that acknowledges what it held."""
+    with two_stores() as (cluster, rig, keys):
+        getattr(cluster.stores[0], gone)()
+        place = homes(rig, keys)
+        dead = missing_store(rig, keys)
+        living = [key for key in keys if place[key] != dead]
+        assert living
+        assert len(living) < len(keys)
+        rig.expect(living)
+        faults = rig.storage.get_stats().faults
+        pages = rig.get(keys)
+        assert [key for key, page in zip(keys, pages, strict=True) if page] == living
+        assert rig.storage.get_stats().faults == faults
+        stored = [key for key, ok in zip(keys, rig.put(keys), strict=True) if ok]
+        assert set(living) <= set(stored)
+        assert dead not in homes(rig, stored).values()
+        rig.expect(stored)
+        cluster.stores[0].resume()
+
+
+def test_a_store_that_goes_on_is_read_again():
+    """Gets that were given up hold no thread, name or buffer that another get needs."""
+    with two_stores() as (cluster, rig, keys):
+        cluster.stores[0].suspend()
+        place = homes(rig, keys)
+        dead = missing_store(rig, keys)
+        living = [key for key in keys if place[key] != dead]
+        for _ in range(20):
+            rig.expect(living)
+            assert sum(page is not None for page in rig.get(keys)) == len(living)
+        cluster.stores[0].resume()
+        until = time.monotonic() + RECOVERY_SECONDS
+        while None in rig.get(keys):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("copies", [1, 2])
+def test_three_stores(copies):
+    """Each killed, stopped and cut off in turn; what it prints are the figures."""
+    seconds = os.environ.get("HICACHE_RACE_SECONDS", "8")
+    script = 'ip link set lo up && exec "$0" -m tests.backends.mooncake.three_stores "$@"'
+    events = "killed,stopped,cut"
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("only root may make a network of its own, to cut a store off")
+    done = subprocess.run(
+        ["unshare", "-n", "sh", "-c", script, sys.executable, seconds, events, str(copies)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[3],
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.long
 def test_a_store_is_restarted_under_its_old_name():
     """The library remembers the port of its former process; a new client does not."""
@@ -194,7 +284,7 @@ def test_a_store_hangs(component):
         assert time.monotonic() - began < DEADLINE_SECONDS + SLACK_SECONDS
         cluster.stores[0].resume()
         until = time.monotonic() + RECOVERY_SECONDS
-        while rig.driver._reader._buffers._lent:
+        while rig.driver._reader._target._buffers._lent:
             assert time.monotonic() < until
             time.sleep(0.05)
         assert set(rig.pool.memory) == {UNTOUCHED}

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from hicache_backends.mooncake import buffered, memory
-from hicache_backends.mooncake.buffered import BufferedReader
+from hicache_backends.mooncake import memory, reader, stores
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.reader import DirectReader, split_reads
+from hicache_backends.mooncake.reader import (
+    BufferTarget,
+    NamedReader,
+    PoolTarget,
+    StoreReader,
+    split_reads,
+)
+from hicache_backends.mooncake.stores import Stores
 from hicache_storage.objects import Call, Namespace, ObjectRead
 from hicache_storage.objects.thread_pool import ThreadPool
-from hicache_storage.spec import CancellationToken, PageGeometry, PoolName, StorageUnavailableError
+from hicache_storage.spec import (
+    CancellationToken,
+    PageGeometry,
+    PoolName,
+    StorageTimeoutError,
+    StorageUnavailableError,
+)
 from tests.backends.mooncake.harness import identity
 
 LENGTH = 100 + 64
@@ -28,18 +41,29 @@ class Scripted:
     """Stands for a connection: answers codes, in the order in which it is asked, and lengths where
     it is asked for one."""
 
-    def __init__(self, codes, lengths=(), found=None):
+    def __init__(self, codes, lengths=(), found=None, places=lambda name: "store"):
         self.codes, self.lengths, self.found, self.operations = list(codes), list(lengths), found, 0
-        self.by_name, self.by_lookup, self.lookups = [], [], []
+        self.by_name, self.by_lookup, self.lookups, self.tried = [], [], [], []
+        self.where, self.stores = places, Stores()
 
     def read(self, names, addresses, sizes):
         self.by_name.append(list(names))
         return [self.codes.pop(0) for _ in names]
 
     @contextmanager
-    def looked_up(self, names, call):
+    def looked_up(self, names):
         self.lookups.append(list(names))
         yield [0] * len(names) if self.found is None else self.found
+
+    def kept(self, names):
+        return nullcontext()
+
+    def places(self, names):
+        return {name: self.where(name) for name in names}
+
+    def can_read(self, name):
+        self.tried.append(name)
+        return True
 
     def read_ranges(self, names, addresses, sizes):
         self.by_lookup.append(list(names))
@@ -60,6 +84,18 @@ def reads(count):
     ]
 
 
+def blocks():
+    return Blocks(lambda start, size: None)
+
+
+def buffered(size, thread_pool):
+    return StoreReader(BufferTarget(size), thread_pool, nullcontext)
+
+
+def direct(thread_pool, target=None):
+    return StoreReader(target or PoolTarget(blocks()), thread_pool, nullcontext)
+
+
 @pytest.fixture
 def alone():
     thread_pool = ThreadPool("hicache-test")
@@ -70,10 +106,8 @@ def alone():
 @pytest.fixture(params=["wait", "wait, tcp", "bounce_buffer"])
 def ways(request, alone):
     if request.param == "bounce_buffer":
-        return BufferedReader(1 << 16, alone)
-    return DirectReader(
-        Blocks(lambda start, size: None), alone if request.param == "wait, tcp" else None
-    )
+        return buffered(1 << 16, alone)
+    return direct(alone) if request.param == "wait, tcp" else NamedReader(blocks())
 
 
 def test_answers(ways):
@@ -88,8 +122,10 @@ def test_answers(ways):
         library.TRANSFER_FAILED,
         library.INVALID_PARAMS,
         -1,
+        # Of a second lookup.
+        library.INVALID_PARAMS,
     ]
-    outcome = ways.read(Scripted(codes, [LENGTH, 50, library.NOT_FOUND]), some, Call())
+    outcome = ways.read(Scripted(codes, [LENGTH, 50, library.NOT_FOUND], places=str), some, Call())
     assert outcome.arrived == {some[0]}
     # Whether what has arrived is the page is another question.
     assert [read.damaged for read in some[1:]] == [False, True, False, True, False, False]
@@ -103,7 +139,7 @@ def test_answers(ways):
 )
 def test_a_master_that_goes_while_lengths_are_asked_for(ways, answer):
     """It is asked once more at most: each request may take as long as the master is waited for."""
-    connection = Scripted([library.TRANSFER_FAILED] * 5, [50, answer])
+    connection = Scripted([library.TRANSFER_FAILED] * 5, [50, answer], places=str)
     some = reads(5)
     outcome = ways.read(connection, some, Call())
     assert connection.operations == 2
@@ -115,10 +151,7 @@ def test_what_a_lookup_answers(alone):
     """What is not there is a miss, what it cannot tell a place of in memory is read by its name,
     and a fault is a fault."""
     found = [0, library.NOT_FOUND, library.NO_REPLICA_IN_MEMORY, -1, 0]
-    for way in (
-        DirectReader(Blocks(lambda start, size: None), alone),
-        BufferedReader(1 << 16, alone),
-    ):
+    for way in (direct(alone), buffered(1 << 16, alone)):
         some, connection = reads(5), Scripted([LENGTH] * 3, found=found)
         outcome = way.read(connection, some, Call())
         assert outcome.arrived == {some[0], some[2], some[4]}
@@ -130,48 +163,123 @@ def test_what_a_lookup_answers(alone):
         assert not any(read.damaged for read in (some[1], some[3]))
 
 
-@pytest.mark.parametrize(("limit", "most"), [("CHUNK_BYTES", 2 * LENGTH), ("CHUNK_OBJECTS", 2)])
-def test_chunks(alone, monkeypatch, limit, most):
-    """As many objects as a chunk holds, or one."""
-    monkeypatch.setattr(buffered, limit, most)
+@pytest.mark.parametrize(("size", "objects"), [(2 * LENGTH, 16), (1 << 16, 2)])
+def test_chunks(alone, monkeypatch, size, objects):
+    """As many objects as a buffer or a chunk holds, or one."""
+    monkeypatch.setattr(BufferTarget, "max_objects", objects)
     some, connection = reads(5), Scripted([LENGTH] * 5)
-    assert BufferedReader(1 << 16, alone).read(connection, some, Call()).arrived == set(some)
+    assert buffered(size, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of(some[:2]), names_of(some[2:4]), names_of(some[4:])]
-    # A buffer that holds one of them, whose half would hold none.
     connection = Scripted([LENGTH] * 5)
-    assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
+    assert buffered(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
     assert connection.by_lookup == [names_of([read]) for read in some]
 
 
 @pytest.mark.parametrize(("most", "together"), [(LENGTH * 5, [5]), (LENGTH * 2, [2, 2, 1])])
 def test_more_than_a_buffer_holds_is_looked_up_together(alone, monkeypatch, most, together):
     """As much as will have come before the leases of the first lookup run out."""
-    monkeypatch.setattr(buffered, "MAX_LOOKUP_BYTES", most)
+    monkeypatch.setattr(reader, "MAX_LOOKUP_BYTES", most)
     some, connection = reads(5), Scripted([LENGTH] * 5)
-    assert BufferedReader(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
+    assert buffered(LENGTH, alone).read(connection, some, Call()).arrived == set(some)
     assert [len(names) for names in connection.lookups] == together
 
 
-@pytest.mark.parametrize(
-    ("code", "after", "left"), [(-800, 0.0, 0), (-800, 60.0, 3), (-704, 0.0, 3)]
-)
-def test_after_one_that_hangs_no_others_are_waited_for(alone, monkeypatch, code, after, left):
-    monkeypatch.setattr(library, "HUNG_FRACTION", after)
-    monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
-    for way in (
-        DirectReader(Blocks(lambda start, size: None), alone),
-        BufferedReader(1 << 16, alone),
-    ):
-        some, connection = reads(5), Scripted([LENGTH, code, LENGTH, LENGTH, LENGTH], [LENGTH])
-        assert way.read(connection, some, Call()).arrived == {some[0], *some[5 - left :]}
-        assert len(connection.by_lookup) == 2 + left
+ODD = {*names_of(reads(10)[1::2])}
 
 
-@pytest.mark.parametrize(("size", "threads"), [(1 << 16, 4), (3 * LENGTH, 3)])
+def store_of(name):
+    return "odd" if name in ODD else "even"
+
+
+def test_what_is_asked_of_one_request_lies_on_one_store(alone):
+    for way in (direct(alone), buffered(1 << 16, alone)):
+        some, connection = reads(9), Scripted([LENGTH] * 9, places=store_of)
+        assert way.read(connection, some, Call()).arrived == set(some)
+        assert all(len({*map(store_of, names)}) == 1 for names in connection.by_lookup)
+    assert connection.by_lookup == [names_of(some[::2]), names_of(some[1::2])]
+
+
+class Hanging(Scripted):
+    """Reads of one store hang until they are let go."""
+
+    def __init__(self, *args):
+        super().__init__(*args, places=store_of)
+        self.go_on, self.ended = threading.Event(), threading.Event()
+
+    def read_ranges(self, names, addresses, sizes):
+        if store_of(names[0]) == "odd":
+            self.go_on.wait(60)
+            for places in addresses:
+                ctypes.memset(places[0], 7, LENGTH)
+            self.ended.set()
+        return [LENGTH] * len(names)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(stores, "RETRY_SECONDS", 60.0)
+
+
+@pytest.mark.parametrize("seconds", [None, 1.0], ids=["no deadline", "a short one"])
+def test_a_store_that_hangs_takes_no_pages_of_others(monkeypatch, impatient, seconds):
+    """What it answers later is not delivered, and meanwhile its pages are misses at once. A call
+    that ends before it can know returns in time what has arrived."""
+    if seconds:
+        monkeypatch.setattr(stores, "PATIENCE_SECONDS", 600.0)
+    thread_pool, connection = ThreadPool("hicache-test", 8, 8), Hanging([])
+    way, some = buffered(1 << 16, thread_pool), reads(8)
+    call = Call(seconds)
+    outcome = way.read(connection, some, call)
+    assert outcome.arrived == set(some[::2])
+    assert [type(fault) for fault in outcome.faults] == [StorageTimeoutError]
+    if not seconds:
+        again = way.read(connection, some, Call())
+        assert again.arrived == set(some[::2])
+        assert again.faults == []
+    assert seconds is None or not call.expired()
+    before = [bytes(part) for read in some[1::2] for part in read.parts]
+    connection.go_on.set()
+    assert connection.ended.wait(60)
+    thread_pool.close(60)
+    assert [bytes(part) for read in some[1::2] for part in read.parts] == before
+
+
+def test_a_store_that_is_left_out_is_tried_again_by_one_request(monkeypatch, impatient):
+    thread_pool, connection = (
+        ThreadPool("hicache-test", 4),
+        Scripted([LENGTH] * 50, places=store_of),
+    )
+    way, some = buffered(1 << 16, thread_pool), reads(4)
+    connection.stores.end("odd", connection.stores.begin("odd", 0), failed=True)
+    assert connection.stores.any_out()
+    assert way.read(connection, some, Call()).arrived == set(some[::2])
+    assert connection.tried == []
+    # The pause has passed.
+    monkeypatch.setattr(stores, "RETRY_SECONDS", 0.0)
+    connection.stores.end("odd", connection.stores.begin("odd", 0), failed=True)
+    held = threading.Event()
+    connection.can_read = lambda name: (connection.tried.append(name), held.wait(60))[1]
+    for _ in range(3):
+        assert way.read(connection, some, Call()).arrived == set(some[::2])
+    held.set()
+    thread_pool.close(60)
+    assert connection.tried == names_of(some[1:2])
+    assert not connection.stores.is_out("odd")
+
+
+@pytest.mark.parametrize("code", sorted(library.LOOK_UP_AGAIN))
+def test_what_has_outlived_its_lookup_is_looked_up_once_more(alone, code):
+    for way in (direct(alone), buffered(1 << 16, alone)):
+        some, connection = reads(3), Scripted([LENGTH, code, LENGTH, LENGTH])
+        assert way.read(connection, some, Call()).arrived == set(some)
+        assert connection.lookups == [names_of(some), names_of(some[1:2])]
+
+
+@pytest.mark.parametrize(("size", "threads"), [(1 << 16, 4)])
 def test_threads_share_what_is_left(monkeypatch, size, threads):
-    """Four read if the buffer has room for four; each has memory of its own, and what all have read
-    is answered."""
-    monkeypatch.setattr(buffered, "CHUNK_BYTES", LENGTH)
+    """Each has memory of its own, and what all have read is answered."""
+    monkeypatch.setattr(BufferTarget, "max_objects", 1)
     together, places = threading.Barrier(threads), set()
 
     class Both(Scripted):
@@ -180,11 +288,9 @@ def test_threads_share_what_is_left(monkeypatch, size, threads):
             together.wait(60)
             return [LENGTH]
 
-    thread_pool, some = ThreadPool("hicache-test", 3), reads(3 * threads)
-    assert BufferedReader(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
-    assert sorted(place - min(places) for place in places) == [
-        number * (size // threads) for number in range(threads)
-    ]
+    thread_pool, some = ThreadPool("hicache-test", threads), reads(3 * threads)
+    assert buffered(size, thread_pool).read(Both([]), some, Call()).arrived == set(some)
+    assert len(places) == threads
     thread_pool.close(60)
 
 
@@ -196,24 +302,24 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
 ):
     """Only what the library gives up goes on; what fails before that has ended."""
     monkeypatch.setattr(library, "ABANDON_SECONDS", after)
-    blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
-    for each in (DirectReader(blocks, None), by_buffers):
+    own, target = blocks(), BufferTarget(1 << 16)
+    for each in (NamedReader(own), direct(alone, target)):
         each.read(
             Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call()
         )
-    assert bool(blocks._spare) is again
-    assert bool(by_buffers._buffers._spare) is again
+    assert bool(own._spare) is again
+    assert bool(target._buffers._spare) is again
     assert bool(memory._unsafe) is not again
     memory._unsafe.clear()
 
 
 def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
     monkeypatch.setattr(library, "ABANDON_SECONDS", 0.0)
-    blocks, by_buffers = Blocks(lambda start, size: None), BufferedReader(1 << 16, alone)
-    for each in (DirectReader(blocks, alone), by_buffers):
+    own, target = blocks(), BufferTarget(1 << 16)
+    for each in (direct(alone, PoolTarget(own)), direct(alone, target)):
         each.read(Scripted([library.TRANSFER_FAILED], [LENGTH]), reads(1), Call())
-    assert blocks._spare
-    assert by_buffers._buffers._spare
+    assert own._spare
+    assert target._buffers._spare
 
 
 def test_nothing_is_delivered_to_a_cancelled_call(alone):
@@ -227,7 +333,7 @@ def test_nothing_is_delivered_to_a_cancelled_call(alone):
     some = [
         ObjectRead(SPACE, "key", [memoryview(bytearray(60)), memoryview(bytearray(40))], call=call)
     ]
-    assert BufferedReader(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
+    assert buffered(1 << 16, alone).read(Late([LENGTH]), some, call).arrived == set()
 
 
 def test_split_reads():
@@ -245,4 +351,3 @@ def test_split_reads():
     assert [list(part) for part in split_reads([], 9)] == []
     many = reads(BLOCK_ENVELOPES + 1)
     assert [len(part) for part in split_reads(many, BLOCK_ENVELOPES)] == [BLOCK_ENVELOPES, 1]
-    assert buffered.MAX_BUFFERS > 1

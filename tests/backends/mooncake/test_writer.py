@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import nullcontext
 
 import pytest
 
-from hicache_backends.mooncake import writer
+from hicache_backends.mooncake import stores, writer
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import Blocks
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.writer import GATHER_BLOCK_BYTES, PageWriter
+from hicache_backends.mooncake.writer import CHUNK_BYTES, PageWriter
 from hicache_storage.objects import Call, Namespace, ObjectWrite
 from hicache_storage.objects.thread_pool import ThreadPool
-from hicache_storage.spec import PageGeometry, PoolName, StorageUnavailableError
+from hicache_storage.spec import (
+    PageGeometry,
+    PoolName,
+    StorageTimeoutError,
+    StorageUnavailableError,
+)
 from tests.backends.file.harness import content
 from tests.backends.mooncake.harness import identity
 
@@ -24,7 +30,7 @@ class Scripted:
 
     def __init__(self, arrives=lambda name: True):
         self.arrives, self.chunks, self.objects = arrives, [], {}
-        self.published, self.revoked = [], []
+        self.published, self.revoked, self.has_failed_lately = [], [], False
 
     def revoke_pending(self):
         pass
@@ -44,6 +50,9 @@ class Scripted:
             ]
         return [self.arrives(name) for name in names]
 
+    def note_failure(self):
+        self.has_failed_lately = True
+
     def publish(self, names):
         self.published += names
         return [True] * len(names)
@@ -59,7 +68,12 @@ def no_library(monkeypatch):
 
 def made(thread_pool, gathers=True):
     return PageWriter(
-        Blocks(lambda start, size: None, GATHER_BLOCK_BYTES), 1, 0.0, thread_pool, gathers=gathers
+        Blocks(lambda start, size: None, CHUNK_BYTES),
+        1,
+        0.0,
+        thread_pool,
+        nullcontext,
+        gathers=gathers,
     )
 
 
@@ -113,7 +127,7 @@ def test_threads_send_from_memory_of_their_own():
             together.wait(60)
             return answer
 
-    thread_pool, connection = ThreadPool("hicache-test", 3), Both()
+    thread_pool, connection = ThreadPool("hicache-test", 4), Both()
     assert made(thread_pool).write(connection, sent, Call()).stored == set(sent)
     assert connection.objects == {
         name: one.tobytes() for name, one in zip(names_of(sent), sent, strict=True)
@@ -121,19 +135,35 @@ def test_threads_send_from_memory_of_their_own():
     thread_pool.close(60)
 
 
-@pytest.mark.parametrize(("after", "begun"), [(0.0, 2), (60.0, 5)])
-def test_after_one_that_hangs_no_others_are_sent(alone, monkeypatch, after, begun):
-    """What has arrived is published, and everything else given up."""
-    monkeypatch.setattr(library, "HUNG_FRACTION", after)
+def test_a_transfer_that_hangs_is_left(monkeypatch):
+    """What has arrived is published, what has not been sent is revoked, and what hangs is revoked
+    when it ends. The next set sends objects one by one."""
+    monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(stores, "MAX_THREADS", 2)
     monkeypatch.setattr(writer, "CHUNK_BYTES", 100_000)
-    sent = list(writes(5, 60_000, 30_000))
+    sent, go_on = list(writes(5, 60_000, 30_000)), threading.Event()
     names = names_of(sent)
-    connection = Scripted(lambda name: name != names[1])
-    outcome = made(alone).write(connection, sent, Call())
-    assert connection.chunks == [[name] for name in names[:begun]]
-    assert outcome.stored == {sent[0], *sent[2:begun]}
-    assert sorted(connection.revoked) == sorted({*names} - {*connection.published})
-    assert len(outcome.faults) == 1
+
+    class Hanging(Scripted):
+        def transfer(self, asked, *rest):
+            if names[1] in asked:
+                go_on.wait(60)
+            return super().transfer(asked, *rest)
+
+    thread_pool, connection = ThreadPool("hicache-test", 4, 4), Hanging()
+    outcome = made(thread_pool).write(connection, sent, Call())
+    assert outcome.stored == {sent[0], *sent[2:]}
+    assert connection.revoked == []
+    assert [type(fault) for fault in outcome.faults] == [StorageTimeoutError]
+    go_on.set()
+    thread_pool.close(60)
+    assert connection.revoked == [names[1]]
+    assert names[1] not in connection.published
+    connection.chunks.clear()
+    pool = ThreadPool("hicache-test")
+    pool.close(0)
+    made(pool).write(connection, list(writes(3, 100, 100)), Call())
+    assert [len(chunk) for chunk in connection.chunks] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(("most", "shares"), [(4 << 20, [2, 2, 2, 2]), (400_000, [1] * 8)])

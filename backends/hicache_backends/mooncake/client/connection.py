@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
+from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +18,7 @@ from hicache_backends.mooncake.client.client_setup import (
     warm_up,
 )
 from hicache_backends.mooncake.client.in_flight import InFlight
+from hicache_backends.mooncake.stores import Stores
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -23,12 +26,17 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.library import Store
     from hicache_backends.mooncake.config import ClientSettings
-    from hicache_storage.objects import Call
 
 MAX_NAMES: Final = 50_000
 """Names in one request. The master takes about 3 us for each."""
-POLL_SECONDS: Final = 0.1
-"""Interval in which a call that waits for another one checks its deadline."""
+PROBE_BYTES: Final = 64
+"""Of an object that is read to find out whether its store answers; none is smaller."""
+SEEN_SECONDS: Final = 60.0
+LOOK_SECONDS: Final = 1.0
+SETS: Final = "sets"
+"""In place of an endpoint: the master chooses the stores of objects that are written."""
+REPEAT_SECONDS: Final = 0.5
+"""Failed transfers are repeated within this time."""
 STALE_SECONDS: Final = 12.0
 """Longer than the master lists a store that has been killed (10 s by default)."""
 MAX_STALE_SECONDS: Final = 600.0
@@ -44,13 +52,19 @@ class Connection:
     Args:
         settings: of the client.
         stale_seconds: see `is_stale`.
+        stores: health of the stores, from a connection that this one replaces.
 
     Raises:
         DriverUnavailableError: the library is missing or too old.
         StorageUnavailableError: the master cannot be reached, or refuses.
     """
 
-    def __init__(self, settings: ClientSettings, stale_seconds: float = STALE_SECONDS) -> None:
+    def __init__(
+        self,
+        settings: ClientSettings,
+        stale_seconds: float = STALE_SECONDS,
+        stores: Stores | None = None,
+    ) -> None:
         self.settings = settings
         self.stale_seconds = stale_seconds
         if settings.master is not None:
@@ -70,9 +84,14 @@ class Connection:
         """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
         self._revoking = threading.Lock()
-        self._unclaimed = threading.Condition()
-        self._claimed = set[str]()
-        """Names that running calls have looked up."""
+        self._keeping = threading.Lock()
+        self._kept = Counter[str]()
+        """Uses of the lookups of each name."""
+        self.stores = stores or Stores()
+        self._seen: dict[str, float] = {}
+        """Stores of objects that were read, and when that was."""
+        self._look_at = 0.0
+        """When the master is asked even if all objects are on one store."""
         self._unrevoked = set[str]()
         """Names of begun writes that could neither be published nor revoked."""
         # Last, because the requests of the warm-up use everything above.
@@ -92,12 +111,18 @@ class Connection:
         """Return whether transfers have kept failing for more than `stale_seconds`.
 
         Over TCP a client remembers the port of each store by the store's name, until it is closed.
-        A store that was restarted under its old name has another port. Never true of a client that
-        lends memory, because the pages in it would leave with it.
+        A store that was restarted under its old name has another port. Never true where ports are
+        in the names, nor of a client that lends memory, because the pages in it would leave with
+        it.
         """
+        settings = self.settings
         if self._failed_last - self._failing_since <= self.stale_seconds:
             return False
-        replaceable = self.settings.protocol == "tcp" and not self.settings.global_segment_size
+        replaceable = (
+            settings.protocol == "tcp"
+            and settings.metadata_server != "P2PHANDSHAKE"
+            and not settings.global_segment_size
+        )
         return replaceable and time.monotonic() - self._failed_last < PAUSE_SECONDS
 
     @property
@@ -111,12 +136,24 @@ class Connection:
             return STALE_SECONDS
         return min(2 * self.stale_seconds, MAX_STALE_SECONDS)
 
-    def _note_failure(self, codes: Sequence[int], began: float) -> None:
-        """Note the failed transfers of a request that began at `began` (`time.monotonic()`)."""
-        if library.TRANSFER_FAILED in codes:
-            if began - self._failed_last > PAUSE_SECONDS:
-                self._failing_since = began
-            self._failed_last = time.monotonic()
+    @property
+    def has_failed_lately(self) -> bool:
+        """Return whether transfers hang, or have failed within `PAUSE_SECONDS`."""
+        if self.stores.any_out(PAUSE_SECONDS):
+            return True
+        return self._opened < self._failed_last > time.monotonic() - PAUSE_SECONDS
+
+    def note_failure(self, began: float | None = None) -> None:
+        """Note that transfers of a request have failed, or hang.
+
+        Args:
+            began: when the request began (`time.monotonic()`).
+        """
+        now = time.monotonic()
+        began = now if began is None else began
+        if began - self._failed_last > PAUSE_SECONDS:
+            self._failing_since = began
+        self._failed_last = now
 
     # Memory.
 
@@ -185,43 +222,84 @@ class Connection:
         )
 
     @contextlib.contextmanager
-    def looked_up(self, names: Sequence[str], call: Call) -> Generator[list[int]]:
+    def looked_up(self, names: Sequence[str]) -> Generator[list[int]]:
         """Look up objects for `read_ranges` calls within the context. Yields 0 or a code for each.
 
-        The library holds one lookup of a name at a time, so a second call for it waits.
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        with self.kept(names):
+            yield self._answered(lambda store: store.batch_get_session_start(names), len(names))
+
+    @contextlib.contextmanager
+    def kept(self, names: Sequence[str]) -> Generator[None]:
+        """Keep lookups for a request that may outlast the call's `looked_up`.
+
+        The library holds one lookup of a name at a time, for all calls: the last one ends it.
+        """
+        with self._keeping:
+            self._kept.update(names)
+        try:
+            yield
+        finally:
+            with self._keeping:
+                self._kept.subtract(names)
+                ended = [name for name in names if self._kept[name] <= 0]
+                for name in ended:
+                    del self._kept[name]
+                if ended:
+                    self._store.batch_get_session_end(ended)
+
+    def places(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the endpoints of the stores that `read_ranges` asks for looked up objects.
+
+        Objects that have gone meanwhile are left out. Where all objects were on one store lately,
+        the master is not asked.
 
         Raises:
-            StorageUnavailableError: the master does not answer, or the time of the call has passed.
+            StorageUnavailableError: the connection is closed.
+        """
+        now = time.monotonic()
+        lately = [store for store, at in self._seen.items() if now - at < SEEN_SECONDS]
+        if len(lately) == 1 and now < self._look_at and not self.stores.any_out():
+            return dict.fromkeys(names, lately[0])
+        places = {name: copies[0] for name, copies in self.copies(names).items() if copies}
+        self._look_at = now + LOOK_SECONDS
+        self._seen = {store: self._seen[store] for store in lately} | dict.fromkeys(
+            places.values(), now
+        )
+        return places
+
+    def copies(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """Return the endpoints of the stores with copies of existing objects, in their order.
+
+        Raises:
+            StorageUnavailableError: the connection is closed.
         """
         if not names:
-            yield []
-            return
-        # Before `_call`, so that a call that waits for another one does not keep `close` from
-        # closing.
-        self._claim(names, call)
-        try:
-            with self._call() as store:
-                try:
-                    yield self._answered(
-                        lambda store: store.batch_get_session_start(names), len(names)
-                    )
-                finally:
-                    # Also if the start has failed for some names: the others are looked up.
-                    store.batch_get_session_end(names)
-        finally:
-            with self._unclaimed:
-                self._claimed.difference_update(names)
-                self._unclaimed.notify_all()
+            return {}
+        with self._call() as store:
+            found = store.batch_get_replica_desc(names)
+        return {
+            name: [
+                copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
+                for copy in copies
+                if copy.is_memory_replica()
+            ]
+            for name, copies in found.items()
+        }
 
-    def _claim(self, names: Sequence[str], call: Call) -> None:
-        with self._unclaimed:
-            while not self._claimed.isdisjoint(names):
-                if call.expired():
-                    raise StorageTimeoutError(
-                        "another call is reading the same objects, and has not ended in time"
-                    )
-                self._unclaimed.wait(POLL_SECONDS)
-            self._claimed.update(names)
+    def can_read(self, name: str) -> bool:
+        """Return whether the beginning of an object can be read.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        memory = (ctypes.c_char * PROBE_BYTES)()
+        with self.looked_up([name]) as codes:
+            return not codes[0] and self.read_ranges(
+                [name], [[ctypes.addressof(memory)]], [[PROBE_BYTES]]
+            ) == [PROBE_BYTES]
 
     def read_ranges(
         self,
@@ -232,17 +310,29 @@ class Connection:
         """Read the first bytes of looked up objects to their addresses. Returns lengths or codes.
 
         No byte arrives after the return. Transfers run one after the other. A transfer without
-        progress is given up after `library.TRANSFER_TIMEOUTS`, and the next one begins. A request
-        of which a transfer has failed sooner is repeated once: its TCP connection may have ended.
+        progress is given up after `library.TRANSFER_TIMEOUTS`, and the next one begins. Where some
+        have failed at once, these are repeated once: their TCP connection may have ended.
         """
+        asked = list(zip(names, addresses, sizes, strict=True))
+        began = time.monotonic()
+        codes = self._read_ranges(asked)
+        failed = [at for at, code in enumerate(codes) if code == library.TRANSFER_FAILED]
+        # The first one alone: each takes a second if the store is gone.
+        for some in (failed[:1], failed[1:]):
+            if not some or time.monotonic() - began > REPEAT_SECONDS:
+                break
+            for at, code in zip(some, self._read_ranges([asked[at] for at in some]), strict=True):
+                codes[at] = code
+        if library.TRANSFER_FAILED in codes:
+            self.note_failure(began)
+        return codes
+
+    def _read_ranges(self, asked: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[int]:
+        names, addresses, sizes = zip(*asked, strict=True)
         offsets = [list(accumulate(some[:-1], initial=0)) for some in sizes]
         with self._call() as store:
-            began = time.monotonic()
             codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
-            if library.TRANSFER_FAILED in codes and not library.has_hung(began):
-                codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
-        self._note_failure(codes, began)
-        return _checked_length(codes, len(names))
+        return _checked_length(codes, len(asked))
 
     def size(self, name: str) -> int:
         """Request the length of an object. Returns a code if it fails."""
@@ -267,10 +357,16 @@ class Connection:
         offsets: Sequence[Sequence[int]],
     ) -> list[bool]:
         """Write the bytes of begun objects. False for each object whose transfer has failed."""
-        with self._call() as store:
-            began = time.monotonic()
-            codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
-        self._note_failure(codes, began)
+        began, failed = time.monotonic(), True
+        token = self.stores.begin(SETS, sum(map(sum, sizes)))
+        try:
+            with self._call() as store:
+                codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
+            failed = library.TRANSFER_FAILED in codes
+        finally:
+            self.stores.end(SETS, token, failed=failed)
+        if failed:
+            self.note_failure(began)
         return [code >= 0 for code in _checked_length(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:
@@ -376,6 +472,28 @@ class Connection:
         finally:
             if begun:
                 self.revoke(begun)
+
+    def remove_lost(self, names: Sequence[str]) -> set[str]:
+        """Remove objects of which all copies lie on stores that are left out.
+
+        Returns their names; objects that another client has claimed are still there.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        lost = self._lost(names)
+        if lost:
+            with self.claimed(lost) as claimed:
+                # Others may have stored them anew meanwhile.
+                self.remove(self._lost(sorted(claimed)))
+        return set(lost)
+
+    def _lost(self, names: Sequence[str]) -> list[str]:
+        return [
+            name
+            for name, copies in self.copies(names).items()
+            if copies and all(map(self.stores.is_out, copies))
+        ]
 
     def remove_prefix(self, prefix: str) -> None:
         """Remove all objects with a prefix, which must have no special character of a pattern.

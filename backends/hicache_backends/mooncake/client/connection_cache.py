@@ -71,7 +71,9 @@ class _Connections:
         with self._lock:
             entry = self._entries.get(settings)
             if entry is None or entry.connection is connection:
-                newer = _Entry(Connection(settings, connection.next_stale_seconds))
+                newer = _Entry(
+                    Connection(settings, connection.next_stale_seconds, connection.stores)
+                )
                 if entry is not None:
                     self._replaced[connection] = entry.users
                 entry = self._entries[settings] = newer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
@@ -33,23 +32,39 @@ TRANSFER_FAILED: Final = -800
 RPC_FAILED: Final = -900
 RPC_TIMED_OUT: Final = -901
 TENANT_QUOTA: Final = -1700
-GONE: Final = frozenset({-702, -703, NOT_FOUND, -707, -710, -712})
+LEASE_EXPIRED: Final = -707
+LOOK_UP_AGAIN: Final = frozenset({LEASE_EXPIRED, INVALID_PARAMS})
+"""Codes of a read whose lookup has ended."""
+GONE: Final = frozenset({-702, -703, NOT_FOUND, LEASE_EXPIRED, -710, -712})
 """Not found, not complete, or moved: a miss."""
 NOT_BEGUN: Final = frozenset({0, INVALID_PARAMS})
 """Codes of a revoke for objects that this client does not write any more."""
 FULL: Final = frozenset({NO_ROOM, TENANT_QUOTA})
 UNREACHABLE: Final = frozenset({RPC_FAILED, RPC_TIMED_OUT})
-TRANSFER_TIMEOUTS: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
+TRANSFER_TIMEOUTS: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "3", "MC_TCP_STATUS_TIMEOUT_SEC": "3"}
 """Whole seconds without progress after which the library gives a TCP transfer up.
 
 The library's own limit is 30 s, for each object in turn."""
-DEFAULT_TIMEOUT_SECONDS: Final = 30
-HUNG_FRACTION: Final = 0.9
-"""Fraction of the timeout. A transfer that fails sooner has not failed by the timeout."""
 ABANDON_SECONDS: Final = 60.0
 """After this time the library returns a failure while the transfer goes on in the background.
 
 A transfer that fails sooner has ended."""
+
+
+class _Buffer(Protocol):
+    transport_endpoint: str
+
+
+class _Memory(Protocol):
+    buffer_descriptor: _Buffer
+
+
+class Replica(Protocol):
+    """The used methods of `mooncake.store.ReplicaDescriptor`."""
+
+    def is_memory_replica(self) -> bool: ...
+
+    def get_memory_descriptor(self) -> _Memory: ...
 
 
 class Store(Protocol):
@@ -85,6 +100,8 @@ class Store(Protocol):
         all_buffer_ptrs: Sequence[Sequence[int]],
         all_sizes: Sequence[Sequence[int]],
     ) -> list[int]: ...
+
+    def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[Replica]]: ...
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]: ...
 
@@ -156,22 +173,11 @@ def set_transfer_timeouts() -> None:
         os.environ.setdefault(name, seconds)
 
 
-def has_hung(began: float) -> bool:
-    """True if a failed transfer that began at `began` (`time.monotonic()`) ran into its timeout."""
-    timeout = min(_whole_seconds(os.environ.get(name, "")) for name in TRANSFER_TIMEOUTS)
-    return time.monotonic() - began >= HUNG_FRACTION * timeout
-
-
 def replicate_config(copies: int) -> object:
     """The library's configuration for the number of replicas."""
     config: Any = _module().ReplicateConfig()
     config.replica_num = copies
     return config
-
-
-def _whole_seconds(text: str) -> int:
-    """Parse a timeout as the library does: other values than positive numbers are ignored."""
-    return int(text) if text.isdecimal() and int(text) else DEFAULT_TIMEOUT_SECONDS
 
 
 @contextmanager

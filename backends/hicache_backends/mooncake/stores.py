@@ -1,0 +1,303 @@
+"""Requests to several stores: one that fails or hangs delays no pages of the others."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from hicache_storage.spec import CancellationToken
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+    from hicache_storage.objects import Call
+    from hicache_storage.objects.thread_pool import Task, ThreadPool
+
+POOL_THREADS: Final = 16
+"""Threads of one storage, for all calls together."""
+MAX_HUNG: Final = 64
+"""Threads of requests that hang, beside these. They end by the library's timeouts."""
+MAX_THREADS: Final = 4
+"""Threads for one call: while some prepare, verify or copy, the transfers of others keep the
+library's connections busy."""
+PATIENCE_SECONDS: Final = 1.0
+"""A request that takes longer hangs."""
+MIN_BYTES_PER_SECOND: Final = 16 << 20
+"""Rate below which a transfer hangs."""
+RETRY_SECONDS: Final = 2.0
+"""Pause after a failed request, before the store is tried again."""
+TRIAL_SECONDS: Final = 30.0
+"""Limit of such a trial; the library's timeout of a transfer is 10 s."""
+FORGET_SECONDS: Final = 600.0
+POLL_SECONDS: Final = 0.1
+"""Interval in which a call that waits checks for stores that hang, and for its deadline."""
+UNKNOWN: Final = ""
+"""Endpoint of objects of which it is not known; never left out."""
+MAX_MARGIN_SECONDS: Final = 0.1
+"""Time before the deadline at which a call returns what has arrived."""
+
+ItemT = TypeVar("ItemT")
+MemoryT = TypeVar("MemoryT")
+
+
+class Stores:
+    """Health of the stores, by endpoint. Safe for many threads.
+
+    A store is left out from a request that fails or hangs until one succeeds; one request at a time
+    tries it again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._due: dict[str, dict[object, float]] = {}
+        """Running requests of each store, and the times from which on they hang."""
+        self._retry_at: dict[str, float] = {}
+        """Stores that are left out, and when they are tried again."""
+
+    def begin(self, store: str, size: int) -> object:
+        """Note a request for `size` bytes that begins. Returns a token for `end`."""
+        token = object()
+        with self._lock:
+            self._due.setdefault(store, {})[token] = (
+                time.monotonic() + PATIENCE_SECONDS + size / MIN_BYTES_PER_SECOND
+            )
+        return token
+
+    def end(self, store: str, token: object, *, failed: bool | None) -> None:
+        """Note the end of a request.
+
+        Args:
+            failed: None for one that says nothing about the store.
+        """
+        now = time.monotonic()
+        with self._lock:
+            due = self._due.pop(store, {})
+            due.pop(token, None)
+            if failed and store != UNKNOWN:
+                self._retry_at[store] = now + RETRY_SECONDS
+            elif failed is not None:
+                self._retry_at.pop(store, None)
+                # The store has answered since these began to hang.
+                due = {other: at for other, at in due.items() if at > now}
+            if due:
+                self._due[store] = due
+
+    def is_out(self, store: str) -> bool:
+        """Return whether a store is left out."""
+        if store in self._retry_at:
+            return True
+        now = time.monotonic()
+        if store == UNKNOWN:
+            return False
+        with self._lock:
+            if min(self._due.get(store, {}).values(), default=math.inf) > now:
+                return False
+            self._retry_at.setdefault(store, now + RETRY_SECONDS)
+        return True
+
+    def any_out(self, seconds: float = FORGET_SECONDS) -> bool:
+        """Return whether any store is left out, and was tried within so many seconds."""
+        now = time.monotonic()
+        # One that has gone for good keeps no objects, by which it could be tried.
+        return any(now - at < seconds for at in list(self._retry_at.values())) or any(
+            map(self.is_out, list(self._due))
+        )
+
+    def try_again(self, store: str) -> bool:
+        """Return True if the caller is to try a store that is left out, and to note the end."""
+        now = time.monotonic()
+        with self._lock:
+            if self._retry_at.get(store, math.inf) > now:
+                return False
+            self._retry_at[store] = now + TRIAL_SECONDS
+            return True
+
+
+@dataclass(slots=True, eq=False)
+class Chunk(Generic[ItemT]):
+    """What one request is for: some objects of one store.
+
+    Args:
+        store: its endpoint.
+        size: in bytes.
+    """
+
+    store: str
+    items: list[ItemT]
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A thread that makes requests for a call."""
+
+    store: str | None = None
+    """The store of its running request."""
+    task: Task[None] | None = None
+
+
+class Requests(Generic[ItemT, MemoryT]):
+    """The requests of one call, in threads of a pool. The call leaves those that hang.
+
+    Threads take chunks of the store with the fewest running requests, so that a store that hangs
+    holds as few of them as there are others.
+
+    Args:
+        hold: keeps the connection open, for a thread whose call may have left.
+        lend: lends the memory of one thread.
+        send: makes one request, and returns whether its store has failed; None if it does not
+            say.
+        leaves: False if the call waits for all requests that have begun.
+    """
+
+    def __init__(
+        self,
+        thread_pool: ThreadPool,
+        stores: Stores,
+        call: Call,
+        *,
+        hold: Callable[[], AbstractContextManager[object]],
+        lend: Callable[[], AbstractContextManager[MemoryT]],
+        send: Callable[[Chunk[ItemT], MemoryT], bool | None],
+        leaves: bool = True,
+    ) -> None:
+        self._thread_pool = thread_pool
+        self._stores = stores
+        self._call = call
+        self._hold = hold
+        self._lend = lend
+        self._send = send
+        self._leaves = leaves
+        self.token = CancellationToken()
+        """Cancelled when the call leaves."""
+        self.late = False
+        """The call has left requests: their store hangs, or the deadline is near."""
+        self._changed = threading.Condition()
+        # The lock guards all that follows.
+        self._queues: dict[str, deque[Chunk[ItemT]]] = {}
+        self._workers = set[_Worker]()
+        self._error: BaseException | None = None
+
+    def add(self, chunks: Iterable[Chunk[ItemT]]) -> None:
+        """Queue chunks, before `run`."""
+        for chunk in chunks:
+            self._queues.setdefault(chunk.store, deque()).append(chunk)
+
+    def run(self) -> None:
+        """Make the requests, until all have ended or are left.
+
+        Raises:
+            BaseException: the error of one of the requests.
+        """
+        chunks = list(chain.from_iterable(self._queues.values()))
+        if len(chunks) == 1:
+            # It delays no others, and a thread for it takes longer.
+            with self._hold(), self._lend() as memory:
+                self._make(chunks[0], memory)
+            return
+        seconds = self._call.remaining()
+        until = math.inf
+        if seconds is not None:
+            until = time.monotonic() + seconds - min(MAX_MARGIN_SECONDS, 0.1 * seconds)
+        try:
+            with self._changed:
+                begun = self._start_workers()
+                while begun and not self._is_over(until):
+                    left = until - time.monotonic()
+                    self._changed.wait(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
+                    self._leave_out()
+                    begun = self._start_workers()
+            if not begun and self._thread_pool.hung:
+                self.late = True
+            elif not begun:
+                alone = _Worker()
+                self._workers.add(alone)
+                self._work(alone)
+        finally:
+            # Waits for bytes that are being copied.
+            self.token.cancel()
+            with self._changed:
+                self.late |= any(self._queues.values())
+                for worker in self._workers:
+                    self.late |= worker.store is not None
+                    if worker.task and not self._thread_pool.withdraw(worker.task):
+                        self._thread_pool.abandon(worker.task)
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                # Its traceback refers to this frame: a cycle would keep the buffers.
+                del error
+
+    def _start_workers(self) -> bool:
+        """Start threads for the queued chunks. False if there is none, and none can be started."""
+        chunks = sum(map(len, self._queues.values()))
+        while len(self._workers) < min(MAX_THREADS, chunks):
+            worker = _Worker()
+            worker.task = self._thread_pool.submit(partial(self._work, worker))
+            if worker.task is None:
+                break
+            self._workers.add(worker)
+        return bool(self._workers) or not chunks
+
+    def _is_over(self, until: float) -> bool:
+        busy = any(worker.store is not None for worker in self._workers)
+        if busy and not self._leaves:
+            return False
+        if self._error or self._call.expired() or time.monotonic() >= until:
+            return True
+        return not busy and not any(self._queues.values())
+
+    def _leave_out(self) -> None:
+        """Leave the chunks and requests of stores that are left out."""
+        for store in {*self._queues, *(worker.store for worker in self._workers)}:
+            if store is None or not self._stores.is_out(store):
+                continue
+            self._queues.pop(store, None)
+            for worker in [worker for worker in self._workers if worker.store == store]:
+                self.late = True
+                if self._leaves and worker.task:
+                    self._workers.discard(worker)
+                    self._thread_pool.abandon(worker.task)
+
+    def _work(self, worker: _Worker) -> None:
+        try:
+            with self._hold(), self._lend() as memory:
+                while (chunk := self._take(worker)) is not None:
+                    self._make(chunk, memory)
+        except BaseException as error:  # noqa: BLE001 - raised by `run`
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._workers.discard(worker)
+                self._changed.notify()
+
+    def _make(self, chunk: Chunk[ItemT], memory: MemoryT) -> None:
+        token, failed = self._stores.begin(chunk.store, chunk.size), None
+        try:
+            failed = self._send(chunk, memory)
+        finally:
+            self._stores.end(chunk.store, token, failed=failed)
+
+    def _take(self, worker: _Worker) -> Chunk[ItemT] | None:
+        """Return the next chunk of the store with the fewest running requests."""
+        with self._changed:
+            worker.store = None
+            left = self.token.cancelled or worker not in self._workers
+            if left or self._error or self._call.expired():
+                return None
+            self._leave_out()
+            stores = [store for store, queue in self._queues.items() if queue]
+            if not stores:
+                return None
+            busy = Counter(other.store for other in self._workers)
+            worker.store = min(stores, key=busy.__getitem__)
+            return self._queues[worker.store].popleft()
