@@ -128,7 +128,7 @@ def mooncake_cluster():
 @pytest.fixture
 def mooncake_options(mooncake_cluster):
     """Options for an empty store."""
-    from hicache_backends.mooncake.client.connection_cache import connections
+    from hicache_backends.mooncake.client.handle import connections
     from hicache_backends.mooncake.config import MooncakeConfig, client_settings
 
     connection = connections.acquire(client_settings(MooncakeConfig(**mooncake_cluster.options)))

@@ -7,13 +7,13 @@ import threading
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
-from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
+from hicache_backends.mooncake.client.connection import max_lookup_seconds
+from hicache_backends.mooncake.client.handle import ConnectionHandle
 from hicache_backends.mooncake.config import buffer_bytes, client_settings
-from hicache_backends.mooncake.memory import BLOCK_BYTES, Blocks, regions_of
+from hicache_backends.mooncake.memory import BLOCK_BYTES, BLOCK_ENVELOPES, Blocks, regions_of
 from hicache_backends.mooncake.names import names_of, object_names, prefix_of
 from hicache_backends.mooncake.reachability import check_local_hostname
-from hicache_backends.mooncake.reader import BufferTarget, NamedReader, PoolTarget, StoreReader
+from hicache_backends.mooncake.reader import BufferTarget, PageReader, PoolTarget
 from hicache_backends.mooncake.stores import MAX_HUNG, POOL_THREADS
 from hicache_backends.mooncake.verified_read import read_verified
 from hicache_backends.mooncake.writer import CHUNK_BYTES, MAX_HUNG_SETS, PageWriter
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
     from hicache_backends.mooncake.client.connection import Connection
     from hicache_backends.mooncake.config import MooncakeConfig
-    from hicache_backends.mooncake.reader import Reader
     from hicache_storage.objects import (
         Call,
         LookupBatch,
@@ -141,16 +140,13 @@ class MooncakeStorage(ObjectStorage):
                 for pool in self._admitted.values():
                     _register(handle, pool)
                 envelopes = Blocks(handle.register_block)
-                self._reader: Reader = (
-                    StoreReader(
-                        PoolTarget(envelopes)
-                        if self._buffer_bytes is None
-                        else BufferTarget(self._buffer_bytes),
-                        thread_pools[0],
-                        handle.call,
-                    )
-                    if over_tcp
-                    else NamedReader(envelopes)
+                self._reader = PageReader(
+                    PoolTarget(envelopes, 1 if over_tcp else BLOCK_ENVELOPES)
+                    if self._buffer_bytes is None
+                    else BufferTarget(self._buffer_bytes),
+                    thread_pools[0],
+                    handle.call,
+                    by_name=not over_tcp,
                 )
                 self._writer = PageWriter(
                     blocks,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -19,6 +20,7 @@ from hicache_backends.mooncake.stores import (
     UNKNOWN,
     Chunk,
     Requests,
+    split,
 )
 from hicache_backends.posix.buffers import Buffers
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectRead, checksum
@@ -67,48 +69,18 @@ class ReadOutcome:
     faults: list[Exception] = field(default_factory=list[Exception])
 
 
-class Reader(Protocol):
-    """Protocol of the readers. Safe for many threads."""
+class PageReader:
+    """Reader of pages. Safe for many threads.
 
-    def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
-        """Fill the buffers of each read whose object has the right length.
-
-        Raises:
-            StorageUnavailableError: the master does not answer.
-        """
-        ...
-
-
-class NamedReader:
-    """Reader by name, straight into host memory. Waits for hung reads."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-
-    def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
-        outcome = ReadOutcome()
-        for some in split_reads(reads, BLOCK_ENVELOPES):
-            if call.expired():
-                break
-            with self._blocks.lend() as block:
-                items = [
-                    ReadResult(read, name, library.NO_REPLICA_IN_MEMORY)
-                    for read, name in zip(some, names_of(some), strict=True)
-                ]
-                results = _read_into_pool(connection, items, block)
-            _record(connection, results, outcome)
-        return outcome
-
-
-class StoreReader:
-    """Reader over TCP: what is asked of one request lies on one store.
-
-    Objects are looked up first: bytes of a read without lookup may arrive after the library has
-    given it up, after `ABANDON_SECONDS` (rule GET-9).
+    Over TCP objects are looked up first, and what is asked of one request lies on one store. Bytes
+    of a read by name may arrive after the library has given it up, after `ABANDON_SECONDS` (rule
+    GET-9).
 
     Args:
         target: where objects arrive.
+        thread_pool: the reader does not close it.
         hold: keeps the connection open, for threads whose call may have left.
+        by_name: read without a lookup.
     """
 
     def __init__(
@@ -116,12 +88,20 @@ class StoreReader:
         target: Target[Any],
         thread_pool: ThreadPool,
         hold: Callable[[], AbstractContextManager[object]],
+        *,
+        by_name: bool = False,
     ) -> None:
         self._target = target
         self._thread_pool = thread_pool
         self._hold = hold
+        self._by_name = by_name
 
     def read(self, connection: Connection, reads: Sequence[ObjectRead], call: Call) -> ReadOutcome:
+        """Fill the buffers of each read whose object has the right length.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
         outcome = ReadOutcome()
         for some in split_reads(reads, BLOCK_ENVELOPES, MAX_LOOKUP_BYTES):
             if call.expired():
@@ -140,7 +120,8 @@ class StoreReader:
     ) -> list[ReadResult]:
         """Look objects up, and read those whose stores answer."""
         names = names_of(reads)
-        with connection.looked_up(names) as codes:
+        unknown = nullcontext([library.NO_REPLICA_IN_MEMORY] * len(names))
+        with unknown if self._by_name else connection.looked_up(names) as codes:
             asked = list(map(ReadResult, reads, names, codes))
             results = [one for one in asked if one.code not in (0, library.NO_REPLICA_IN_MEMORY)]
 
@@ -164,7 +145,8 @@ class StoreReader:
             shield = partial(_shield, requests.token, call)
             for store, found in self._by_store(connection, asked).items():
                 if not connection.stores.is_out(store):
-                    requests.add(self._chunks(UNKNOWN if store == ON_DISK else store, found))
+                    some = split(found, _size, self._target.max_bytes, self._target.max_objects)
+                    requests.add(UNKNOWN if store == ON_DISK else store, some, _size)
                 elif connection.stores.try_again(store):
                     self._thread_pool.run_in_background(
                         partial(self._try_again, connection, store, found[0].name)
@@ -190,20 +172,6 @@ class StoreReader:
             by_store.setdefault(store, []).append(one)
         return by_store
 
-    def _chunks(self, store: str, items: Sequence[ReadResult]) -> Iterator[Chunk[ReadResult]]:
-        some, size = list[ReadResult](), 0
-        for item in items:
-            length = item.read.namespace.object_bytes
-            if some and (
-                len(some) == self._target.max_objects or size + length > self._target.max_bytes
-            ):
-                yield Chunk(store, some, size)
-                some, size = [], 0
-            some.append(item)
-            size += length
-        if some:
-            yield Chunk(store, some, size)
-
     def _try_again(self, connection: Connection, store: str, name: str) -> None:
         """Read the beginning of an object, to find out whether its store answers."""
         token, failed = connection.stores.begin(store, 0), True
@@ -215,7 +183,7 @@ class StoreReader:
 
 
 class Target(Protocol[MemoryT]):
-    """Where objects arrive that a `StoreReader` reads."""
+    """Where objects arrive that a `PageReader` reads."""
 
     max_objects: int
     """In one request."""
@@ -243,15 +211,19 @@ class Target(Protocol[MemoryT]):
 
 
 class PoolTarget:
-    """Host memory, straight. A call waits for hung reads (`hung_reads="wait"`)."""
+    """Host memory, straight. A call waits for hung reads (`hung_reads="wait"`).
 
-    # After a hung transfer no other one is begun.
-    max_objects = 1
-    max_bytes = 0
+    Args:
+        max_objects: 1 over TCP, where transfers run one after the other: after one that hangs no
+            other is begun.
+    """
+
     leaves = False
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, max_objects: int) -> None:
         self._blocks = blocks
+        self.max_objects = max_objects
+        self.max_bytes = sys.maxsize
 
     def lend(self, call: Call) -> AbstractContextManager[Block]:
         return self._blocks.lend()
@@ -357,6 +329,10 @@ def _read_into_pool(
         if code == item.read.namespace.object_bytes:
             item.read.envelope = bytes(block.view[place : place + ENVELOPE_BYTES])
     return [ReadResult(item.read, item.name, code) for item, code in zip(items, codes, strict=True)]
+
+
+def _size(item: ReadResult) -> int:
+    return item.read.namespace.object_bytes
 
 
 @contextmanager

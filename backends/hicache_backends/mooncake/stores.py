@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 from hicache_storage.spec import CancellationToken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from hicache_storage.objects import Call
@@ -60,6 +61,7 @@ class Stores:
         """Running requests of each store, and the times from which on they hang."""
         self._retry_at: dict[str, float] = {}
         """Stores that are left out, and when they are tried again."""
+        self._out_since: dict[str, float] = {}
 
     def begin(self, store: str, size: int) -> object:
         """Note a request for `size` bytes that begins. Returns a token for `end`."""
@@ -82,8 +84,10 @@ class Stores:
             due.pop(token, None)
             if failed and store != UNKNOWN:
                 self._retry_at[store] = now + RETRY_SECONDS
+                self._out_since.setdefault(store, now)
             elif failed is not None:
                 self._retry_at.pop(store, None)
+                self._out_since.pop(store, None)
                 # The store has answered since these began to hang.
                 due = {other: at for other, at in due.items() if at > now}
             if due:
@@ -100,6 +104,7 @@ class Stores:
             if min(self._due.get(store, {}).values(), default=math.inf) > now:
                 return False
             self._retry_at.setdefault(store, now + RETRY_SECONDS)
+            self._out_since.setdefault(store, now)
         return True
 
     def any_out(self, seconds: float = FORGET_SECONDS) -> bool:
@@ -109,6 +114,12 @@ class Stores:
         return any(now - at < seconds for at in list(self._retry_at.values())) or any(
             map(self.is_out, list(self._due))
         )
+
+    def out_seconds(self, seconds: float) -> float:
+        """Return for how long the first store has been left out, of those tried within `seconds`."""
+        now = time.monotonic()
+        lately = [store for store, at in list(self._retry_at.items()) if now - at < seconds]
+        return max((now - self._out_since.get(store, now) for store in lately), default=0.0)
 
     def try_again(self, store: str) -> bool:
         """Return True if the caller is to try a store that is left out, and to note the end."""
@@ -185,10 +196,12 @@ class Requests(Generic[ItemT, MemoryT]):
         self._workers = set[_Worker]()
         self._error: BaseException | None = None
 
-    def add(self, chunks: Iterable[Chunk[ItemT]]) -> None:
-        """Queue chunks, before `run`."""
-        for chunk in chunks:
-            self._queues.setdefault(chunk.store, deque()).append(chunk)
+    def add(
+        self, store: str, lists: Iterable[list[ItemT]], size_of: Callable[[ItemT], int]
+    ) -> None:
+        """Queue a request for each list of objects of a store, before `run`."""
+        queue = self._queues.setdefault(store, deque())
+        queue.extend(Chunk(store, items, sum(map(size_of, items))) for items in lists)
 
     def run(self) -> None:
         """Make the requests, until all have ended or are left.
@@ -301,3 +314,22 @@ class Requests(Generic[ItemT, MemoryT]):
             busy = Counter(other.store for other in self._workers)
             worker.store = min(stores, key=busy.__getitem__)
             return self._queues[worker.store].popleft()
+
+
+def split(
+    items: Iterable[ItemT],
+    size_of: Callable[[ItemT], int],
+    max_bytes: int,
+    max_items: int = sys.maxsize,
+) -> Iterator[list[ItemT]]:
+    """Split objects into lists of at most so many bytes and objects, or of one object."""
+    some, size = list[ItemT](), 0
+    for item in items:
+        length = size_of(item)
+        if some and (len(some) == max_items or size + length > max_bytes):
+            yield some
+            some, size = [], 0
+        some.append(item)
+        size += length
+    if some:
+        yield some

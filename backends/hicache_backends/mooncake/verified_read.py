@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from hicache_backends.mooncake.client.connection import Connection
-    from hicache_backends.mooncake.reader import Reader, ReadOutcome
+    from hicache_backends.mooncake.reader import PageReader, ReadOutcome
     from hicache_storage.objects import Call
 
 ATTEMPTS: Final = 4
 
 
 def read_verified(
-    reader: Reader, connection: Connection, reads: Sequence[ObjectRead], call: Call
+    reader: PageReader, connection: Connection, reads: Sequence[ObjectRead], call: Call
 ) -> ReadOutcome:
     """Read and verify pages. A page that remains damaged in the result is damaged in the store.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.stores import MAX_THREADS, Chunk, Requests, Stores
+from hicache_backends.mooncake.stores import MAX_THREADS, Chunk, Requests, Stores, split
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -31,8 +31,8 @@ CHUNK_BYTES: Final = (512 << 10) + 8 * ENVELOPE_BYTES
 """Small objects sent with one request over TCP, while another thread gathers the next ones."""
 MAX_HUNG_SETS: Final = 16
 """Threads of transfers that hang; beyond, sets are refused until some end."""
-ANY_STORE: Final = "any"
-"""The master chooses the stores, and does not tell which before an object is published."""
+UNKNOWN_STORE: Final = "any"
+"""The master does not tell on which store an object is, before it is published."""
 MAX_CHUNK_BYTES: Final = (4 << 20) + 64 * ENVELOPE_BYTES
 """Large objects sent with one request. No transfer begins before the checksums of a chunk are
 computed. With a hung store, each object of a chunk takes a transfer timeout."""
@@ -150,7 +150,7 @@ class PageWriter:
         """Store what can be stored now. Returns the objects for a later pass."""
         # First: an object that an earlier call has left begun looks like another writer's.
         connection.revoke_pending()
-        sizes = [item.write.namespace.object_bytes for item in items]
+        sizes = list(map(_size, items))
         codes = connection.begin([item.name for item in items], sizes, self._config)
         begun, others, later = list[_Object](), list[_Object](), list[_Object]()
         for item, code in zip(items, codes, strict=True):
@@ -240,34 +240,29 @@ class PageWriter:
             lend=self._blocks.lend,
             send=send,
         )
+        # Alone, an object on a store that fails takes no others along.
+        alone = connection.has_failed_lately
         requests.add(
-            Chunk(ANY_STORE, some, sum(item.write.namespace.object_bytes for item in some))
-            for some in self._chunks(items, alone=connection.has_failed_lately)
+            UNKNOWN_STORE, ([item] for item in items) if alone else self._chunks(items), _size
         )
         requests.run()
         if requests.late:
-            connection.note_failure()
+            connection.note_failed_set()
             outcome.faults.append(StorageTimeoutError("a store has not answered in time"))
 
-    def _chunks(self, items: Sequence[_Object], *, alone: bool) -> Iterator[list[_Object]]:
-        """Split objects into chunks, over TCP the large ones first.
-
-        Args:
-            alone: one by one, so that a store that fails takes no others along.
-        """
-        if alone:
-            yield from ([item] for item in items)
-            return
+    def _chunks(self, items: Sequence[_Object]) -> Iterator[list[_Object]]:
+        """Split objects into chunks, over TCP the large ones first."""
         if not self._gathers:
             yield list(items)
             return
         others = [item for item in items if not self._is_gathered(item.write)]
         if others:
-            sizes = [item.write.namespace.object_bytes for item in others]
+            sizes = list(map(_size, others))
             # A share for each thread, rounded up to whole objects.
             share = (sum(sizes) + (MAX_THREADS - 1) * max(sizes)) // MAX_THREADS
-            yield from _split(others, min(share, MAX_CHUNK_BYTES))
-        yield from _split([item for item in items if self._is_gathered(item.write)], CHUNK_BYTES)
+            yield from split(others, _size, min(share, MAX_CHUNK_BYTES))
+        gathered = [item for item in items if self._is_gathered(item.write)]
+        yield from split(gathered, _size, CHUNK_BYTES)
 
     def _send_chunk(
         self, connection: Connection, items: Sequence[_Object], block: Block
@@ -308,18 +303,8 @@ class PageWriter:
             outcome.faults.append(StorageUnavailableError("an object could not be made visible"))
 
 
-def _split(items: Sequence[_Object], max_bytes: int) -> Iterator[list[_Object]]:
-    """Split objects into lists of at most `max_bytes`, or of one object."""
-    some, size = list[_Object](), 0
-    for item in items:
-        length = item.write.namespace.object_bytes
-        if some and size + length > max_bytes:
-            yield some
-            some, size = [], 0
-        some.append(item)
-        size += length
-    if some:
-        yield some
+def _size(item: _Object) -> int:
+    return item.write.namespace.object_bytes
 
 
 def _not_stored_by_others(

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hicache_backends.mooncake.client.client_setup import check_master
+from hicache_backends.mooncake.client.connection import check_master
 from hicache_backends.mooncake.cluster import DevCluster, listens
 from hicache_storage.spec import ConfigError, StorageTimeoutError, StorageUnavailableError
 from tests.backends.mooncake.harness import Rig, chain
@@ -152,14 +153,15 @@ def test_stores_of_any_size_are_known_to_the_master(size):
 def test_a_master_that_hangs_is_told_from_one_that_is_gone():
     with DevCluster(0) as cluster:
         host, port = cluster.address.split(":")
-        check_master((host, int(port)), 60.0)
+        master = SimpleNamespace(master=(host, int(port)), rpc_timeout_seconds=0.3)
+        check_master(master)
         cluster.master.suspend()
         with pytest.raises(StorageTimeoutError, match="has not answered"):
-            check_master((host, int(port)), 0.3)
+            check_master(master)
         cluster.master.resume()
-        check_master((host, int(port)), 60.0)
+        check_master(master)
     with pytest.raises(StorageUnavailableError, match="cannot be reached"):
-        check_master((host, int(port)), 60.0)
+        check_master(master)
 
 
 def test_an_interrupted_process_is_interrupted():

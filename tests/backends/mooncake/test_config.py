@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hicache_backends.mooncake.client.client_setup import max_lookup_seconds
+from hicache_backends.mooncake.client.connection import max_lookup_seconds
 from hicache_backends.mooncake.config import MooncakeConfig, buffer_bytes, client_settings, size_of
 from hicache_storage.plugins import create_storage
 from hicache_storage.spec import ConfigError, StorageIdentity, parse_config

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from hicache_backends.mooncake import stores
 from hicache_backends.mooncake.client import connection, library
 from hicache_backends.mooncake.client.connection import Connection
 
@@ -40,7 +41,6 @@ FAILED = library.TRANSFER_FAILED
 def test_a_transfer_that_fails_is_repeated_once_and_alone(monkeypatch, codes, asked, expected):
     store = Ranges(*codes)
     monkeypatch.setattr(connection, "set_up", lambda settings: store)
-    monkeypatch.setattr(connection, "warm_up", lambda exist: None)
     client = Connection(SimpleNamespace(master=None))
     places = [[0]] * 3, [[100]] * 3
     assert client.read_ranges(["a", "b", "c"], *places) == expected
@@ -61,23 +61,12 @@ class Clock:
         return self.now
 
 
-class Writes:
-    """Stands for the library's client: each write takes a second, and answers one code."""
-
-    def __init__(self, clock):
-        self.clock, self.code = clock, library.TRANSFER_FAILED
-
-    def batch_put_from_multi_buffer_ranges(self, names, addresses, sizes, offsets):
-        self.clock.now += 1
-        return [self.code]
-
-
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(connection, "time", made)
-    monkeypatch.setattr(connection, "set_up", lambda settings: Writes(made))
-    monkeypatch.setattr(connection, "warm_up", lambda exist: None)
+    monkeypatch.setattr(stores, "time", made)
+    monkeypatch.setattr(connection, "set_up", lambda settings: None)
     return made
 
 
@@ -90,21 +79,26 @@ def settings(*, protocol="tcp", global_segment_size=0, metadata_server="http://m
     )
 
 
-def write_for(client, clock, seconds, *, pause=5):
-    """Write, and wait for `pause` seconds, for so long."""
+def use(client, clock, seconds, *, failed=True):
+    """Ask a store every five seconds, for so long."""
     until = clock.now + seconds
     while clock.now < until:
-        client.transfer(["a"], [[0]], [[100]], [[0]])
-        clock.now += pause
+        token = client.stores.begin("store", 0)
+        clock.now += 5
+        client.stores.end("store", token, failed=failed)
 
 
-def test_a_client_whose_transfers_keep_failing_is_stale(clock):
+def test_a_client_is_stale_while_one_store_fails(clock):
     client = Connection(settings())
-    write_for(client, clock, 12)
+    use(client, clock, 15)
     assert not client.is_stale
-    write_for(client, clock, 12)
+    use(client, clock, 5)
     assert client.is_stale
-    clock.now += connection.PAUSE_SECONDS
+    use(client, clock, 5, failed=False)
+    assert not client.is_stale
+    use(client, clock, 20)
+    # Nobody asks for what was on it.
+    clock.now += 60
     assert not client.is_stale
 
 
@@ -119,32 +113,18 @@ def test_a_client_whose_transfers_keep_failing_is_stale(clock):
 )
 def test_a_client_that_is_never_replaced(clock, others):
     client = Connection(settings(**others))
-    write_for(client, clock, 60)
-    assert not client.is_stale
-
-
-@pytest.mark.parametrize(("pause", "code"), [(11, library.TRANSFER_FAILED), (5, library.NO_ROOM)])
-def test_failures_that_are_rare_or_no_transfers(clock, pause, code):
-    client = Connection(settings())
-    client._store.code = code
-    write_for(client, clock, 60, pause=pause)
+    use(client, clock, 60)
     assert not client.is_stale
 
 
 def test_where_a_new_client_does_not_help_the_next_one_comes_later(clock):
     client = Connection(settings())
-    write_for(client, clock, 20)
-    assert client.next_stale_seconds == 2 * connection.STALE_SECONDS
-    newer = Connection(settings(), client.next_stale_seconds)
-    write_for(newer, clock, 20)
-    assert not newer.is_stale
-    write_for(newer, clock, 20)
-    assert newer.is_stale
-    assert newer.next_stale_seconds == 4 * connection.STALE_SECONDS
-    last = Connection(settings(), connection.MAX_STALE_SECONDS)
-    write_for(last, clock, 20)
-    assert last.next_stale_seconds == connection.MAX_STALE_SECONDS
-    # These have begun long after it was opened: it has served meanwhile.
+    use(client, clock, 20)
+    newer = client.newer()
+    assert newer.stores is client.stores
+    assert newer.stale_seconds == 2 * connection.STALE_SECONDS
+    for _ in range(10):
+        newer = newer.newer()
+    assert newer.stale_seconds == connection.MAX_STALE_SECONDS
     clock.now += 3600
-    write_for(last, clock, 20)
-    assert last.next_stale_seconds == connection.STALE_SECONDS
+    assert newer.newer().stale_seconds == connection.STALE_SECONDS

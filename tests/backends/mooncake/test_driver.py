@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hicache_backends.mooncake.client.connection_cache import connections
+from hicache_backends.mooncake.client.handle import connections
 from hicache_storage.spec import Durability, HungReads, StorageClosedError, StorageForkedError
 from tests.backends.mooncake.harness import COMPONENTS, Rig, chain, content, identity
 from tests.support.commands import run_python

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from hicache_backends.mooncake.client.connection_handle import ConnectionHandle
+from hicache_backends.mooncake.client.handle import connections
 from hicache_conformance.harness.pools import EngineHostPool
 from hicache_storage.spec import InvalidPoolError, StorageUnavailableError
 from tests.backends.file.harness import ScratchPool
 from tests.backends.mooncake.harness import COMPONENTS, Rig
+
+
+@pytest.fixture
+def registering(rig, monkeypatch):
+    """A storage whose memory is registered, as for other protocols than TCP."""
+    one = rig()
+    one.storage.open()
+    connection = one.driver.handle._connection
+    fields = {
+        name: getattr(connection.settings, name) for name in connection.settings.__struct_fields__
+    }
+    other = connection.settings.__class__(**{**fields, "protocol": "rdma"})
+    with monkeypatch.context() as changed:
+        changed.setattr(connection, "settings", other)
+        yield one
+    if one.driver.handle._closing:
+        # Which did not know the connection by these settings.
+        connections.release(connection)
+    one.storage.close()
 
 
 def registered(rig):
@@ -20,45 +39,51 @@ def regions(rig, pool="kv"):
     return rig.driver.handle._pools[pool].regions
 
 
-def test_memory_is_registered_once_and_let_go(rig):
-    one = rig()
-    one.storage.open()
+def register(rig, pool, name="kv"):
+    rig.storage.register_mem_host_pool_v2(pool, name)
+
+
+def test_memory_is_registered_once_and_let_go(registering):
+    one = registering
+    register(one, one.pool)
     [region], known = regions(one), registered(one)
-    before = len(known)
-    one.storage.register_mem_host_pool_v2(one.pool, "kv")
-    assert (len(known), known[region]) == (before, 1)
-    one.storage.register_mem_host_pool_v2(one.pool, "draft")
-    assert (len(known), known[region]) == (before, 2)
-    one.storage.close()
-    assert region not in known
+    assert known == {region: 1}
+    register(one, one.pool)
+    assert known == {region: 1}
+    register(one, one.pool, "draft")
+    assert known == {region: 2}
+    one.driver.handle.close()
+    assert known == {}
 
 
-def test_pools_that_come_before_and_after_the_connection(rig):
+def test_over_tcp_nothing_is_registered(rig):
     one = rig()
-    one.storage.register_mem_host_pool_v2(ScratchPool(4, (100,)), "swa")
+    register(one, ScratchPool(4, (100,)), "swa")
     one.storage.open()
-    one.storage.register_mem_host_pool_v2(ScratchPool(4, (100,)), "mamba")
+    register(one, ScratchPool(4, (100,)), "mamba")
+    assert one.put(["a"]) == [True]
     for pool in ("kv", "swa", "mamba"):
-        [region] = regions(one, pool)
-        assert registered(one)[region] == 1
+        assert regions(one, pool) == []
+        assert one.driver.handle._pools[pool].owner is not None
+    assert registered(one) == {}
 
 
-def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(rig):
+def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(registering):
     """A call may still be reading into it."""
-    one = rig()
-    one.storage.open()
+    one = registering
+    register(one, one.pool)
     [former] = regions(one)
     with one.driver.handle.call():
-        one.storage.register_mem_host_pool_v2(ScratchPool(8, COMPONENTS), "kv")
+        register(one, ScratchPool(8, COMPONENTS))
         [present] = regions(one)
         assert former in registered(one)
     assert former not in registered(one)
     assert present in registered(one)
 
 
-def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
-    one = rig()
-    one.storage.open()
+def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(registering):
+    one = registering
+    register(one, one.pool)
     handle, known, [region] = one.driver.handle, registered(one), regions(one)
     with handle.call() as connection:
         handle.close()
@@ -67,36 +92,30 @@ def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(rig):
         with pytest.raises(StorageUnavailableError, match="closed"), handle.call():
             pass
     assert region not in known
-    # Nothing is released twice: the client is still there for the others.
+    # Nothing is released twice.
     handle.close()
-    two = rig()
-    assert two.put(["a"]) == [True]
 
 
-def test_a_connection_that_is_replaced_takes_its_registrations_along(rig, monkeypatch):
-    """What another storage has registered of the same memory with the newer one stays."""
+def test_a_connection_that_is_replaced(rig, monkeypatch):
+    """Calls in flight end with the former one; the other storages go on with it."""
     one, two = rig(), rig()
     for each in (one, two):
         each.storage.open()
-    [region], former, [others] = regions(one), registered(one), regions(two)
-    with monkeypatch.context() as stale:
-        stale.setattr(type(one.driver.handle._connection), "is_stale", True)
-        one.driver.handle.replace_stale()
-    newer = registered(one)
-    assert newer is not former
-    assert regions(one) == []
-    assert (former.get(region), former[others], newer) == (None, 1, {})
-    three = rig()
-    three.storage.register_mem_host_pool_v2(one.pool, "kv")
-    three.storage.open()
-    assert registered(three) is newer
-    for each in (one, two):
-        each.storage.close()
-    assert newer[region] == 1
-    assert former == {}
-    assert three.put(["a"]) == [True]
-    three.storage.close()
-    assert newer == {}
+    former = one.driver.handle._connection
+    with one.driver.handle.call() as connection:
+        with monkeypatch.context() as stale:
+            stale.setattr(type(former), "is_stale", True)
+            one.driver.handle.replace_stale()
+        assert connection is former
+        newer = one.driver.handle._connection
+        assert newer is not former
+        assert connection.exist(["nobody's"]) == [False]
+    assert two.driver.handle._connection is former
+    assert two.put(["a"]) == [True]
+    one.expect(["a"])
+    two.storage.close()
+    assert former._closing
+    assert one.put(["b"]) == [True]
 
 
 def test_a_pool_that_is_refused_changes_nothing(cluster):
@@ -109,30 +128,20 @@ def test_a_pool_that_is_refused_changes_nothing(cluster):
     one.storage.close()
 
 
-def test_memory_that_the_transport_refuses(rig, monkeypatch):
-    """Over TCP it does not matter; elsewhere the pool is refused, and what was there before
-    stays."""
-    one = rig()
-    one.storage.open()
-    handle = one.driver.handle
-    assert isinstance(handle, ConnectionHandle)
-    before, known = regions(one), dict(registered(one))
-    monkeypatch.setattr(handle._connection, "register", lambda start, size: False)
-    handle.register("swa", [(1, 2)], None)
-    assert handle._pools["swa"].regions == []
-    settings = handle._connection.settings
-    monkeypatch.setattr(
-        handle._connection,
-        "settings",
-        settings.__class__(**{**as_dict(settings), "protocol": "rdma"}),
-    )
-    with pytest.raises(
-        InvalidPoolError, match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l"
-    ):
-        handle.register("kv", [(1, 2)], None)
+def test_memory_that_the_transport_refuses(registering, monkeypatch):
+    """The pool is refused, and what was there before stays."""
+    one = registering
+    register(one, one.pool)
+    handle, before, known = one.driver.handle, regions(one), dict(registered(one))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(handle._connection, "register", lambda start, size: False)
+        with pytest.raises(
+            InvalidPoolError,
+            match=r"pool 'kv': 2 bytes of it cannot be registered for rdma.*ulimit -l",
+        ):
+            handle.register("kv", [(1, 2)], None)
     assert regions(one) == before
     assert registered(one) == known
-    monkeypatch.undo()
 
 
 def test_a_page_larger_than_a_buffer(rig):
@@ -147,7 +156,3 @@ def test_a_page_larger_than_a_buffer(rig):
     rig(buffer_size=8192, hung_reads="wait").storage.register_mem_host_pool_v2(
         ScratchPool(4, (9000,)), "kv"
     )
-
-
-def as_dict(settings):
-    return {name: getattr(settings, name) for name in settings.__struct_fields__}

@@ -14,9 +14,8 @@ from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Blocks
 from hicache_backends.mooncake.names import names_of
 from hicache_backends.mooncake.reader import (
     BufferTarget,
-    NamedReader,
+    PageReader,
     PoolTarget,
-    StoreReader,
     split_reads,
 )
 from hicache_backends.mooncake.stores import Stores
@@ -89,11 +88,16 @@ def blocks():
 
 
 def buffered(size, thread_pool):
-    return StoreReader(BufferTarget(size), thread_pool, nullcontext)
+    return PageReader(BufferTarget(size), thread_pool, nullcontext)
 
 
 def direct(thread_pool, target=None):
-    return StoreReader(target or PoolTarget(blocks()), thread_pool, nullcontext)
+    return PageReader(target or PoolTarget(blocks(), 1), thread_pool, nullcontext)
+
+
+def named(thread_pool, own=None):
+    target = PoolTarget(own or blocks(), BLOCK_ENVELOPES)
+    return PageReader(target, thread_pool, nullcontext, by_name=True)
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def alone():
 def ways(request, alone):
     if request.param == "bounce_buffer":
         return buffered(1 << 16, alone)
-    return direct(alone) if request.param == "wait, tcp" else NamedReader(blocks())
+    return direct(alone) if request.param == "wait, tcp" else named(alone)
 
 
 def test_answers(ways):
@@ -303,7 +307,7 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
     """Only what the library gives up goes on; what fails before that has ended."""
     monkeypatch.setattr(library, "ABANDON_SECONDS", after)
     own, target = blocks(), BufferTarget(1 << 16)
-    for each in (NamedReader(own), direct(alone, target)):
+    for each in (named(alone, own), direct(alone, target)):
         each.read(
             Scripted([code], [LENGTH], found=[library.NO_REPLICA_IN_MEMORY]), reads(1), Call()
         )
@@ -316,7 +320,7 @@ def test_memory_of_a_transfer_that_was_given_up_is_not_used_again(
 def test_memory_is_used_again_where_nothing_arrives_later(monkeypatch, alone):
     monkeypatch.setattr(library, "ABANDON_SECONDS", 0.0)
     own, target = blocks(), BufferTarget(1 << 16)
-    for each in (direct(alone, PoolTarget(own)), direct(alone, target)):
+    for each in (direct(alone, PoolTarget(own, 1)), direct(alone, target)):
         each.read(Scripted([library.TRANSFER_FAILED], [LENGTH]), reads(1), Call())
     assert own._spare
     assert target._buffers._spare

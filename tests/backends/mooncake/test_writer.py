@@ -50,7 +50,7 @@ class Scripted:
             ]
         return [self.arrives(name) for name in names]
 
-    def note_failure(self):
+    def note_failed_set(self):
         self.has_failed_lately = True
 
     def publish(self, names):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hicache_backends.mooncake import cluster as clusters
 from hicache_backends.mooncake.cluster import DevCluster
 from hicache_backends.mooncake.config import MooncakeConfig
 from hicache_backends.mooncake.driver import MooncakeStorage
@@ -156,17 +154,6 @@ def times(rows):
 HOSTS = [f"127.0.0.{number}" for number in range(2, 5)]
 
 
-def listens(port):
-    """At any of the addresses: the cluster looks at one."""
-    for host in ("127.0.0.1", *HOSTS):
-        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0):
-            return True
-    return False
-
-
-clusters._listens = listens
-
-
 class Cluster(DevCluster):
     """Stores at addresses of their own, which routes can cut off."""
 
@@ -238,7 +225,7 @@ def main(seconds, events, copies=1):
         usual = statistics.quantiles([row[1] for row in healthy.gets], n=100)[94]
         print(f"healthy:  gets {times(healthy.gets)} ms, sets {times(healthy.sets)} ms")
         for name in events:
-            for number, store in enumerate(cluster.stores):
+            for position, store in enumerate(cluster.stores):
                 whole()
                 load.phase = Phase()
                 places.clear()
@@ -267,12 +254,18 @@ def main(seconds, events, copies=1):
                     )
                     if page is None and (copies == 1 or kept[key][0] != away)
                 ]
+                if copies > 1 and name != "cut" and seconds > TTL_SECONDS + SETTLE_SECONDS:
+                    # The master has dropped the store: the other copies are read.
+                    for number in range(CHAINS):
+                        keys = chain(f"fixed {number}", PAGES)
+                        pages = engine.get(READERS + WRITERS, keys)
+                        lost += [key for key, page in zip(keys, pages, strict=True) if page is None]
                 EVENTS[name][1](store)
                 first, rest = part(phase.gets, 0, SETTLE_SECONDS), part(phase.gets, SETTLE_SECONDS)
                 late = [row for row in rest if row[1] > 1.5 * usual + SLACK_SECONDS]
                 dead_late = [at for at in dead if at > SETTLE_SECONDS]
                 print(
-                    f"{name} store {number}: first {SETTLE_SECONDS:.0f} s: {len(first):4} gets"
+                    f"{name} store {position}: first {SETTLE_SECONDS:.0f} s: {len(first):4} gets"
                     f" {times(first)} ms, living pages {sum(row[2] for row in first):5} came"
                     f" {sum(row[3] for row in first):4} not; then {len(rest):5} gets {times(rest)}"
                     f" ms, {sum(row[2] for row in rest):6} came {sum(row[3] for row in rest):5} not,"

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import os
+import socket
+import struct
 import threading
 import time
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from hicache_backends.mooncake.client import library
-from hicache_backends.mooncake.client.client_setup import (
-    PROBE_SECONDS,
-    check_master,
-    set_up,
-    warm_up,
-)
-from hicache_backends.mooncake.client.in_flight import InFlight
 from hicache_backends.mooncake.stores import Stores
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 
     from hicache_backends.mooncake.client.library import Store
     from hicache_backends.mooncake.config import ClientSettings
@@ -42,6 +39,125 @@ STALE_SECONDS: Final = 12.0
 MAX_STALE_SECONDS: Final = 600.0
 PAUSE_SECONDS: Final = 10.0
 """Transfers that have not failed for so long do not fail any more."""
+PROBE_SECONDS: Final = 2.0
+"""Timeout of a probe of the master, and of a connection to it."""
+CONNECT_ATTEMPTS: Final = 4
+CONNECT_PAUSE: Final = 1.0
+"""Seconds after each of the library's attempts to reconnect to the master."""
+_UNKNOWN_FUNCTION: Final = 0x48694361
+# coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment
+# length, little endian.
+_REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
+
+ResourceT = TypeVar("ResourceT")
+
+
+class InFlight(Generic[ResourceT]):
+    """`with InFlight(begin, end) as resource:`. A generator is too slow for a lookup of 0.1 ms.
+
+    Args:
+        begin: returns the resource; if it raises, `end` is not called.
+        end: called once for each `begin` that has returned.
+    """
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, begin: Callable[[], ResourceT], end: Callable[[], None]) -> None:
+        self._begin = begin
+        self._end = end
+
+    def __enter__(self) -> ResourceT:
+        return self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+
+def check_master(settings: ClientSettings) -> None:
+    """Call a function that no master has. A refusal or a closed connection proves a live master.
+
+    Of masters that take over from each other the address is not known, and nothing is called.
+
+    The library is not used: it holds the GIL while it connects, so a master that accepts
+    connections and does not answer would stop the whole process.
+
+    Raises:
+        StorageTimeoutError: no answer in time.
+        StorageUnavailableError: the connection is refused, or fails otherwise.
+    """
+    address = settings.master
+    if address is None:
+        return
+    seconds = min(PROBE_SECONDS, settings.rpc_timeout_seconds)
+    where = f"the master at {address[0]}:{address[1]}"
+    try:
+        with socket.create_connection(address, timeout=seconds) as connection:
+            connection.sendall(_REQUEST)
+            connection.recv(1)
+    except TimeoutError as error:
+        raise StorageTimeoutError(f"{where} has not answered for {seconds:.1f} s") from error
+    except ConnectionResetError:
+        return
+    except OSError as error:
+        raise StorageUnavailableError(f"{where} cannot be reached: {error}") from error
+
+
+def set_up(settings: ClientSettings) -> Store:
+    """Set up a client. The caller has probed the master, because this call holds the GIL.
+
+    Raises:
+        DriverUnavailableError: the library is missing or too old.
+        StorageUnavailableError: the library refuses.
+    """
+    store = library.new_store()
+    library.set_transfer_timeouts()
+    variables = {
+        **_time_limits(settings),
+        # The master has answered the probe, and each further attempt would hold the GIL.
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    }
+    with library.environment(variables):
+        code = store.setup(
+            settings.local_hostname,
+            settings.metadata_server,
+            settings.global_segment_size,
+            settings.local_buffer_size,
+            settings.protocol,
+            settings.device_name,
+            settings.master_server_address,
+            tenant_id=settings.tenant_id,
+        )
+    if code:
+        store.close()
+        raise StorageUnavailableError(
+            f"Mooncake's client cannot be set up (code {code}) with the master "
+            f"{settings.master_server_address!r}, metadata_server "
+            f"{settings.metadata_server!r}, local_hostname {settings.local_hostname!r} and "
+            f"protocol {settings.protocol!r}"
+        )
+    return store
+
+
+def max_lookup_seconds(settings: ClientSettings) -> float | None:
+    """Upper bound of one lookup in seconds; None if the settings imply none.
+
+    After a dead connection a request is sent twice, each time after a probe.
+    """
+    limits = {name: os.environ.get(name, limit) for name, limit in _time_limits(settings).items()}
+    if settings.master is None or not all(limit.isdecimal() for limit in limits.values()):
+        return None
+    request, connect = (int(limit) / 1000 for limit in limits.values())
+    return CONNECT_ATTEMPTS * (connect + CONNECT_PAUSE) + 2 * request + 2 * PROBE_SECONDS
+
+
+def _time_limits(settings: ClientSettings) -> dict[str, str]:
+    """The library's variables for the timeouts of requests and connections, in milliseconds."""
+    request = settings.rpc_timeout_seconds
+    limits = {
+        "MC_RPC_TIMEOUT_MS": request,
+        "MC_RPC_CONNECT_TIMEOUT_MS": min(PROBE_SECONDS, request),
+    }
+    return {name: str(max(1, int(seconds * 1000))) for name, seconds in limits.items()}
 
 
 class Connection:
@@ -67,19 +183,17 @@ class Connection:
     ) -> None:
         self.settings = settings
         self.stale_seconds = stale_seconds
-        if settings.master is not None:
-            # The set-up holds the GIL, so a master that hangs must be found before it.
-            check_master(settings.master, min(PROBE_SECONDS, settings.rpc_timeout_seconds))
+        # The set-up holds the GIL, so a master that hangs must be found before it.
+        check_master(settings)
         self._store = set_up(settings)
         self._lock = threading.Lock()
-        # The lock guards these two, and changes of `_unrevoked`. `_suspect` and the times of failed
-        # transfers are set without it: a race costs or saves a probe, or delays a replacement.
+        # The lock guards these two, and changes of `_unrevoked`. `_suspect` is set without it: a
+        # race costs or saves a probe.
         self._calls = 0
         self._closing = False
         self._suspect = False
         self._opened = time.monotonic()
-        self._failing_since = self._opened
-        self._failed_last = self._opened
+        self._sets_failed = -math.inf
         self._memory = threading.Lock()
         """Guards the registrations. A lock of its own, because pinning a large pool takes long."""
         self._registered: dict[tuple[int, int], int] = {}
@@ -94,8 +208,6 @@ class Connection:
         """When the master is asked even if all objects are on one store."""
         self._unrevoked = set[str]()
         """Names of begun writes that could neither be published nor revoked."""
-        # Last, because the requests of the warm-up use everything above.
-        warm_up(self.exist)
 
     def close(self) -> None:
         """Disconnect, as soon as no call is in flight."""
@@ -108,57 +220,46 @@ class Connection:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether transfers have kept failing for more than `stale_seconds`.
+        """Return whether a store has been left out for more than `stale_seconds`.
 
         Over TCP a client remembers the port of each store by the store's name, until it is closed.
         A store that was restarted under its old name has another port. Never true where ports are
         in the names, nor of a client that lends memory, because the pages in it would leave with
         it.
         """
-        settings = self.settings
-        if self._failed_last - self._failing_since <= self.stale_seconds:
+        if self.stores.out_seconds(PAUSE_SECONDS) <= self.stale_seconds:
             return False
-        replaceable = (
-            settings.protocol == "tcp"
-            and settings.metadata_server != "P2PHANDSHAKE"
-            and not settings.global_segment_size
-        )
-        return replaceable and time.monotonic() - self._failed_last < PAUSE_SECONDS
+        settings = self.settings
+        has_names = settings.metadata_server != "P2PHANDSHAKE"
+        return settings.protocol == "tcp" and has_names and not settings.global_segment_size
 
-    @property
-    def next_stale_seconds(self) -> float:
-        """`stale_seconds` for a connection that replaces this one.
+    def newer(self) -> Connection:
+        """Return a connection that replaces this one.
 
-        Doubled where transfers have failed from the beginning: where a store cannot be reached,
-        another client does not help.
+        It becomes stale later, unless this one has served for long: where a store cannot be
+        reached, another client does not help.
+
+        Raises:
+            StorageUnavailableError: the master cannot be reached, or refuses.
         """
-        if self._failing_since - self._opened > PAUSE_SECONDS:
-            return STALE_SECONDS
-        return min(2 * self.stale_seconds, MAX_STALE_SECONDS)
+        lasted = time.monotonic() - self._opened > MAX_STALE_SECONDS
+        seconds = STALE_SECONDS if lasted else min(2 * self.stale_seconds, MAX_STALE_SECONDS)
+        return Connection(self.settings, seconds, self.stores)
 
     @property
     def has_failed_lately(self) -> bool:
         """Return whether transfers hang, or have failed within `PAUSE_SECONDS`."""
-        if self.stores.any_out(PAUSE_SECONDS):
-            return True
-        return self._opened < self._failed_last > time.monotonic() - PAUSE_SECONDS
+        sets = time.monotonic() - self._sets_failed < PAUSE_SECONDS
+        return sets or self.stores.any_out(PAUSE_SECONDS)
 
-    def note_failure(self, began: float | None = None) -> None:
-        """Note that transfers of a request have failed, or hang.
-
-        Args:
-            began: when the request began (`time.monotonic()`).
-        """
-        now = time.monotonic()
-        began = now if began is None else began
-        if began - self._failed_last > PAUSE_SECONDS:
-            self._failing_since = began
-        self._failed_last = now
+    def note_failed_set(self) -> None:
+        """Note that a transfer of a set has failed, or hangs."""
+        self._sets_failed = time.monotonic()
 
     # Memory.
 
     def register(self, start: int, size: int) -> bool:
-        """Register memory with the transports. False if they refuse; over TCP that does no harm.
+        """Register memory with the transport. False if it refuses.
 
         Registrations of equal regions are counted: the last `unregister` removes the memory.
         """
@@ -181,30 +282,44 @@ class Connection:
     # Requests. Results are in the order of the names.
 
     def exist(self, names: Sequence[str]) -> list[bool]:
-        """Check which complete objects exist, with one request for each `MAX_NAMES` names.
+        """Check which complete objects exist.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        if len(names) <= MAX_NAMES:
-            return self._exist(names)
-        return [
-            there
-            for start in range(0, len(names), MAX_NAMES)
-            for there in self._exist(names[start : start + MAX_NAMES])
-        ]
-
-    def _exist(self, names: Sequence[str]) -> list[bool]:
-        codes = self._answered(lambda store: store.batch_is_exist(names), len(names))
+        codes = self._in_parts(lambda some: lambda store: store.batch_is_exist(some), names)
         there = codes.count(1)
         if there == len(codes):
             return [True] * there
-        strange = [code for code in codes if code < 0 and code not in library.GONE]
+        self._check_found([code for code in codes if code < 0])
+        return [code == 1 for code in codes]
+
+    def remove(self, names: Sequence[str]) -> list[bool]:
+        """Remove objects, also leased ones. False for each object that did not exist.
+
+        Raises:
+            StorageUnavailableError: the master does not answer.
+        """
+        codes = self._in_parts(lambda some: lambda store: store.batch_remove(some, True), names)
+        self._check_found([code for code in codes if code])
+        return [not code for code in codes]
+
+    def _in_parts(
+        self, request: Callable[[Sequence[str]], Callable[[Store], list[int]]], names: Sequence[str]
+    ) -> list[int]:
+        """Send a request for each `MAX_NAMES` names, and check that the master has answered."""
+        codes = list[int]()
+        for start in range(0, len(names), MAX_NAMES):
+            some = names[start : start + MAX_NAMES]
+            codes += self._answered(request(some), len(some))
+        return codes
+
+    def _check_found(self, codes: Sequence[int]) -> None:
+        strange = [code for code in codes if code not in library.GONE]
         if strange:
             raise StorageUnavailableError(
-                f"the master answered {strange[0]} to the question whether an object is there"
+                f"the master answered {strange[0]} to a request for an object"
             )
-        return [code == 1 for code in codes]
 
     def read(
         self,
@@ -323,8 +438,6 @@ class Connection:
                 break
             for at, code in zip(some, self._read_ranges([asked[at] for at in some]), strict=True):
                 codes[at] = code
-        if library.TRANSFER_FAILED in codes:
-            self.note_failure(began)
         return codes
 
     def _read_ranges(self, asked: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[int]:
@@ -357,7 +470,7 @@ class Connection:
         offsets: Sequence[Sequence[int]],
     ) -> list[bool]:
         """Write the bytes of begun objects. False for each object whose transfer has failed."""
-        began, failed = time.monotonic(), True
+        failed = True
         token = self.stores.begin(SETS, sum(map(sum, sizes)))
         try:
             with self._call() as store:
@@ -365,8 +478,8 @@ class Connection:
             failed = library.TRANSFER_FAILED in codes
         finally:
             self.stores.end(SETS, token, failed=failed)
-        if failed:
-            self.note_failure(began)
+            if failed:
+                self.note_failed_set()
         return [code >= 0 for code in _checked_length(codes, len(names))]
 
     def publish(self, names: Sequence[str]) -> list[bool]:
@@ -384,18 +497,11 @@ class Connection:
 
     def revoke(self, names: Sequence[str]) -> None:
         """Revoke begun objects; if the master does not answer, before the next `begin`."""
-        try:
+        left = {*names}
+        with contextlib.suppress(StorageUnavailableError):
             codes = self._asked(lambda store: store.batch_put_session_revoke(names), len(names))
-        except StorageUnavailableError:
-            self._revoke_later(names)
-        else:
-            self._revoke_later(
-                [
-                    name
-                    for name, code in zip(names, codes, strict=True)
-                    if code not in library.NOT_BEGUN
-                ]
-            )
+            left.difference_update(_with_codes(names, codes, library.NOT_BEGUN))
+        self._revoke_later(left)
 
     def revoke_pending(self) -> None:
         """Revoke the objects of earlier calls that could not be revoked then.
@@ -409,48 +515,19 @@ class Connection:
         with self._revoking, self._call() as store:
             with self._lock:
                 names = sorted(self._unrevoked)
-            codes = (
-                _checked_length(store.batch_put_session_revoke(names), len(names)) if names else []
-            )
-            complete = [
-                name
-                for name, code in zip(names, codes, strict=True)
-                if code == library.INVALID_WRITE
-            ]
+            codes = _checked_length(store.batch_put_session_revoke(names), len(names))
+            # Visible, only the response was lost: a second end closes the session.
+            complete = _with_codes(names, codes, {library.INVALID_WRITE})
             if complete:
-                # The object is visible, only the response was lost: a second end closes the
-                # session.
                 store.batch_put_session_end(complete)
-            given_up = [
-                name for name, code in zip(names, codes, strict=True) if code in library.NOT_BEGUN
-            ]
             with self._lock:
-                self._unrevoked.difference_update(given_up, complete)
+                self._unrevoked.difference_update(
+                    complete, _with_codes(names, codes, library.NOT_BEGUN)
+                )
 
-    def _revoke_later(self, names: Sequence[str]) -> None:
+    def _revoke_later(self, names: Iterable[str]) -> None:
         with self._lock:
             self._unrevoked.update(names)
-
-    def remove(self, names: Sequence[str]) -> list[bool]:
-        """Remove objects, also leased ones. False for each object that did not exist.
-
-        Raises:
-            StorageUnavailableError: the master does not answer.
-        """
-        return [
-            gone
-            for start in range(0, len(names), MAX_NAMES)
-            for gone in self._remove(names[start : start + MAX_NAMES])
-        ]
-
-    def _remove(self, names: Sequence[str]) -> list[bool]:
-        codes = self._answered(lambda store: store.batch_remove(names, True), len(names))
-        strange = [code for code in codes if code and code not in library.GONE]
-        if strange:
-            raise StorageUnavailableError(
-                f"the master answered {strange[0]} to a request to remove an object"
-            )
-        return [not code for code in codes]
 
     @contextlib.contextmanager
     def claimed(self, names: Sequence[str]) -> Generator[set[str]]:
@@ -527,12 +604,10 @@ class Connection:
             # call.
             self._calls += 1
             suspect = self._suspect
-        if suspect and self.settings.master is not None:
+        if suspect:
             try:
                 # Fails faster than the library's own attempts to reconnect.
-                check_master(
-                    self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds)
-                )
+                check_master(self.settings)
             except BaseException:
                 self._leave()
                 raise
@@ -566,26 +641,22 @@ class Connection:
             StorageUnavailableError: no response for any object, or a response of wrong length.
         """
         codes = self._asked(request, count)
-        if (
-            codes
-            and codes[0] in library.UNREACHABLE
-            and all(code in library.UNREACHABLE for code in codes)
-        ):
+        if codes and codes[0] in library.UNREACHABLE and library.UNREACHABLE.issuperset(codes):
             if codes[0] == library.RPC_TIMED_OUT:
                 raise StorageTimeoutError("the master has not answered in time")
             raise StorageUnavailableError("the master cannot be reached")
         return codes
 
     def _master_responds(self) -> bool:
-        if self.settings.master is None:
-            return True
         try:
-            check_master(
-                self.settings.master, min(PROBE_SECONDS, self.settings.rpc_timeout_seconds)
-            )
+            check_master(self.settings)
         except StorageUnavailableError:
             return False
         return True
+
+
+def _with_codes(names: Sequence[str], codes: Sequence[int], wanted: Collection[int]) -> list[str]:
+    return [name for name, code in zip(names, codes, strict=True) if code in wanted]
 
 
 def _any_failed(codes: Sequence[int]) -> bool:

@@ -1,0 +1,293 @@
+"""Shared connections: a process-wide cache, and a storage's handle on one of them.
+
+A client has some twenty threads, and the library holds the GIL for a second while it closes one. So
+unused clients that lend no memory are kept for later storages, up to `MAX_IDLE`, until the process
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from hicache_backends.mooncake.client.connection import Connection, InFlight
+from hicache_storage.spec import InvalidPoolError, StorageForkedError, StorageUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from hicache_backends.mooncake.config import ClientSettings
+
+Region = tuple[int, int]
+"""Start address and size in bytes."""
+
+MAX_IDLE: Final = 2
+"""Clients that are kept without a user."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    connection: Connection
+    users: int = 0
+
+
+class _Connections:
+    """Connections of a process, by settings.
+
+    The lock is held during a set-up, so that concurrent storages get the same connection.
+    """
+
+    def __init__(self) -> None:
+        self._inherited = list[object]()
+        self._used = False
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset_after_fork)
+
+    def acquire(self, settings: ClientSettings) -> Connection:
+        """Return the connection with these settings, and count one more user.
+
+        Raises:
+            StorageForkedError: the library was used before this process was forked.
+            StorageUnavailableError: the connection cannot be set up.
+        """
+        self._check_not_forked()
+        with self._lock:
+            entry = self._entries.get(settings)
+            if entry is None:
+                # Also if the set-up fails: the library may have started threads by then.
+                self._used = True
+                entry = self._entries[settings] = _Entry(Connection(settings))
+            entry.users += 1
+            return entry.connection
+
+    def replace(self, connection: Connection) -> Connection:
+        """Return a newer connection with the same settings, and count one more user of it.
+
+        `connection` keeps its users, and is closed when the last of them has released it.
+
+        Raises:
+            StorageForkedError: the library was used before this process was forked.
+            StorageUnavailableError: the new connection cannot be set up.
+        """
+        self._check_not_forked()
+        settings = connection.settings
+        with self._lock:
+            entry = self._entries.get(settings)
+            if entry is None or entry.connection is connection:
+                newer = _Entry(connection.newer())
+                if entry is not None:
+                    self._replaced[connection] = entry.users
+                entry = self._entries[settings] = newer
+            entry.users += 1
+            return entry.connection
+
+    def release(self, connection: Connection) -> None:
+        """Count one user less. Ignores connections that a forked child has inherited."""
+        evicted = list[Connection]()
+        with self._lock:
+            entry = self._entries.get(connection.settings)
+            if entry is not None and entry.connection is connection:
+                entry.users -= 1
+                evicted = self._evict(entry)
+            elif connection in self._replaced:
+                self._replaced[connection] -= 1
+                if not self._replaced[connection]:
+                    del self._replaced[connection]
+                    evicted = [connection]
+        for former in evicted:
+            former.close()
+
+    def _evict(self, released: _Entry) -> list[Connection]:
+        """Remove connections that are not kept any more. The caller holds the lock."""
+        settings = released.connection.settings
+        # Reinserted at the end: the dictionary is in the order of the last use.
+        self._entries[settings] = self._entries.pop(settings)
+        idle = [settings for settings, entry in self._entries.items() if not entry.users]
+        lending = [settings for settings in idle if settings.global_segment_size]
+        spare = [settings for settings in idle if not settings.global_segment_size]
+        # Lent memory is the cluster's to fill: a client without a user must not go on lending it.
+        return [self._entries.pop(settings).connection for settings in lending + spare[:-MAX_IDLE]]
+
+    def _check_not_forked(self) -> None:
+        if self._inherited:
+            raise StorageForkedError(
+                "mooncake: the process that this one was forked from has used Mooncake, whose "
+                "threads are not here: a client would "
+                "hang. Start processes by spawn, or before the first storage is opened"
+            )
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[ClientSettings, _Entry] = {}
+        self._replaced: dict[Connection, int] = {}
+
+    def _reset_after_fork(self) -> None:
+        """Set the parent's connections aside in a forked child."""
+        # Their threads do not exist here, so they can neither be used nor closed. The references
+        # keep the library from closing them.
+        if self._used:
+            self._inherited += [self._entries, self._replaced]
+        self._reset()
+
+
+connections: Final = _Connections()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Registered regions of a pool, none over TCP, and the object that keeps the pool mapped."""
+
+    regions: list[Region]
+    owner: object = None
+
+
+class ConnectionHandle:
+    """A reference to a shared connection, with the registered memory of one storage.
+
+    A call whose caller has returned may still be in the library, which then accesses the pools'
+    memory. Replaced memory, and at the end all of it, is released when no call is in flight. No
+    caller waits for that.
+
+    Raises:
+        StorageUnavailableError: the store cannot be reached.
+    """
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._connection = connections.acquire(settings)
+        self._replacing = threading.Lock()
+        """Held by the one thread that replaces the connection; nobody waits for it."""
+        self._lock = threading.Lock()
+        # The lock guards all that follows. It is never held during a call of the library, which
+        # takes long to pin or release the memory of a large pool.
+        self._calls = 0
+        self._closing = False
+        self._released = False
+        self._pools: dict[str, _Memory] = {}
+        self._blocks = _Memory([])
+        self._retired = list[_Memory]()
+        self._former = list[Connection]()
+        """Replaced connections, which calls in flight may still use."""
+
+    def call(self) -> InFlight[Connection]:
+        """Use the connection for one call: `with handle.call() as connection`.
+
+        Raises:
+            StorageUnavailableError: `close` has begun.
+        """
+        return InFlight(self._begin, self._end)
+
+    def replace_stale(self) -> None:
+        """Use a newer connection from the next call on, if this one is stale.
+
+        Raises:
+            StorageUnavailableError: `close` has begun, or the master does not answer.
+        """
+        if not self._connection.is_stale:
+            return
+        with self.call() as connection:
+            if not self._replacing.acquire(blocking=False):
+                return
+            try:
+                # Another thread may have been faster.
+                if connection is self._connection:
+                    newer = connections.replace(connection)
+                    with self._lock:
+                        self._connection = newer
+                        self._former.append(connection)
+            finally:
+                self._replacing.release()
+
+    def register(self, pool: str, regions: Sequence[Region], owner: object) -> None:
+        """Register a pool's memory, and retire the memory that was registered under its name.
+
+        Args:
+            owner: kept alive for as long as a call may use the memory.
+
+        Raises:
+            InvalidPoolError: the transport refuses the memory; the former memory stays.
+            StorageUnavailableError: `close` has begun.
+        """
+        with self.call() as connection:
+            memory = _Memory(_registered(connection, pool, regions), owner)
+            with self._lock:
+                former = self._pools.pop(pool, None)
+                closing = self._closing
+                # After a `close` that began meanwhile nobody else would release the new memory.
+                self._retired += [memory] if closing else [former] if former else []
+                if not closing:
+                    self._pools[pool] = memory
+        if closing:
+            self._check_open()
+
+    def register_block(self, start: int, size: int) -> None:
+        """Register memory of the storage itself, within a call."""
+        regions = _registered(self._connection, "blocks", [(start, size)])
+        with self._lock:
+            self._blocks.regions += regions
+
+    def close(self) -> None:
+        """Release memory and connection as soon as no call is in flight. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._retired += self._pools.values()
+            self._pools.clear()
+        self._release_retired()
+
+    def _begin(self) -> Connection:
+        with self._lock:
+            self._check_open()
+            self._calls += 1
+            return self._connection
+
+    def _end(self) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls or not (self._retired or self._former or self._closing):
+                return
+        self._release_retired()
+
+    def _release_retired(self) -> None:
+        """Release what is retired, and after `close` the connection; nothing during a call."""
+        with self._lock:
+            if self._calls:
+                return
+            retired, self._retired = self._retired, []
+            former, self._former = self._former, []
+            present = self._connection
+            # Decided within the lock, so that one thread releases the connection, and once.
+            if self._closing and not self._released:
+                self._released = True
+                retired.append(self._blocks)
+                former.append(present)
+        # Before the release, which may close the client.
+        for memory in retired:
+            for region in memory.regions:
+                present.unregister(*region)
+        for connection in former:
+            connections.release(connection)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise StorageUnavailableError("mooncake: the storage is closed")
+
+
+def _registered(connection: Connection, pool: str, regions: Sequence[Region]) -> list[Region]:
+    """Register memory. Returns its regions: none over TCP, which transfers any memory.
+
+    Raises:
+        InvalidPoolError: the transport refuses.
+    """
+    done = list[Region]()
+    for region in regions if connection.settings.protocol != "tcp" else ():
+        if not connection.register(*region):
+            for other in done:
+                connection.unregister(*other)
+            raise InvalidPoolError(
+                f"pool {pool!r}: {region[1]} bytes of it cannot be registered for "
+                f"{connection.settings.protocol}; allow more locked memory (ulimit -l), or use "
+                "protocol 'tcp'"
+            )
+        done.append(region)
+    return done
