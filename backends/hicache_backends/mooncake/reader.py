@@ -18,7 +18,6 @@ from hicache_backends.mooncake.stores import (
     MAX_HUNG,
     POOL_THREADS,
     UNKNOWN,
-    Chunk,
     Requests,
     split,
 )
@@ -125,9 +124,9 @@ class PageReader:
             asked = list(map(ReadResult, reads, names, codes))
             results = [one for one in asked if one.code not in (0, library.NO_REPLICA_IN_MEMORY)]
 
-            def send(chunk: Chunk[ReadResult], memory: object) -> bool | None:
-                with connection.kept([one.name for one in chunk.items]):
-                    came = self._target.read(connection, chunk.items, memory, shield)
+            def send(items: list[ReadResult], memory: object) -> bool | None:
+                with connection.kept([one.name for one in items]):
+                    came = self._target.read(connection, items, memory, shield)
                 results.extend(came)
                 if any(one.code == library.TRANSFER_FAILED for one in came):
                     return True
@@ -140,13 +139,14 @@ class PageReader:
                 hold=self._hold,
                 lend=partial(self._target.lend, call),
                 send=send,
+                size_of=_size,
                 leaves=self._target.leaves,
             )
             shield = partial(_shield, requests.token, call)
             for store, found in self._by_store(connection, asked).items():
                 if not connection.stores.is_out(store):
                     some = split(found, _size, self._target.max_bytes, self._target.max_objects)
-                    requests.add(UNKNOWN if store == ON_DISK else store, some, _size)
+                    requests.add(UNKNOWN if store == ON_DISK else store, some)
                 elif connection.stores.try_again(store):
                     self._thread_pool.run_in_background(
                         partial(self._try_again, connection, store, found[0].name)

@@ -9,7 +9,6 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from hicache_storage.spec import CancellationToken
@@ -132,20 +131,6 @@ class Stores:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk(Generic[ItemT]):
-    """What one request is for: some objects of one store.
-
-    Args:
-        store: its endpoint.
-        size: in bytes.
-    """
-
-    store: str
-    items: list[ItemT]
-    size: int
-
-
-@dataclass(slots=True, eq=False)
 class _Worker:
     """A thread that makes requests for a call."""
 
@@ -157,14 +142,15 @@ class _Worker:
 class Requests(Generic[ItemT, MemoryT]):
     """The requests of one call, in threads of a pool. The call leaves those that hang.
 
-    Threads take chunks of the store with the fewest running requests, so that a store that hangs
+    Threads take requests to the store with the fewest running requests, so that a store that hangs
     holds as few of them as there are others.
 
     Args:
         hold: keeps the connection open, for a thread whose call may have left.
         lend: lends the memory of one thread.
-        send: makes one request, and returns whether its store has failed; None if it does not
-            say.
+        send: makes a request for some objects of one store, and returns whether the store has
+            failed; None if it does not say.
+        size_of: an object, in bytes.
         leaves: False if the call waits for all requests that have begun.
     """
 
@@ -176,7 +162,8 @@ class Requests(Generic[ItemT, MemoryT]):
         *,
         hold: Callable[[], AbstractContextManager[object]],
         lend: Callable[[], AbstractContextManager[MemoryT]],
-        send: Callable[[Chunk[ItemT], MemoryT], bool | None],
+        send: Callable[[list[ItemT], MemoryT], bool | None],
+        size_of: Callable[[ItemT], int],
         leaves: bool = True,
     ) -> None:
         self._thread_pool = thread_pool
@@ -185,6 +172,7 @@ class Requests(Generic[ItemT, MemoryT]):
         self._hold = hold
         self._lend = lend
         self._send = send
+        self._size_of = size_of
         self._leaves = leaves
         self.token = CancellationToken()
         """Cancelled when the call leaves."""
@@ -192,16 +180,13 @@ class Requests(Generic[ItemT, MemoryT]):
         """The call has left requests: their store hangs, or the deadline is near."""
         self._changed = threading.Condition()
         # The lock guards all that follows.
-        self._queues: dict[str, deque[Chunk[ItemT]]] = {}
+        self._queues: dict[str, deque[list[ItemT]]] = {}
         self._workers = set[_Worker]()
         self._error: BaseException | None = None
 
-    def add(
-        self, store: str, lists: Iterable[list[ItemT]], size_of: Callable[[ItemT], int]
-    ) -> None:
+    def add(self, store: str, lists: Iterable[list[ItemT]]) -> None:
         """Queue a request for each list of objects of a store, before `run`."""
-        queue = self._queues.setdefault(store, deque())
-        queue.extend(Chunk(store, items, sum(map(size_of, items))) for items in lists)
+        self._queues.setdefault(store, deque()).extend(lists)
 
     def run(self) -> None:
         """Make the requests, until all have ended or are left.
@@ -209,11 +194,11 @@ class Requests(Generic[ItemT, MemoryT]):
         Raises:
             BaseException: the error of one of the requests.
         """
-        chunks = list(chain.from_iterable(self._queues.values()))
-        if len(chunks) == 1:
+        if sum(map(len, self._queues.values())) == 1:
             # It delays no others, and a thread for it takes longer.
+            [(store, queue)] = self._queues.items()
             with self._hold(), self._lend() as memory:
-                self._make(chunks[0], memory)
+                self._make(store, queue[0], memory)
             return
         seconds = self._call.remaining()
         until = math.inf
@@ -251,15 +236,15 @@ class Requests(Generic[ItemT, MemoryT]):
                 del error
 
     def _start_workers(self) -> bool:
-        """Start threads for the queued chunks. False if there is none, and none can be started."""
-        chunks = sum(map(len, self._queues.values()))
-        while len(self._workers) < min(MAX_THREADS, chunks):
+        """Start threads for the queued requests. False if there is none, and none can be started."""
+        queued = sum(map(len, self._queues.values()))
+        while len(self._workers) < min(MAX_THREADS, queued):
             worker = _Worker()
             worker.task = self._thread_pool.submit(partial(self._work, worker))
             if worker.task is None:
                 break
             self._workers.add(worker)
-        return bool(self._workers) or not chunks
+        return bool(self._workers) or not queued
 
     def _is_over(self, until: float) -> bool:
         busy = any(worker.store is not None for worker in self._workers)
@@ -270,7 +255,7 @@ class Requests(Generic[ItemT, MemoryT]):
         return not busy and not any(self._queues.values())
 
     def _leave_out(self) -> None:
-        """Leave the chunks and requests of stores that are left out."""
+        """Leave the requests to stores that are left out."""
         for store in {*self._queues, *(worker.store for worker in self._workers)}:
             if store is None or not self._stores.is_out(store):
                 continue
@@ -284,8 +269,8 @@ class Requests(Generic[ItemT, MemoryT]):
     def _work(self, worker: _Worker) -> None:
         try:
             with self._hold(), self._lend() as memory:
-                while (chunk := self._take(worker)) is not None:
-                    self._make(chunk, memory)
+                while (taken := self._take(worker)) is not None:
+                    self._make(*taken, memory)
         except BaseException as error:  # noqa: BLE001 - raised by `run`
             self._error = self._error or error
         finally:
@@ -293,15 +278,15 @@ class Requests(Generic[ItemT, MemoryT]):
                 self._workers.discard(worker)
                 self._changed.notify()
 
-    def _make(self, chunk: Chunk[ItemT], memory: MemoryT) -> None:
-        token, failed = self._stores.begin(chunk.store, chunk.size), None
+    def _make(self, store: str, items: list[ItemT], memory: MemoryT) -> None:
+        token, failed = self._stores.begin(store, sum(map(self._size_of, items))), None
         try:
-            failed = self._send(chunk, memory)
+            failed = self._send(items, memory)
         finally:
-            self._stores.end(chunk.store, token, failed=failed)
+            self._stores.end(store, token, failed=failed)
 
-    def _take(self, worker: _Worker) -> Chunk[ItemT] | None:
-        """Return the next chunk of the store with the fewest running requests."""
+    def _take(self, worker: _Worker) -> tuple[str, list[ItemT]] | None:
+        """Return the next objects of the store with the fewest running requests."""
         with self._changed:
             worker.store = None
             left = self.token.cancelled or worker not in self._workers
@@ -312,8 +297,8 @@ class Requests(Generic[ItemT, MemoryT]):
             if not stores:
                 return None
             busy = Counter(other.store for other in self._workers)
-            worker.store = min(stores, key=busy.__getitem__)
-            return self._queues[worker.store].popleft()
+            store = worker.store = min(stores, key=busy.__getitem__)
+            return store, self._queues[store].popleft()
 
 
 def split(

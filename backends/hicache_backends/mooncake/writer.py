@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.memory import BLOCK_ENVELOPES, Block, address_of
 from hicache_backends.mooncake.names import names_of
-from hicache_backends.mooncake.stores import MAX_THREADS, Chunk, Requests, Stores, split
+from hicache_backends.mooncake.stores import MAX_THREADS, Requests, Stores, split
 from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -209,22 +209,22 @@ class PageWriter:
             running: filled with those whose transfers hang, and are revoked when these end.
         """
 
-        def send(chunk: Chunk[_Object], block: Block) -> None:
+        def send(some: list[_Object], block: Block) -> None:
             with requests.token.shield() as active:
                 if not active:
                     return
-                running.update(chunk.items)
+                running.update(some)
             done = list[_Object]()
             try:
-                done = self._send_chunk(connection, chunk.items, block)
+                done = self._send_chunk(connection, some, block)
             finally:
                 with requests.token.shield() as active:
                     if active:
-                        running.difference_update(chunk.items)
+                        running.difference_update(some)
                         arrived.extend(done)
                 if not active:
-                    connection.revoke([item.name for item in chunk.items])
-            if len(done) < len(chunk.items):
+                    connection.revoke([item.name for item in some])
+            if len(done) < len(some):
                 outcome.faults.append(
                     StorageUnavailableError(
                         "the bytes of an object did not reach the node that keeps it"
@@ -239,12 +239,11 @@ class PageWriter:
             hold=self._hold,
             lend=self._blocks.lend,
             send=send,
+            size_of=_size,
         )
         # Alone, an object on a store that fails takes no others along.
         alone = connection.has_failed_lately
-        requests.add(
-            UNKNOWN_STORE, ([item] for item in items) if alone else self._chunks(items), _size
-        )
+        requests.add(UNKNOWN_STORE, ([item] for item in items) if alone else self._chunks(items))
         requests.run()
         if requests.late:
             connection.note_failed_set()

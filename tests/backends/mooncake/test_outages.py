@@ -19,6 +19,7 @@ from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.cluster import DevCluster
 from hicache_storage.spec import StorageUnavailableError
 from tests.backends.mooncake.harness import UNTOUCHED, Rig, chain, content
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow(seconds=52)
 
@@ -214,10 +215,7 @@ def test_a_store_that_goes_on_is_read_again():
             rig.expect(living)
             assert sum(page is not None for page in rig.get(keys)) == len(living)
         cluster.stores[0].resume()
-        until = time.monotonic() + RECOVERY_SECONDS
-        while None in rig.get(keys):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: None not in rig.get(keys))
 
 
 @pytest.mark.long

@@ -23,6 +23,7 @@ from hicache_storage.spec import (
 )
 from tests.backends.file.harness import content
 from tests.backends.mooncake.harness import identity
+from tests.support.waiting import eventually
 
 
 class Scripted:
@@ -156,7 +157,7 @@ def test_a_transfer_that_hangs_is_left(monkeypatch):
     assert connection.revoked == []
     assert [type(fault) for fault in outcome.faults] == [StorageTimeoutError]
     go_on.set()
-    thread_pool.close(60)
+    eventually(lambda: not thread_pool.hung)
     assert connection.revoked == [names[1]]
     assert names[1] not in connection.published
     connection.chunks.clear()
