@@ -163,11 +163,12 @@ class PageReader:
         places = connection.places([one.name for one in asked if not one.code])
         by_store: dict[str, list[ReadResult]] = {}
         for one in asked:
-            if not one.code:
+            if not one.code and (not places or one.name in places):
                 store = places.get(one.name, UNKNOWN)
             elif one.code == library.NO_REPLICA_IN_MEMORY:
                 store = ON_DISK
             else:
+                # Not found, or gone since the lookup: as when the master drops a store.
                 continue
             by_store.setdefault(store, []).append(one)
         return by_store

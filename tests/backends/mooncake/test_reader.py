@@ -204,6 +204,17 @@ def test_what_is_asked_of_one_request_lies_on_one_store(alone):
     assert connection.by_lookup == [names_of(some[::2]), names_of(some[1::2])]
 
 
+def test_what_has_gone_since_its_lookup_is_a_miss(alone):
+    """As when the master drops a store; where it does not answer, nothing has gone."""
+    some = reads(3)
+    gone = names_of(some[1:2])
+    connection = Scripted([LENGTH] * 5)
+    connection.places = lambda names: {name: "store" for name in names if name not in gone}
+    assert direct(alone).read(connection, some, Call()).arrived == {some[0], some[2]}
+    connection.places = lambda names: {}
+    assert direct(alone).read(connection, some, Call()).arrived == set(some)
+
+
 class Hanging(Scripted):
     """Reads of one store hang until they are let go."""
 

@@ -241,9 +241,10 @@ def main(seconds, events, copies=1):
                 time.sleep(seconds)
                 load.phase = Phase(phase.event)
                 # Before the store comes back, and with it what had seemed lost.
-                kept = endpoints([key for _, key in phase.stored])
-                dead = [at for at, key in phase.stored if kept.get(key, [away]) == [away]]
-                keys = [key for _, key in phase.stored if kept.get(key, [away]) != [away]]
+                stored = list(phase.stored)
+                kept = endpoints([key for _, key in stored])
+                dead = [at for at, key in stored if kept.get(key, [away]) == [away]]
+                keys = [key for _, key in stored if kept.get(key, [away]) != [away]]
                 lost = [
                     key
                     for start in range(0, len(keys), PAGES)

@@ -222,10 +222,11 @@ class ConnectionHandle:
             self._check_open()
 
     def register_block(self, start: int, size: int) -> None:
-        """Register memory of the storage itself, within a call."""
-        regions = _registered(self._connection, "blocks", [(start, size)])
-        with self._lock:
-            self._blocks.regions += regions
+        """Register memory of the storage itself, within a call. Not needed over TCP."""
+        connection = self._connection
+        if connection.settings.protocol != "tcp" and connection.register(start, size):
+            with self._lock:
+                self._blocks.regions.append((start, size))
 
     def close(self) -> None:
         """Release memory and connection as soon as no call is in flight. Idempotent."""
