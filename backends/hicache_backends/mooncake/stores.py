@@ -222,11 +222,13 @@ class Requests(Generic[ItemT, MemoryT]):
             # Waits for bytes that are being copied.
             self.token.cancel()
             with self._changed:
-                self.late |= any(self._queues.values())
-                for worker in self._workers:
-                    self.late |= worker.store is not None
-                    if worker.task and not self._thread_pool.withdraw(worker.task):
-                        self._thread_pool.abandon(worker.task)
+                workers = [worker for worker in self._workers if worker.task]
+                busy = any(worker.store is not None for worker in workers)
+                self.late |= busy or any(self._queues.values())
+            for task in [worker.task for worker in workers if worker.task]:
+                if not self._thread_pool.withdraw(task):
+                    # After an interrupt, too: without `leaves` they use the caller's memory.
+                    self._thread_pool.abandon(task) if self._leaves else task.wait()
         if self._error is not None:
             error, self._error = self._error, None
             try:

@@ -138,7 +138,7 @@ def test_threads_send_from_memory_of_their_own():
 
 def test_a_transfer_that_hangs_is_left(monkeypatch):
     """What has arrived is published, what has not been sent is revoked, and what hangs is revoked
-    when it ends. The next set sends objects one by one."""
+    when it ends."""
     monkeypatch.setattr(stores, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(stores, "MAX_THREADS", 2)
     monkeypatch.setattr(writer, "CHUNK_BYTES", 100_000)
@@ -160,11 +160,21 @@ def test_a_transfer_that_hangs_is_left(monkeypatch):
     eventually(lambda: not thread_pool.hung)
     assert connection.revoked == [names[1]]
     assert names[1] not in connection.published
-    connection.chunks.clear()
-    pool = ThreadPool("hicache-test")
-    pool.close(0)
-    made(pool).write(connection, list(writes(3, 100, 100)), Call())
-    assert [len(chunk) for chunk in connection.chunks] == [1, 1, 1]
+
+
+def test_where_a_store_is_known_to_fail(alone):
+    """Objects are sent one by one, and those that do not arrive are no faults beside others."""
+    sent = list(writes(3, 100, 100))
+    names = names_of(sent)
+    connection = Scripted(lambda name: name != names[1])
+    connection.has_failed_lately = True
+    outcome = made(alone).write(connection, sent, Call())
+    assert connection.chunks == [[name] for name in names]
+    assert outcome.stored == {sent[0], sent[2]}
+    assert outcome.faults == []
+    connection = Scripted(lambda name: False)
+    connection.has_failed_lately = True
+    assert made(alone).write(connection, sent, Call()).faults
 
 
 @pytest.mark.parametrize(("most", "shares"), [(4 << 20, [2, 2, 2, 2]), (400_000, [1] * 8)])

@@ -374,15 +374,14 @@ class Connection:
         Raises:
             StorageUnavailableError: the connection is closed.
         """
-        now = time.monotonic()
-        lately = [store for store, at in self._seen.items() if now - at < SEEN_SECONDS]
+        # Other threads replace it meanwhile.
+        now, seen = time.monotonic(), self._seen
+        lately = {store: at for store, at in seen.items() if now - at < SEEN_SECONDS}
         if len(lately) == 1 and now < self._look_at and not self.stores.any_out():
-            return dict.fromkeys(names, lately[0])
+            return dict.fromkeys(names, *lately)
         places = {name: copies[0] for name, copies in self.copies(names).items() if copies}
         self._look_at = now + LOOK_SECONDS
-        self._seen = {store: self._seen[store] for store in lately} | dict.fromkeys(
-            places.values(), now
-        )
+        self._seen = lately | dict.fromkeys(places.values(), now)
         return places
 
     def copies(self, names: Sequence[str]) -> dict[str, list[str]]:
