@@ -128,3 +128,27 @@ def test_where_a_new_client_does_not_help_the_next_one_comes_later(clock):
     assert newer.stale_seconds == connection.MAX_STALE_SECONDS
     clock.now += 3600
     assert newer.newer().stale_seconds == connection.STALE_SECONDS
+
+
+def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock):
+    client, where, asked = Connection(settings()), {"a": ["one"], "b": ["one"], "c": ["two"]}, []
+
+    def copies(names):
+        asked.append(names)
+        return {name: where[name] for name in names}
+
+    client.copies = copies
+    assert client.places(["a"]) == {"a": "one"}
+    assert client.places(["b"]) == {"b": "one"}
+    assert asked == [["a"]]
+    clock.now += 2 * connection.LOOK_SECONDS
+    assert client.places(["b", "c"]) == {"b": "one", "c": "two"}
+    # From now on there are two, until one has not been seen for long.
+    assert client.places(["b"]) == {"b": "one"}
+    clock.now += 2 * connection.SEEN_SECONDS
+    for _ in range(2):
+        assert client.places(["b"]) == {"b": "one"}
+    assert asked == [["a"], ["b", "c"], ["b"], ["b"]]
+    client.stores.end("one", client.stores.begin("one", 0), failed=True)
+    assert client.places(["b"]) == {"b": "one"}
+    assert len(asked) == 5
