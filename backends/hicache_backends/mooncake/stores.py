@@ -33,6 +33,7 @@ MIN_BYTES_PER_SECOND: Final = 16 << 20
 """Rate below which a transfer hangs."""
 RETRY_SECONDS: Final = 2.0
 """Pause after a failed request, before the store is tried again."""
+LOST_SECONDS: Final = 5.0
 TRIAL_SECONDS: Final = 30.0
 """Limit of such a trial; the library's timeout of a transfer is 10 s."""
 FORGET_SECONDS: Final = 600.0
@@ -113,6 +114,10 @@ class Stores:
         return any(now - at < seconds for at in list(self._retry_at.values())) or any(
             map(self.is_out, list(self._due))
         )
+
+    def is_lost(self, store: str) -> bool:
+        """Return whether a store has been left out for so long that it does not just stall."""
+        return self._out_since.get(store, math.inf) < time.monotonic() - LOST_SECONDS
 
     def out_seconds(self, seconds: float) -> float:
         """Return for how long the first store has been left out, of those tried within `seconds`."""

@@ -316,18 +316,22 @@ def _not_stored_by_others(
 ) -> list[_Object]:
     """Count existing objects as stored. Returns those that other writers are storing.
 
-    Objects that lie on stores that are left out are removed, and returned as well (rule SET-1).
+    Objects on stores that are left out do not count as stored (rule SET-1). Where the store is
+    lost, they are removed, and returned as well.
     """
     names = [item.name for item in items]
     there = connection.exist(names) if items else []
-    lost = connection.remove_lost(names) if items and connection.stores.any_out() else set[str]()
+    dead, removed = set[str](), set[str]()
+    if items and connection.stores.any_out():
+        dead = connection.left_out(names)
+        removed = connection.remove_lost(sorted(dead)) if dead else set()
     left = list[_Object]()
     for item, exists in zip(items, there, strict=True):
-        if exists and item.name not in lost:
+        if not exists or item.name in removed:
+            left.append(item)
+        elif item.name not in dead:
             item.write.existed = True
             outcome.stored.add(item.write)
-        else:
-            left.append(item)
     return left
 
 

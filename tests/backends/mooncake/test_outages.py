@@ -204,6 +204,17 @@ def test_a_store_that_fails_takes_no_pages_of_another_one(gone):
         cluster.stores[0].resume()
 
 
+@pytest.mark.long
+def test_pages_of_a_lost_store_are_written_anew():
+    """While the master lists it, and chooses it for every other page."""
+    with two_stores() as (cluster, rig, keys):
+        cluster.stores[0].kill()
+        dead = missing_store(rig, keys)
+        eventually(lambda: rig.put(keys) == [True] * 32)
+        assert dead not in homes(rig, keys).values()
+        rig.expect(keys)
+
+
 def test_a_store_that_goes_on_is_read_again():
     """Gets that were given up hold no thread, name or buffer that another get needs."""
     with two_stores() as (cluster, rig, keys):

@@ -549,27 +549,29 @@ class Connection:
             if begun:
                 self.revoke(begun)
 
-    def remove_lost(self, names: Sequence[str]) -> set[str]:
-        """Remove objects of which all copies lie on stores that are left out.
+    def left_out(self, names: Sequence[str]) -> set[str]:
+        """Return those existing objects of which all copies lie on stores that are left out."""
+        return self._with_all_copies(names, self.stores.is_out)
 
-        Returns their names; objects that another client has claimed are still there.
+    def remove_lost(self, names: Sequence[str]) -> set[str]:
+        """Remove those objects of which all copies lie on lost stores. Returns their names.
+
+        Objects that another client has claimed are still there.
 
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        lost = self._lost(names)
+        lost = self._with_all_copies(names, self.stores.is_lost)
         if lost:
-            with self.claimed(lost) as claimed:
+            with self.claimed(sorted(lost)) as claimed:
                 # Others may have stored them anew meanwhile.
-                self.remove(self._lost(sorted(claimed)))
-        return set(lost)
+                again = self._with_all_copies(sorted(claimed), self.stores.is_lost)
+                self.remove(sorted(again))
+        return lost
 
-    def _lost(self, names: Sequence[str]) -> list[str]:
-        return [
-            name
-            for name, copies in self.copies(names).items()
-            if copies and all(map(self.stores.is_out, copies))
-        ]
+    def _with_all_copies(self, names: Sequence[str], where: Callable[[str], bool]) -> set[str]:
+        copies = self.copies(names).items()
+        return {name for name, stores in copies if stores and all(map(where, stores))}
 
     def remove_prefix(self, prefix: str) -> None:
         """Remove all objects with a prefix, which must have no special character of a pattern.
