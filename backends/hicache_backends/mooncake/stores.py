@@ -57,18 +57,19 @@ class Stores:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._due: dict[str, dict[object, float]] = {}
-        """Running requests of each store, and the times from which on they hang."""
+        self._running: dict[str, dict[object, tuple[float, float]]] = {}
+        """Running requests of each store: when they have begun, and from when on they hang."""
         self._retry_at: dict[str, float] = {}
         """Stores that are left out, and when they are tried again."""
         self._out_since: dict[str, float] = {}
 
     def begin(self, store: str, size: int) -> object:
         """Note a request for `size` bytes that begins. Returns a token for `end`."""
-        token = object()
+        token, now = object(), time.monotonic()
         with self._lock:
-            self._due.setdefault(store, {})[token] = (
-                time.monotonic() + PATIENCE_SECONDS + size / MIN_BYTES_PER_SECOND
+            self._running.setdefault(store, {})[token] = (
+                now,
+                now + PATIENCE_SECONDS + size / MIN_BYTES_PER_SECOND,
             )
         return token
 
@@ -80,18 +81,21 @@ class Stores:
         """
         now = time.monotonic()
         with self._lock:
-            due = self._due.pop(store, {})
-            due.pop(token, None)
-            if failed and store != UNKNOWN:
-                self._retry_at[store] = now + RETRY_SECONDS
-                self._out_since.setdefault(store, now)
-            elif failed is not None:
+            running = self._running.pop(store, {})
+            began, _ = running.pop(token, (None, None))
+            if failed is False:
                 self._retry_at.pop(store, None)
                 self._out_since.pop(store, None)
-                # The store has answered since these began to hang.
-                due = {other: at for other, at in due.items() if at > now}
-            if due:
-                self._due[store] = due
+                # The store has answered since the others began, which may be for another one: the
+                # library has chosen it before the master dropped that.
+                running = {
+                    other: times for other, times in running.items() if times[0] > (began or 0.0)
+                }
+            elif failed and began is not None and store != UNKNOWN:
+                self._retry_at[store] = now + RETRY_SECONDS
+                self._out_since.setdefault(store, now)
+            if running:
+                self._running[store] = running
 
     def is_out(self, store: str) -> bool:
         """Return whether a store is left out."""
@@ -101,7 +105,8 @@ class Stores:
         if store == UNKNOWN:
             return False
         with self._lock:
-            if min(self._due.get(store, {}).values(), default=math.inf) > now:
+            running = self._running.get(store, {}).values()
+            if min((due for _, due in running), default=math.inf) > now:
                 return False
             self._retry_at.setdefault(store, now + RETRY_SECONDS)
             self._out_since.setdefault(store, now)
@@ -112,7 +117,7 @@ class Stores:
         now = time.monotonic()
         # One that has gone for good keeps no objects, by which it could be tried.
         return any(now - at < seconds for at in list(self._retry_at.values())) or any(
-            map(self.is_out, list(self._due))
+            map(self.is_out, list(self._running))
         )
 
     def is_lost(self, store: str) -> bool:

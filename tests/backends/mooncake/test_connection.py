@@ -152,3 +152,20 @@ def test_where_one_store_keeps_all_pages_the_master_is_seldom_asked(clock):
     client.stores.end("one", client.stores.begin("one", 0), failed=True)
     assert client.places(["b"]) == {"b": "one"}
     assert len(asked) == 5
+
+
+def test_a_failure_counts_unless_the_store_has_answered_since_it_began(clock):
+    """The library may have asked another one, of which the master knows no more."""
+    known = stores.Stores()
+    first = known.begin("store", 0)
+    clock.now += 1
+    known.end("store", known.begin("store", 0), failed=False)
+    clock.now += 1
+    assert not known.is_out("store")
+    known.end("store", first, failed=True)
+    assert not known.any_out()
+    known.end("store", known.begin("store", 0), failed=True)
+    assert known.is_out("store")
+    assert not known.is_lost("store")
+    clock.now += 2 * stores.LOST_SECONDS
+    assert known.is_lost("store")
