@@ -324,7 +324,7 @@ def _not_stored_by_others(
     dead, removed = set[str](), set[str]()
     if items and connection.stores.any_out():
         dead = connection.left_out(names)
-        removed = connection.remove_lost(sorted(dead)) if dead else set()
+        removed = connection.remove_lost(sorted(dead)) if dead else set[str]()
     left = list[_Object]()
     for item, exists in zip(items, there, strict=True):
         if not exists or item.name in removed:
