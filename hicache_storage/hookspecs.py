@@ -54,6 +54,12 @@ class DriverSpec:
     `{port:NAME}` stands for a free port of 127.0.0.1, the same for the same name, and `{tmp}` for
     an empty directory that a restarted server finds as it left it.
     """
+    trial_members: tuple[str, ...] = ()
+    """Names of the ports of those of `trial_services` of which each keeps a part of the pages.
+
+    Each page is whole on one of them, or on several as copies, and stays there. The conformance
+    suite takes one after the other away (rule FT-8); two at least.
+    """
     capacity_option: str = ""
     """The option that limits how many bytes are stored; empty where there is none.
 

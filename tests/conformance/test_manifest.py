@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hicache_conformance.fixtures.open_context import CAPACITY, DIRECTORY, ON_INJECTOR, STEPS
+from hicache_conformance.fixtures.open_context import (
+    CAPACITY,
+    DIRECTORY,
+    ON_INJECTOR,
+    SEVERAL_STORES,
+    STEPS,
+)
 from hicache_conformance.model.rules import Level, declares, parse_levels, rules, undeclared
 from hicache_conformance.suite.driver_conformance import catalogue
 from hicache_storage.spec import Capabilities, Durability, Sharing
@@ -38,7 +44,7 @@ def test_cases_cite_rules_that_exist_and_levels_that_they_have():
         assert set(case.levels) & {
             level for rule in case.rules for level in rules()[rule].levels
         }, case.name
-        for need in set(case.needs) - {CAPACITY, DIRECTORY, STEPS}:
+        for need in set(case.needs) - {CAPACITY, DIRECTORY, SEVERAL_STORES, STEPS}:
             if not need.startswith(ON_INJECTOR):
                 declares(Capabilities(), need)
 

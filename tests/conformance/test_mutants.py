@@ -14,7 +14,7 @@ import pytest
 from hicache_conformance.model.rules import rules
 
 # All samples run in the first test's fixture.
-pytestmark = [pytest.mark.slow(seconds=210), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow(seconds=240), pytest.mark.timeout(900)]
 
 MUTANTS_HOME = Path(__file__).with_name("mutants")
 

@@ -51,9 +51,11 @@ def services(command):
 
 
 def told(services, line):
-    with socket.create_connection(
-        ("127.0.0.1", services.ports["memory"]), timeout=MAX_SECONDS
-    ) as connection:
+    return asked(services.ports["memory"], line)
+
+
+def asked(port, line):
+    with socket.create_connection(("127.0.0.1", port), timeout=MAX_SECONDS) as connection:
         connection.sendall(line + b"\n")
         return connection.makefile("rb").readline().strip()
 

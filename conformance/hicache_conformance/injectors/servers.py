@@ -97,18 +97,19 @@ class Servers:
             for name in port_names(command):
                 self._wait_for(number, words, name)
 
-    def kill(self) -> None:
-        """Kill all servers, without a chance to save anything."""
+    def kill(self, port: str = "") -> None:
+        """Kill all servers, or the one of a port, without a chance to save anything."""
+        chosen = self._chosen(port)
         # All are signalled before any is waited for: one that loses its peer first would have time
         # to save something.
-        for process in self._processes.values():
-            _signal(process, signal.SIGKILL)
-        for process in self._processes.values():
+        for number in chosen:
+            _signal(self._processes[number], signal.SIGKILL)
+        for number in chosen:
+            process = self._processes.pop(number)
             assert process.stdin is not None
             # Ends the leash, where the server itself had ended before.
             process.stdin.close()
             process.wait()
-        self._processes.clear()
 
     def check_running(self, seconds: float) -> None:
         """Wait, and make sure that no server has ended meanwhile.
@@ -125,14 +126,15 @@ class Servers:
                     raise Inconclusive(f"a server ended with {process.poll()}; it said: {said}")
             time.sleep(0.01)
 
-    def suspend(self) -> None:
-        """Stop all servers where they are.
+    def suspend(self, port: str = "") -> None:
+        """Stop all servers where they are, or the one of a port.
 
         They keep their ports and their connections, and answer nothing.
         """
-        for process in self._processes.values():
+        chosen = [self._processes[number] for number in self._chosen(port)]
+        for process in chosen:
             _signal(process, signal.SIGSTOP)
-        for process in self._processes.values():
+        for process in chosen:
             # SIGSTOP takes effect thread by thread; an answer that is sent after `suspend` has
             # returned would make the fault a race.
             stand_still(process.pid)
@@ -168,6 +170,14 @@ class Servers:
                 process.wait(max(0.0, until - time.monotonic()))
         self.kill()
         shutil.rmtree(self._home, ignore_errors=True)
+
+    def _chosen(self, port: str) -> list[int]:
+        """Numbers of the servers that were started, or of the one that listens on a port."""
+        return [
+            number
+            for number in self._processes
+            if not port or number == listener(self.commands, port)
+        ]
 
     def _wait_for(self, number: int, words: Sequence[str], name: str) -> None:
         until, process = time.monotonic() + START_SECONDS, self._processes[number]
@@ -258,6 +268,11 @@ class ServerInjector(FaultInjector):
 
     def close(self) -> None:
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def listener(commands: Sequence[Sequence[str]], port: str) -> int:
+    """Number of the server that listens on a port: of the first command that names it."""
+    return next(number for number, command in enumerate(commands) if port in port_names(command))
 
 
 def stand_still(group: int) -> None:

@@ -67,10 +67,12 @@ class TcpProxyInjector(FaultInjector):
     def apply(self, plan: FaultPlan) -> None:
         self._active = ActiveFaults(plan.faults)
         self._healed = asyncio.Event()
-        if find_fault(plan.faults, FaultKind.REFUSE):
+        refused = find_fault(plan.faults, FaultKind.REFUSE)
+        if refused:
             self._active.injected_count += 1
-            for proxy in self._proxies.values():
-                self._do(proxy.refuse())
+            for name, proxy in self._proxies.items():
+                if refused.member in ("", name):
+                    self._do(proxy.refuse())
 
     def heal(self) -> None:
         self._active.heal()

@@ -93,8 +93,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Name of an `errno`."""
     seconds: float = 0.0
     place: float = 0.5
+    member: str = ""
+    """The one of several stores that it hits, by the name of its port; empty for all servers."""
 
     def __str__(self) -> str:
+        if self.member:
+            return f"{self.kind}: {self.member}"
         what = {
             FaultKind.ERROR: self.error,
             FaultKind.APPLIED: f"{self.error or 'an error'} after it took effect",

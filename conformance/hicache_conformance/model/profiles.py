@@ -31,6 +31,8 @@ class Profile:
     """Calls of each thread of the cases with several processes."""
     kills: int
     """Processes killed in each case that is about that."""
+    outages: int
+    """How often one of several stores is away, in each case about that; the next one each time."""
     shrinks: bool
     """Whether a failing history is made as short as possible."""
     recovery_seconds: float
@@ -55,6 +57,7 @@ PROFILES = {
             plan_steps=10,
             process_calls=60,
             kills=4,
+            outages=2,
             # Shrinking repeats a failing history many times; a quick run leaves that to `hicache
             # conformance repro`.
             shrinks=False,
@@ -73,6 +76,7 @@ PROFILES = {
             plan_steps=20,
             process_calls=200,
             kills=16,
+            outages=3,
             shrinks=True,
             recovery_seconds=15.0,
             grace_seconds=5.0,
@@ -89,6 +93,7 @@ PROFILES = {
             plan_steps=40,
             process_calls=2_000,
             kills=200,
+            outages=9,
             shrinks=True,
             recovery_seconds=15.0,
             grace_seconds=5.0,

@@ -24,6 +24,7 @@ from hicache_conformance.cases.hostpools import HostPoolCases
 from hicache_conformance.cases.identity import IdentityCases
 from hicache_conformance.cases.keys import KeyCases
 from hicache_conformance.cases.lifecycle import LifecycleCases
+from hicache_conformance.cases.members import MemberCases
 from hicache_conformance.cases.metrics import MetricsCases
 from hicache_conformance.cases.misuse import MisuseCases
 from hicache_conformance.cases.plans import PlanCases
@@ -52,6 +53,7 @@ class DriverConformance(
     ProcessCases,
     SharingCases,
     PlanCases,
+    MemberCases,
     DeadlineCases,
     BitRotCases,
     DirectoryCases,

@@ -41,4 +41,5 @@ def _spec(name: str, sample: SampleDriver) -> DriverSpec:
         trial_config=sample.trial_config,
         capacity_option=sample.capacity_option,
         trial_services=sample.trial_services,
+        trial_members=sample.trial_members,
     )

@@ -1,6 +1,6 @@
 """A tiny page server for `drivers_networked`: a dictionary behind a TCP port.
 
-A restarted server reads its log again.
+A restarted server reads its log again; one without a log has lost its pages.
 
 A message is four bytes of length, eight of checksum, and a list in msgpack. A request is an
 operation and its arguments; a message that does not fit its checksum ends the connection.
@@ -61,12 +61,12 @@ def _exactly(connection: socket.socket, count: int) -> bytes | None:
 
 
 class Pages:
-    """All pages by name; what is stored is in the log before anybody is told."""
+    """All pages by name; what is stored is in the log, if there is one, before anybody is told."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path | None) -> None:
         self._pages = dict[str, bytes]()
         self._lock = threading.Lock()
-        self._log = self._replayed(log).open("ab", buffering=0)
+        self._log = self._replayed(log).open("ab", buffering=0) if log else None
 
     def answer(self, operation: str, *arguments: Any) -> object:
         with self._lock:
@@ -103,6 +103,8 @@ class Pages:
         return True
 
     def _write(self, record: list[Any]) -> None:
+        if self._log is None:
+            return
         body = msgspec.msgpack.encode(record)
         self._log.write(HEAD.pack(len(body), xxhash.xxh64_intdigest(body)) + body)
 
@@ -140,9 +142,9 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def main() -> None:
-    port, log = sys.argv[1:]
+    port, *log = sys.argv[1:]
     with _Server(("127.0.0.1", int(port)), _Handler, bind_and_activate=False) as server:
-        server.pages = Pages(Path(log))
+        server.pages = Pages(Path(*log) if log else None)
         server.server_bind()
         server.server_activate()
         server.serve_forever()

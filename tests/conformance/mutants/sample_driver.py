@@ -45,6 +45,7 @@ class SampleDriver:
     capabilities: Capabilities = IN_PROCESS
     capacity_option: str = ""
     trial_services: tuple[tuple[str, ...], ...] = ()
+    trial_members: tuple[str, ...] = ()
 
 
 def in_module(module: str, samples: Mapping[str, SampleDriver]) -> dict[str, SampleDriver]:
