@@ -6,12 +6,15 @@ import sys
 
 import pytest
 
+from hicache_conformance.fixtures.environment import commands_of, members_of, outages_of
 from hicache_conformance.injectors.members import MemberInjector
 from hicache_conformance.model.fault_plan import FaultKind
 from tests.conformance.fault_helpers import MAX_SECONDS, background, find_fault
 from tests.conformance.test_server_injector import SERVER, asked
 
 STORES = ("a", "b")
+MOONCAKE = ("store", "store2", "store3")
+BESIDE = ["serve --port {port:store}", "serve --port {port:store2} --first 127.0.0.1:{port:store}"]
 
 
 @pytest.fixture
@@ -67,3 +70,31 @@ def test_stores_are_gone_when_closed(members):
     members.close()
     with pytest.raises(ConnectionRefusedError):
         asked(port, b"1")
+
+
+def test_stores_that_no_option_names_are_started_for_cases_about_several():
+    assert members_of("mooncake", {}, None) == (MOONCAKE, ())
+    assert outages_of("mooncake", {}, None) == ["killed", "stopped"]
+    assert len(commands_of("mooncake", {}, None)) == 2
+
+
+def test_stores_that_an_option_names_are_always_started_and_can_be_cut_off():
+    options = {"local_hostname": "{port:store},{port:store2}"}
+    stores = MOONCAKE[:2]
+    assert members_of("mooncake", options, BESIDE) == (stores, stores)
+    assert outages_of("mooncake", options, BESIDE) == ["killed", "stopped", "cut-off"]
+    assert len(commands_of("mooncake", options, BESIDE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("driver", "options", "services"),
+    [
+        ("hf3fs", {}, None),
+        ("file", {}, None),
+        ("mooncake", {"master_server_address": "10.0.0.1:50051"}, None),
+        ("mooncake", {}, BESIDE[:1]),
+        ("no-such-driver", {}, None),
+    ],
+)
+def test_fewer_than_two_stores_are_not_several(driver, options, services):
+    assert outages_of(driver, options, services) == []

@@ -11,16 +11,20 @@ from hicache_storage.spec import Capabilities, Durability, HungReads, Sharing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# The master keeps the memory of a set that was given up for longer than a store is stopped: bytes
+# that arrive when the store goes on would be in the page that has the memory then.
 MASTER: Final = (
     "-m mooncake.cli --rpc_address=127.0.0.1 --rpc_port={port:master} --metrics_host=127.0.0.1 "
     "--metrics_port={port:metrics} --default_kv_lease_ttl=2000 --client_ttl=30 "
-    "--put_start_discard_timeout_sec=1 --put_start_release_timeout_sec=2"
+    "--put_start_discard_timeout_sec=1 --put_start_release_timeout_sec=60"
 )
 STORE: Final = (
-    "-m mooncake.cli_client --host=127.0.0.1 --port={port:store} "
+    "-m mooncake.cli_client --host=127.0.0.1 --port={port:STORE} "
     "--master_server_address=127.0.0.1:{port:master} --metadata_server=P2PHANDSHAKE "
     "--protocol=tcp --global_segment_size=256MB"
 )
+STORES: Final = ("store", "store2", "store3")
+"""Names of the ports of several stores; each stands for `STORE` in its command."""
 
 
 @hookimpl
@@ -51,6 +55,10 @@ def hicache_register_drivers() -> Sequence[DriverSpec]:
                 # keys.
                 "wait_seconds": "2",
             },
-            trial_services=((sys.executable, *MASTER.split()), (sys.executable, *STORE.split())),
+            trial_services=tuple(
+                (sys.executable, *command.split())
+                for command in (MASTER, *(STORE.replace("STORE", port) for port in STORES))
+            ),
+            trial_members=STORES,
         )
     ]
