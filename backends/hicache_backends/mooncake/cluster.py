@@ -170,7 +170,7 @@ class DevCluster:
             f"--rpc_address={LOOPBACK} --rpc_port={port} --metrics_host={LOOPBACK} "
             f"--metrics_port={self._metrics} --default_kv_lease_ttl={lease_milliseconds} "
             f"--client_ttl={client_ttl_seconds} --put_start_discard_timeout_sec=1 "
-            f"--put_start_release_timeout_sec=2 {named}",
+            f"--put_start_release_timeout_sec=60 {named}",
             port,
             logs / "master.log",
         )
