@@ -118,7 +118,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
         """Begin to count the connection."""
         super().connection_made(transport)
-        self.flow: _HeldFlow = _HeldFlow(self.transport)
+        self.flow = self._held = _HeldFlow(self.transport)
         self._all.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -185,8 +185,8 @@ class BoundedProtocol(HttpToolsProtocol):
         finally:
             self._is_parsing = False
         if self._unparsed:
-            self.flow.holds = True
+            self._held.holds = True
             self.flow.pause_reading()
-        elif self.flow.holds:
-            self.flow.holds = False
+        elif self._held.holds:
+            self._held.holds = False
             self.flow.resume_reading()
