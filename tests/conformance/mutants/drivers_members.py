@@ -201,7 +201,7 @@ class OneServerFailsAll(Spread):
             raise faults[0]
 
 
-class Patient(Networked):
+class Unhurried(Networked):
     """Waits for its server for as long as it takes."""
 
     def seconds(self, call: Call) -> float | None:
@@ -211,14 +211,14 @@ class Patient(Networked):
 class OneServerHasAllThreads(Spread):
     """Shares eight threads among all servers, and waits for each for as long as it takes."""
 
-    member = Patient
+    member = Unhurried
     threads = 8
 
 
 class HoldsNamesToTheEnd(Spread):
     """Reads no page that another call of the process is reading, also if its caller has left."""
 
-    member = Patient
+    member = Unhurried
     held: ClassVar[dict[str, object]] = {}
 
     def read(self, names: list[str], call: Call) -> list[bytes | None]:
