@@ -145,7 +145,7 @@ class MooncakeStorage(ObjectStorage):
                     if self._buffer_bytes is None
                     else BufferTarget(self._buffer_bytes),
                     thread_pools[0],
-                    handle.call,
+                    handle,
                     by_name=not over_tcp,
                 )
                 self._writer = PageWriter(
@@ -153,7 +153,7 @@ class MooncakeStorage(ObjectStorage):
                     self._config.replica_num,
                     self._config.wait_seconds,
                     thread_pools[1],
-                    handle.call,
+                    handle,
                     gathers=over_tcp,
                 )
             except BaseException:
@@ -171,7 +171,7 @@ class MooncakeStorage(ObjectStorage):
         handle.close()
 
     def check_health(self) -> Health:
-        with self.handle.call() as connection:
+        with self.handle as connection:
             connection.exist([HEALTH_OBJECT])
         segment = self._settings.global_segment_size
         name = self._settings.local_hostname
@@ -183,13 +183,13 @@ class MooncakeStorage(ObjectStorage):
         )
 
     def objects_exist(self, batches: Sequence[LookupBatch], call: Call) -> list[list[bool]]:
-        with self.handle.call() as connection:
+        with self.handle as connection:
             answers = connection.exist(_names(batches))
         return _by_batch(batches, answers)
 
     def read_objects(self, batches: Sequence[ReadBatch], call: Call) -> list[list[bool]]:
         self.handle.replace_stale()
-        with self.handle.call() as connection:
+        with self.handle as connection:
             outcome = read_verified(
                 self._reader, connection, [read for batch in batches for read in batch.reads], call
             )
@@ -199,7 +199,7 @@ class MooncakeStorage(ObjectStorage):
     def write_objects(self, batches: Sequence[WriteBatch], call: Call) -> list[list[bool]]:
         self.handle.replace_stale()
         writes = [write for batch in batches for write in batch.writes]
-        with self.handle.call() as connection:
+        with self.handle as connection:
             # The library overwrites nothing, and takes what is still damaged as stored.
             damaged = [write for write in writes if write.replaces]
             there = self._discard(connection, damaged, call) if damaged else set[str]()
@@ -217,14 +217,14 @@ class MooncakeStorage(ObjectStorage):
         names = _names(batches)
         # Each name once: the rules count a repeated key as removed once.
         distinct = list(dict.fromkeys(names))
-        with self.handle.call() as connection:
+        with self.handle as connection:
             removed = {
                 name for name, ok in zip(distinct, connection.remove(distinct), strict=True) if ok
             }
         return _by_batch(batches, [_take(removed, name) for name in names])
 
     def clear_namespaces(self, namespaces: Sequence[Namespace], call: Call) -> None:
-        with self.handle.call() as connection:
+        with self.handle as connection:
             for name in dict.fromkeys(namespace.name for namespace in namespaces):
                 if call.expired():
                     raise StorageTimeoutError(
@@ -233,7 +233,7 @@ class MooncakeStorage(ObjectStorage):
                 connection.remove_prefix(prefix_of(name))
 
     def discard_objects(self, batches: Sequence[ReadBatch], call: Call) -> bool:
-        with self.handle.call() as connection:
+        with self.handle as connection:
             return not self._discard(
                 connection, [read for batch in batches for read in batch.reads], call
             )

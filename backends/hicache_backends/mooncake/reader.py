@@ -86,7 +86,7 @@ class PageReader:
         self,
         target: Target[Any],
         thread_pool: ThreadPool,
-        hold: Callable[[], AbstractContextManager[object]],
+        hold: AbstractContextManager[object],
         *,
         by_name: bool = False,
     ) -> None:
@@ -177,7 +177,7 @@ class PageReader:
         """Read the beginning of an object, to find out whether its store answers."""
         token, failed = connection.stores.begin(store, 0), True
         try:
-            with self._hold():
+            with self._hold:
                 failed = not connection.can_read(name)
         finally:
             connection.stores.end(store, token, failed=failed)

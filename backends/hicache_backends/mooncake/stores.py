@@ -170,7 +170,7 @@ class Requests(Generic[ItemT, MemoryT]):
         stores: Stores,
         call: Call,
         *,
-        hold: Callable[[], AbstractContextManager[object]],
+        hold: AbstractContextManager[object],
         lend: Callable[[], AbstractContextManager[MemoryT]],
         send: Callable[[list[ItemT], MemoryT], bool | None],
         size_of: Callable[[ItemT], int],
@@ -207,7 +207,7 @@ class Requests(Generic[ItemT, MemoryT]):
         if sum(map(len, self._queues.values())) == 1:
             # It delays no others, and a thread for it takes longer.
             [(store, queue)] = self._queues.items()
-            with self._hold(), self._lend() as memory:
+            with self._hold, self._lend() as memory:
                 self._make(store, queue[0], memory)
             return
         seconds = self._call.remaining()
@@ -280,7 +280,7 @@ class Requests(Generic[ItemT, MemoryT]):
 
     def _work(self, worker: _Worker) -> None:
         try:
-            with self._hold(), self._lend() as memory:
+            with self._hold, self._lend() as memory:
                 while (taken := self._take(worker)) is not None:
                     self._make(*taken, memory)
         except BaseException as error:  # noqa: BLE001 - raised by `run`

@@ -15,7 +15,7 @@ from hicache_storage.objects import ENVELOPE_BYTES, ObjectWrite
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from hicache_backends.mooncake.client.connection import Connection
@@ -74,7 +74,7 @@ class PageWriter:
         copies: int,
         wait_seconds: float,
         thread_pool: ThreadPool,
-        hold: Callable[[], AbstractContextManager[object]],
+        hold: AbstractContextManager[object],
         *,
         gathers: bool,
     ) -> None:

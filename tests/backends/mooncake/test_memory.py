@@ -73,7 +73,7 @@ def test_memory_that_is_replaced_stays_until_no_call_is_in_flight(registering):
     one = registering
     register(one, one.pool)
     [former] = regions(one)
-    with one.driver.handle.call():
+    with one.driver.handle:
         register(one, ScratchPool(8, COMPONENTS))
         [present] = regions(one)
         assert former in registered(one)
@@ -85,11 +85,11 @@ def test_a_call_that_is_in_flight_at_the_end_keeps_the_memory(registering):
     one = registering
     register(one, one.pool)
     handle, known, [region] = one.driver.handle, registered(one), regions(one)
-    with handle.call() as connection:
+    with handle as connection:
         handle.close()
         assert region in known
         assert connection.exist(["nobody's"]) == [False]
-        with pytest.raises(StorageUnavailableError, match="closed"), handle.call():
+        with pytest.raises(StorageUnavailableError, match="closed"), handle:
             pass
     assert region not in known
     # Nothing is released twice.
@@ -101,8 +101,9 @@ def test_a_connection_that_is_replaced(rig, monkeypatch):
     one, two = rig(), rig()
     for each in (one, two):
         each.storage.open()
-    former = one.driver.handle._connection
-    with one.driver.handle.call() as connection:
+    former, closed = one.driver.handle._connection, []
+    monkeypatch.setattr(former, "close", lambda close=former.close: closed.append(close()))
+    with one.driver.handle as connection:
         with monkeypatch.context() as stale:
             stale.setattr(type(former), "is_stale", True)
             one.driver.handle.replace_stale()
@@ -113,8 +114,9 @@ def test_a_connection_that_is_replaced(rig, monkeypatch):
     assert two.driver.handle._connection is former
     assert two.put(["a"]) == [True]
     one.expect(["a"])
+    assert not closed
     two.storage.close()
-    assert former._closing
+    assert len(closed) == 1
     assert one.put(["b"]) == [True]
 
 

@@ -250,13 +250,14 @@ def test_three_stores(copies):
 
 
 @pytest.mark.long
-def test_a_store_is_restarted_under_its_old_name():
+def test_a_store_is_restarted_under_its_old_name(monkeypatch):
     """The library remembers the port of its former process; a new client does not."""
     with DevCluster(1, 32 << 20, client_ttl_seconds=2, fixed_names=True) as cluster:
         rig = Rig(cluster.options, deadline=10.0)
         assert rig.put(["before"]) == [True]
         first = rig.driver.handle._connection
-        first.stale_seconds = 1.0
+        first.stale_seconds, closed = 1.0, []
+        monkeypatch.setattr(first, "close", lambda close=first.close: closed.append(close()))
         cluster.stores[0].kill()
         cluster.wait_for_stores(0)
         until, number = time.monotonic() + RECOVERY_SECONDS, 0
@@ -272,7 +273,7 @@ def test_a_store_is_restarted_under_its_old_name():
         rig.expect([f"after {number}"])
         assert number
         assert rig.driver.handle._connection is not first
-        assert first._closing
+        assert len(closed) == 1
         rig.storage.close()
 
 

@@ -89,16 +89,16 @@ def blocks():
 
 
 def buffered(size, thread_pool):
-    return PageReader(BufferTarget(size), thread_pool, nullcontext)
+    return PageReader(BufferTarget(size), thread_pool, nullcontext())
 
 
 def direct(thread_pool, target=None):
-    return PageReader(target or PoolTarget(blocks(), 1), thread_pool, nullcontext)
+    return PageReader(target or PoolTarget(blocks(), 1), thread_pool, nullcontext())
 
 
 def named(thread_pool, own=None):
     target = PoolTarget(own or blocks(), BLOCK_ENVELOPES)
-    return PageReader(target, thread_pool, nullcontext, by_name=True)
+    return PageReader(target, thread_pool, nullcontext(), by_name=True)
 
 
 @pytest.fixture

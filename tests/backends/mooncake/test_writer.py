@@ -73,7 +73,7 @@ def made(thread_pool, gathers=True):
         1,
         0.0,
         thread_pool,
-        nullcontext,
+        nullcontext(),
         gathers=gathers,
     )
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from hicache_backends.mooncake.client import library
 from hicache_backends.mooncake.stores import Stores
@@ -48,29 +48,6 @@ _UNKNOWN_FUNCTION: Final = 0x48694361
 # coro_rpc: magic, version, serialisation, message type, sequence, function, body and attachment
 # length, little endian.
 _REQUEST: Final = struct.pack("<BBBBIIII", 21, 1, 0, 0, 0, _UNKNOWN_FUNCTION, 0, 0)
-
-ResourceT = TypeVar("ResourceT")
-
-
-class InFlight(Generic[ResourceT]):
-    """`with InFlight(begin, end) as resource:`. A generator is too slow for a lookup of 0.1 ms.
-
-    Args:
-        begin: returns the resource; if it raises, `end` is not called.
-        end: called once for each `begin` that has returned.
-    """
-
-    __slots__ = ("_begin", "_end")
-
-    def __init__(self, begin: Callable[[], ResourceT], end: Callable[[], None]) -> None:
-        self._begin = begin
-        self._end = end
-
-    def __enter__(self) -> ResourceT:
-        return self._begin()
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
 
 def check_master(settings: ClientSettings) -> None:
@@ -163,7 +140,7 @@ def _time_limits(settings: ClientSettings) -> dict[str, str]:
 class Connection:
     """A client that several storages of a process share. Safe for many threads.
 
-    `close` does not wait: the last call in flight closes the client.
+    Handles count the calls in flight. A closed client must not be used.
 
     Args:
         settings: of the client.
@@ -187,10 +164,8 @@ class Connection:
         check_master(settings)
         self._store = set_up(settings)
         self._lock = threading.Lock()
-        # The lock guards these two, and changes of `_unrevoked`. `_suspect` is set without it: a
-        # race costs or saves a probe.
-        self._calls = 0
-        self._closing = False
+        """Guards changes of `_unrevoked`."""
+        # Set without a lock: a race costs or saves a probe.
         self._suspect = False
         self._opened = time.monotonic()
         self._sets_failed = -math.inf
@@ -210,13 +185,8 @@ class Connection:
         """Names of begun writes that could neither be published nor revoked."""
 
     def close(self) -> None:
-        """Disconnect, as soon as no call is in flight."""
-        with self._lock:
-            self._closing = True
-            idle = not self._calls
-        # Never under a call, which would use a client that is gone: otherwise `_leave` closes it.
-        if idle:
-            self._store.close()
+        """Disconnect. No call may be in flight."""
+        self._store.close()
 
     @property
     def is_stale(self) -> bool:
@@ -372,7 +342,7 @@ class Connection:
         the master is not asked.
 
         Raises:
-            StorageUnavailableError: the connection is closed.
+            StorageUnavailableError: the master does not answer.
         """
         # Other threads replace it meanwhile.
         now, seen = time.monotonic(), self._seen
@@ -388,12 +358,11 @@ class Connection:
         """Return the endpoints of the stores with copies of existing objects, in their order.
 
         Raises:
-            StorageUnavailableError: the connection is closed.
+            StorageUnavailableError: the master does not answer.
         """
         if not names:
             return {}
-        with self._call() as store:
-            found = store.batch_get_replica_desc(names)
+        found = self._client().batch_get_replica_desc(names)
         return {
             name: [
                 copy.get_memory_descriptor().buffer_descriptor.transport_endpoint
@@ -442,14 +411,12 @@ class Connection:
     def _read_ranges(self, asked: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> list[int]:
         names, addresses, sizes = zip(*asked, strict=True)
         offsets = [list(accumulate(some[:-1], initial=0)) for some in sizes]
-        with self._call() as store:
-            codes = store.batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
+        codes = self._client().batch_get_into_multi_buffer_ranges(names, addresses, sizes, offsets)
         return _checked_length(codes, len(asked))
 
     def size(self, name: str) -> int:
         """Request the length of an object. Returns a code if it fails."""
-        with self._call() as store:
-            return store.get_size(name)
+        return self._client().get_size(name)
 
     def begin(self, names: Sequence[str], sizes: Sequence[int], config: object) -> list[int]:
         """Begin writing objects that do not exist. Returns 0 or a code for each.
@@ -472,8 +439,9 @@ class Connection:
         failed = True
         token = self.stores.begin(SETS, sum(map(sum, sizes)))
         try:
-            with self._call() as store:
-                codes = store.batch_put_from_multi_buffer_ranges(names, addresses, sizes, offsets)
+            codes = self._client().batch_put_from_multi_buffer_ranges(
+                names, addresses, sizes, offsets
+            )
             failed = library.TRANSFER_FAILED in codes
         finally:
             self.stores.end(SETS, token, failed=failed)
@@ -511,7 +479,8 @@ class Connection:
         if not self._unrevoked:
             return
         # One thread at a time: a second one would revoke names that were begun again meanwhile.
-        with self._revoking, self._call() as store:
+        with self._revoking:
+            store = self._client()
             with self._lock:
                 names = sorted(self._unrevoked)
             codes = _checked_length(store.batch_put_session_revoke(names), len(names))
@@ -579,12 +548,12 @@ class Connection:
         Raises:
             StorageUnavailableError: the master does not answer.
         """
-        with self._call() as store:
+        store = self._client()
+        code = store.remove_by_regex(f"^{prefix}.*", True)
+        # A dead connection, as in `_asked`. A request that has timed out is not repeated: the
+        # master may still be at work on the first one.
+        if code == library.RPC_FAILED and self._master_responds():
             code = store.remove_by_regex(f"^{prefix}.*", True)
-            # A dead connection, as in `_asked`. A request that has timed out is not repeated: the
-            # master may still be at work on the first one.
-            if code == library.RPC_FAILED and self._master_responds():
-                code = store.remove_by_regex(f"^{prefix}.*", True)
         if code == library.RPC_TIMED_OUT:
             raise StorageTimeoutError(
                 "the master has not answered in time whether it has removed objects"
@@ -594,44 +563,28 @@ class Connection:
                 f"the master answered {code} to a request to remove objects"
             )
 
-    def _call(self) -> InFlight[Store]:
-        return InFlight(self._begin, self._leave)
+    def _client(self) -> Store:
+        """Return the library's client for a request.
 
-    def _begin(self) -> Store:
-        with self._lock:
-            if self._closing:
-                raise StorageUnavailableError("the connection is closed")
-            # Counted before the probe, which takes up to `PROBE_SECONDS`: `close` must see this
-            # call.
-            self._calls += 1
-            suspect = self._suspect
-        if suspect:
-            try:
-                # Fails faster than the library's own attempts to reconnect.
-                check_master(self.settings)
-            except BaseException:
-                self._leave()
-                raise
+        Raises:
+            StorageUnavailableError: the last request had no response, and a probe has none now.
+        """
+        if self._suspect:
+            # Fails faster than the library's own attempts to reconnect.
+            check_master(self.settings)
             self._suspect = False
         return self._store
 
-    def _leave(self) -> None:
-        with self._lock:
-            self._calls -= 1
-            last = self._closing and not self._calls
-        if last:
-            self._store.close()
-
     def _asked(self, request: Callable[[Store], list[int]], count: int) -> list[int]:
         """Send a request, and once more after a dead connection if the master answers a probe."""
-        with self._call() as store:
+        store = self._client()
+        codes = _checked_length(request(store), count)
+        if not _any_failed(codes):
+            self._suspect = False
+            return codes
+        # A request that was served in part is not repeated: some of its objects have changed.
+        if codes.count(library.RPC_FAILED) == count and self._master_responds():
             codes = _checked_length(request(store), count)
-            if not _any_failed(codes):
-                self._suspect = False
-                return codes
-            # A request that was served in part is not repeated: some of its objects have changed.
-            if codes.count(library.RPC_FAILED) == count and self._master_responds():
-                codes = _checked_length(request(store), count)
         self._suspect = any(code in library.UNREACHABLE for code in codes)
         return codes
 

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from hicache_backends.mooncake.client.connection import Connection, InFlight
+from hicache_backends.mooncake.client.connection import Connection
 from hicache_storage.spec import InvalidPoolError, StorageForkedError, StorageUnavailableError
 
 if TYPE_CHECKING:
@@ -146,6 +146,8 @@ class _Memory:
 class ConnectionHandle:
     """A reference to a shared connection, with the registered memory of one storage.
 
+    `with handle as connection` uses the connection for one call; reentrant, for many threads.
+
     A call whose caller has returned may still be in the library, which then accesses the pools'
     memory. Replaced memory, and at the end all of it, is released when no call is in flight. No
     caller waits for that.
@@ -170,13 +172,23 @@ class ConnectionHandle:
         self._former = list[Connection]()
         """Replaced connections, which calls in flight may still use."""
 
-    def call(self) -> InFlight[Connection]:
-        """Use the connection for one call: `with handle.call() as connection`.
+    def __enter__(self) -> Connection:
+        """Begin a call.
 
         Raises:
             StorageUnavailableError: `close` has begun.
         """
-        return InFlight(self._begin, self._end)
+        with self._lock:
+            self._check_open()
+            self._calls += 1
+            return self._connection
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls or not (self._retired or self._former or self._closing):
+                return
+        self._release_retired()
 
     def replace_stale(self) -> None:
         """Use a newer connection from the next call on, if this one is stale.
@@ -186,7 +198,7 @@ class ConnectionHandle:
         """
         if not self._connection.is_stale:
             return
-        with self.call() as connection:
+        with self as connection:
             if not self._replacing.acquire(blocking=False):
                 return
             try:
@@ -209,7 +221,7 @@ class ConnectionHandle:
             InvalidPoolError: the transport refuses the memory; the former memory stays.
             StorageUnavailableError: `close` has begun.
         """
-        with self.call() as connection:
+        with self as connection:
             memory = _Memory(_registered(connection, pool, regions), owner)
             with self._lock:
                 former = self._pools.pop(pool, None)
@@ -234,19 +246,6 @@ class ConnectionHandle:
             self._closing = True
             self._retired += self._pools.values()
             self._pools.clear()
-        self._release_retired()
-
-    def _begin(self) -> Connection:
-        with self._lock:
-            self._check_open()
-            self._calls += 1
-            return self._connection
-
-    def _end(self) -> None:
-        with self._lock:
-            self._calls -= 1
-            if self._calls or not (self._retired or self._former or self._closing):
-                return
         self._release_retired()
 
     def _release_retired(self) -> None:
