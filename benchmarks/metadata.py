@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -247,7 +247,7 @@ class Client:
     def close(self) -> None:
         self._connection.close()
 
-    def _post(self, path: str, message: object) -> dict[str, list]:
+    def _post(self, path: str, message: object) -> Any:
         return msgspec.json.decode(self._connection.post(path, message))
 
 
