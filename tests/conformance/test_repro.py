@@ -383,7 +383,11 @@ def test_a_server_of_the_command_line_is_there_again_when_a_failure_is_repeated(
         f"test_one_page_fails[{injector}]" for injector in ("network", "services", "objects")
     } <= names
     assert report["replay"]["services"] == [SERVE]
-    again = site.hicache(*REPRO, str(tmp_path), "FT-1", "--case", "network")
+    asked = (*REPRO, str(tmp_path), "FT-1", "--case", "network")
+    ran = site.hicache(*asked)
+    assert ran.status == 2, ran.output
+    assert "replay.services: nothing was run" in ran.output
+    again = site.hicache(*asked, "--start-server", SERVE)
     assert again.status == 1, again.output
     assert "test_an_outage_is_told_once[network]: fails again" in again.output
 

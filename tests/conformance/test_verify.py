@@ -236,6 +236,35 @@ def test_hidden_options_have_to_be_given_again(site, copied):
     assert ran.status == 0, ran.output
 
 
+def test_no_command_of_the_file_is_started(site, copied, tmp_path):
+    started = tmp_path / "started"
+    rewrite(copied, replay__services=[f"touch {started}"])
+    ran = site.hicache(*VERIFY, str(copied))
+    assert ran.status == 2, ran.output
+    assert "replay.services: nothing was run: the run had started 'touch" in ran.output
+    assert "give yours with --start-server" in ran.output
+    assert not started.exists()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["/home/me", "~/store", "..", "{tmp}/../../me", "redis://cache:6379", "redis://{port:a}@cache"],
+)
+def test_no_place_of_the_file_is_used(copied, place):
+    """A driver clears its store, and some remove whatever lies there."""
+    rewrite(copied, replay__options={"store": place})
+    read = verification.read(copied)
+    with pytest.raises(ValueError, match=r"options\.store: .* is a place that the file chose"):
+        verification.run_file(*read)
+    assert verification.run_file(*read, {"store": place}).config == {"store": place}
+
+
+@pytest.mark.parametrize("place", ["{tmp}/store", "64MiB", "http://127.0.0.1:{port:meta}"])
+def test_what_is_no_place_of_somebody_s_is_taken_from_the_file(copied, place):
+    rewrite(copied, replay__options={"store": place})
+    assert verification.run_file(*verification.read(copied)).config == {"store": place}
+
+
 @pytest.mark.long
 def test_a_driver_that_cannot_be_opened_exits_2(site, copied):
     ran = site.hicache(*VERIFY, str(copied), "-c", "stor=mine")
@@ -251,7 +280,7 @@ def test_a_run_of_some_cases_and_a_page_length_is_repeated_with_those(site, tmp_
     )
     assert ran.status == 1, ran.output
     assert results(tmp_path)["replay"]["cases"] == ["test_open"]
-    repeated = verification.run_file(*verification.read(tmp_path), options={})
+    repeated = verification.run_file(*verification.read(tmp_path))
     assert (repeated.cases, repeated.settings.page_bytes) == (["test_open"], 4096)
     ran = site.hicache(*VERIFY, str(tmp_path))
     assert ran.status == 0, ran.output

@@ -82,7 +82,8 @@ def reproduction(header: Header, case: str) -> str:
         begin += [f"--start-server {quote(command)}" for command in header.replay.services or ()]
     parts = [*begin, f"--seed {header.seed}"]
     if case != PREFLIGHT:
-        parts.append(f"--case '{case}'")
+        inner = case.replace("'", "'\"'\"'")
+        parts.append(f"--case '{inner}'")
     if header.replay is not None and store_is_fresh(header.capabilities, header.options):
         # The names of its pages are chance too.
         parts.append(f"--run-id {quote(header.replay.run)}")
@@ -107,7 +108,8 @@ def shrinking(header: Header, rule: str, file: str) -> str:
     if header.replay is None:
         return ""
     hidden = [f"-c {quote(f'{name}=...')}" for name in header.replay.hidden]
-    return " ".join(["hicache conformance repro", quote(file), rule, *hidden])
+    servers = [f"--start-server {quote(command)}" for command in header.replay.services or ()]
+    return " ".join(["hicache conformance repro", quote(file), rule, *hidden, *servers])
 
 
 def store_is_fresh(capabilities: Mapping[str, object], options: Mapping[str, object]) -> bool:

@@ -140,6 +140,19 @@ class Record(msgspec.Struct, frozen=True):
             )
         return {**self.how.options, **given}
 
+    def check_services(self, given: Sequence[str] | None) -> None:
+        """Make sure that the servers of the run are given: none is started from the file.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self.how.services and not given:
+            raise ValueError(
+                f"replay.services: nothing was run: the run had started "
+                f"{', '.join(map(repr, self.how.services))}, and no command is taken from a file; "
+                f"give yours with --start-server"
+            )
+
     def settings(self, run_id: str | None) -> Settings:
         """Return the run's settings, with shrinking.
 
@@ -199,6 +212,7 @@ def repeat(
     cases: Sequence[RecordedCase],
     config: dict[str, str],
     settings: Settings,
+    services: list[str] | None = None,
     *,
     case_seconds: float,
     progress: Callable[[OutcomeStream], None],
@@ -210,7 +224,7 @@ def repeat(
             config=config,
             settings=settings,
             cases=[case.name for case in cases],
-            services=record.how.services,
+            services=services,
             interface=record.how.interface,
         ),
         case_seconds=case_seconds,

@@ -42,6 +42,14 @@ def repro(
             help="An option in the place of the recorded one; secrets are not recorded.",
         ),
     ] = None,
+    start_server: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="Start a server for the driver by this; may be repeated. None is started from the "
+            "file.",
+        ),
+    ] = None,
     run_id: Annotated[
         str | None,
         typer.Option(
@@ -64,13 +72,14 @@ def repro(
     console = Console(stderr=True)
     try:
         record = Record.read(results)
+        record.check_services(start_server)
         cases = record.failing(rule.upper(), case)
         options, settings = record.config(parse_pairs(config or [])), record.settings(run_id)
     except (OSError, ValueError) as error:
         console.print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(BROKEN) from error
     _announce(console, record, cases, settings)
-    raise typer.Exit(_repeat(console, record, cases, options, settings, case_seconds))
+    raise typer.Exit(_repeat(console, record, cases, options, settings, start_server, case_seconds))
 
 
 def _announce(
@@ -103,13 +112,20 @@ def _repeat(
     cases: Sequence[RecordedCase],
     options: dict[str, str],
     settings: Settings,
+    services: list[str] | None,
     case_seconds: float,
 ) -> int:
     from hicache_conformance.runner.replay import repeat
 
     with ProgressBar(console) as bar:
         ran, repeated = repeat(
-            record, cases, options, settings, case_seconds=case_seconds, progress=bar.update
+            record,
+            cases,
+            options,
+            settings,
+            services,
+            case_seconds=case_seconds,
+            progress=bar.update,
         )
     if ran.stream.broken or ran.stream.header is None:
         console.print(

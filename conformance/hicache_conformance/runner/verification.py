@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - msgspec reads the annotations
+from shlex import quote
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -13,7 +16,7 @@ from hicache_conformance.interfaces.profile import foreign_distributions, foreig
 from hicache_conformance.model.outcomes import DriverFiles, Outcome
 from hicache_conformance.model.profiles import PROFILES
 from hicache_conformance.model.rules import Level, parse_levels
-from hicache_conformance.model.settings import RunFile, Settings
+from hicache_conformance.model.settings import RunFile, Settings, mentions_tmp, port_names
 from hicache_conformance.model.verdict import Verdict, worst
 from hicache_conformance.report.badge import badge_of
 from hicache_conformance.report.header import (
@@ -269,17 +272,31 @@ def _installed(record: Record) -> tuple[str, DriverFiles]:
 def run_file(
     published: Published,
     record: Record,
-    options: dict[str, str],
+    given: Mapping[str, str] = MappingProxyType({}),
     services: list[str] | None = None,
 ) -> RunFile:
     """Return the run that repeats a file's.
 
+    The file is somebody else's, so nothing in it is started, and no place that it names is used.
+
     Args:
         published: the file.
         record: the same.
-        options: of the driver.
-        services: commands of servers, in the place of the recorded ones.
+        given: options of the driver, in the place of the recorded ones.
+        services: commands of servers.
+
+    Raises:
+        ValueError: the run needs a secret, a place or a server that only the file names; the message
+            names the field and the option to give.
     """
+    options = record.config(given)
+    for name in sorted(set(options) - set(given)):
+        if _names_a_place(options[name]):
+            raise ValueError(
+                f"options.{name}: {options[name]!r} is a place that the file chose, and a driver "
+                f"may remove what is there; choose one: -c {quote(name)}=..."
+            )
+    record.check_services(services)
     levels = parse_levels(",".join(published.levels))
     # A store that outlived the run may still hold its pages; another name gives new ones.
     run = record.how.run if record.is_throwaway else None
@@ -290,8 +307,17 @@ def run_file(
             published.seed, published.profile, levels, run, published.page_bytes
         ),
         cases=record.how.cases,
-        services=services or record.how.services,
+        services=services,
         interface=record.how.interface,
+    )
+
+
+def _names_a_place(value: str) -> bool:
+    """Return whether an option leads out of the throwaway store of a run."""
+    if not mentions_tmp([value]) and not port_names([value]):
+        return bool(re.search(r"[/\\~]|^\.\.", value))
+    return ".." in value or not re.match(
+        r"(\{tmp\}|(\w+://)?(127\.0\.0\.1|localhost):\{port:)", value
     )
 
 

@@ -36,15 +36,16 @@ def verify(
             "--config",
             "-c",
             metavar="KEY=VALUE",
-            help="An option in the place of the recorded one; secrets are not recorded.",
+            help="An option in the place of the recorded one; secrets are not recorded, and places "
+            "that the file names are not used.",
         ),
     ] = None,
     start_server: Annotated[
         list[str] | None,
         typer.Option(
             metavar="COMMAND",
-            help="Start a server for the driver by this, in the place of the recorded ones; may be "
-            "repeated.",
+            help="Start a server for the driver by this; may be repeated. None is started from the "
+            "file.",
         ),
     ] = None,
     run: Annotated[
@@ -71,7 +72,7 @@ def verify(
     console = Console(stderr=True)
     try:
         published, record = verification.read(results)
-        options = record.config(parse_pairs(config or [])) if run else {}
+        given = parse_pairs(config or [])
         badge = (results if results.is_dir() else results.parent) / "badge.json"
         wrong = verification.check_itself(published, badge if badge.exists() else None)
         compared = verification.compare_installed(published, record)
@@ -90,9 +91,12 @@ def verify(
     found = [*wrong, *compared.differences]
     _list(console, found, "red")
     if run:
-        judgement = _repeat(
-            console, verification.run_file(published, record, options, start_server), case_seconds
-        )
+        try:
+            request = verification.run_file(published, record, given, start_server)
+        except ValueError as error:
+            console.print(Text(str(error), "red"), soft_wrap=True)
+            raise typer.Exit(BROKEN) from error
+        judgement = _repeat(console, request, case_seconds)
         again = verification.compare_run(published, judgement)
         _list(console, again, "red")
         found += again
