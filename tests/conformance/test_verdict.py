@@ -32,6 +32,7 @@ def planned(name, *rules, levels=(Level.CORE,)):
 
 
 def ended(name, *rules, outcome=Outcome.PASS, levels=("core",), **fields):
+    fields = {"checked": rules, **fields}
     return CaseOutcome(case=name, rules=rules, levels=levels, outcome=outcome, **fields)
 
 
@@ -107,6 +108,21 @@ def test_an_untested_rule_is_incomplete():
     judgement = judged(*[case for case in all_core_pass() if case.rules != ("SET-7",)])
     assert judgement.verdict is Verdict.INCOMPLETE
     assert rule(judgement, "SET-7").reason == "no case of this suite tests it yet"
+
+
+def test_a_rule_that_no_case_has_checked_is_untested():
+    silent = ended("test_silent", "SET-7", "GET-1", checked=("GET-1",))
+    rest = [case for case in all_core_pass() if case.rules != ("SET-7",)]
+    judgement = judged(*rest, silent)
+    assert judgement.verdict is Verdict.INCOMPLETE
+    assert rule(judgement, "SET-7").reason == "test_silent did not check it"
+    assert (rule(judgement, "SET-7").asserting_cases, rule(judgement, "GET-1").asserting_cases) == (
+        0,
+        2,
+    )
+    beside = judged(*all_core_pass(), silent)
+    assert beside.verdict is Verdict.CONFORMANT
+    assert rule(beside, "SET-7").asserting_cases == 1
 
 
 def test_a_case_that_did_not_run_leaves_its_rules_untested():

@@ -25,7 +25,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, checked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -173,6 +173,7 @@ def _check_there(sut: StorageUnderTest, stored: Mapping[str, object]) -> None:
         some = keys[start : start + BATCH]
         for key, content in zip(some, sut.get(some), strict=True):
             check_hits(sut, [key], [content], stored[key])
+            checked("SET-1")
             if content is None:
                 raise Violation(
                     "SET-1",

@@ -20,7 +20,7 @@ from hicache_conformance.injectors.servers import ServerInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, NotPromised, Violation
+from hicache_conformance.model.violation import Inconclusive, NotPromised, Violation, check, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class BitRotCases:
         check_hits(sut, keys, found, f"{injector.name}: {decay}")
         # What is lost on its way, or by a server that looks itself, the driver never sees.
         sees = injector.name in ("disk", "objects")
+        checked("GET-7")
         if (
             sees
             # Only a flipped byte is told from a page that is gone; a cut file may read as an
@@ -74,19 +75,19 @@ class BitRotCases:
                 f"misses and counts none as damaged",
             )
         for index, (key, content) in enumerate(zip(keys, found, strict=True)):
-            if content is None and sut.has(key):
-                raise Violation(
-                    "EX-9",
-                    f"a get does not deliver page {index} key {short(key)} ({decay} below the "
-                    f"driver), and it goes on existing",
-                )
+            check(
+                content is not None or not sut.has(key),
+                "EX-9",
+                f"a get does not deliver page {index} key {short(key)} ({decay} below the "
+                f"driver), and it goes on existing",
+            )
         for index, (key, ok) in enumerate(zip(keys, sut.set(keys), strict=True)):
-            if not ok:
-                raise Violation(
-                    "SET-3",
-                    f"page {index} key {short(key)} was lost ({decay} below the driver), and a set "
-                    f"of it answers False",
-                )
+            check(
+                ok,
+                "SET-3",
+                f"page {index} key {short(key)} was lost ({decay} below the driver), and a set "
+                f"of it answers False",
+            )
         sut.expect(keys, rule="SET-3")
 
 

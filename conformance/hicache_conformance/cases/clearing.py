@@ -9,7 +9,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -110,12 +110,12 @@ class ClearingCases:
         for change, other in zip(changes, others, strict=True):
             for pool in other.memories:
                 for index, content in enumerate(other.get(keys, pool)):
-                    if content is None:
-                        raise Violation(
-                            "LC-4",
-                            f"page {index} key {short(keys[index])} of pool {pool!r} belongs to "
-                            f"{change}; another's clear removed it",
-                        )
+                    check(
+                        content is not None,
+                        "LC-4",
+                        f"page {index} key {short(keys[index])} of pool {pool!r} belongs to "
+                        f"{change}; another's clear removed it",
+                    )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_a_clear_without_pools(self, context: CaseContext) -> None:
@@ -125,12 +125,12 @@ class ClearingCases:
         other = context.storage(replace(sut.identity, model="conformance/model2"), pools={})
         other.call("clear", other.storage.clear)
         for index, content in enumerate(sut.get(keys)):
-            if content is None:
-                raise Violation(
-                    "LC-4",
-                    f"page {index} key {short(keys[index])} is there, and another's clear removed "
-                    f"it, which has no pools and is of another model",
-                )
+            check(
+                content is not None,
+                "LC-4",
+                f"page {index} key {short(keys[index])} is there, and another's clear removed "
+                f"it, which has no pools and is of another model",
+            )
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_strangers_files_alone(self, context: CaseContext) -> None:
@@ -140,12 +140,11 @@ class ClearingCases:
         strangers = [_stranger(directory) for directory in _directories(context)]
         sut.call("clear", sut.storage.clear)
         for path in strangers:
-            if not path.exists():
-                raise Violation(
-                    "LC-4",
-                    f"clear removed {path.name}, which no driver has written, from "
-                    f"{path.parent.name}/",
-                )
+            check(
+                path.exists(),
+                "LC-4",
+                f"clear removed {path.name}, which no driver has written, from {path.parent.name}/",
+            )
             # The sandbox is shared by all cases of the class, and the file would be in the way of
             # others.
             path.unlink()
@@ -157,7 +156,7 @@ class ClearingCases:
         for _ in range(2):
             sut.call("clear", sut.storage.clear)
         sut.store(keys)
-        sut.expect(keys)
+        sut.expect(keys, rule="LC-4")
 
 
 def _pools() -> dict[str, PoolMemory]:

@@ -15,6 +15,7 @@ from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import Call, Recorder
 from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.case import covers
+from hicache_conformance.model.violation import checked
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class _SharedHistory:
         Raises:
             Violation: something that was answered cannot be.
         """
+        checked("CC-1")
         events = [event for recorder in self._recorders for event in recorder.events()]
         anomalies = HistoryChecker(events, keeps=not self._context.capabilities.evicts).check()
         if anomalies:

@@ -19,7 +19,7 @@ from hicache_conformance.injectors.driver_methods import DriverMethodInjector
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class CorruptObjectCases:
         sut, key = context.storage(), context.keys(1)[0]
         _plant(context, sut, key, damage)
         content = sut.get([key])[0]
+        checked("GET-5")
         if content is not None:
             raise Violation(
                 "GET-5",
@@ -67,6 +68,7 @@ class CorruptObjectCases:
         for pool in pools:
             _plant(context, sut, key, ObjectCorruption.FLIPPED_BIT, pool)
         for pool, found in sut.get_many([PageGroup([key], pool) for pool in pools]).items():
+            checked("GET-5")
             if found[0] is not None:
                 raise Violation(
                     "GET-5",
@@ -82,6 +84,7 @@ class CorruptObjectCases:
         sut.store(keys[:place] + keys[place + 1 :])
         _plant(context, sut, keys[place], ObjectCorruption.FLIPPED_BIT)
         content = sut.get(keys)[place]
+        checked("GET-5")
         if content is not None:
             raise Violation(
                 "GET-5",
@@ -98,6 +101,7 @@ class CorruptObjectCases:
         sut.store(keys[:3] + keys[4:])
         _plant(context, sut, keys[3], ObjectCorruption.FLIPPED_BIT)
         found = sut.get(keys)
+        checked("GET-5")
         if found[3] is not None:
             raise Violation(
                 "GET-5",
@@ -130,11 +134,11 @@ class CorruptObjectCases:
             sut.get([key])
             counted = sut.stats().pages_damaged - before
             sut.get([key])
-        if counted != 1:
-            raise Violation(
-                "GET-7",
-                f"a get found page 0 key {short(key)} damaged, and counted {counted} damaged pages",
-            )
+        check(
+            counted == 1,
+            "GET-7",
+            f"a get found page 0 key {short(key)} damaged, and counted {counted} damaged pages",
+        )
         if len(records) != 1:
             told = [record.getMessage() for record in records]
             raise Violation(
@@ -153,10 +157,11 @@ class CorruptObjectCases:
         before = sut.stats().pages_damaged
         sut.get(keys)
         counted = sut.stats().pages_damaged - before
-        if counted != 2:
-            raise Violation(
-                "GET-7", f"a get of 2 damaged pages and a sound one counted {counted} damaged pages"
-            )
+        check(
+            counted == 2,
+            "GET-7",
+            f"a get of 2 damaged pages and a sound one counted {counted} damaged pages",
+        )
 
     @covers("GET-7", "EX-9", corrupts=True)
     @ALL_DAMAGES
@@ -171,18 +176,18 @@ class CorruptObjectCases:
         sut.get([key])
         # Another interface has no such call.
         native = context.interface_profile.promises is None
-        if sut.has(key) or (native and sut.present([key])[0]):
-            raise Violation(
-                "EX-9",
-                f"a read found page 0 key {short(key)} damaged ({damage}), and it goes on existing",
-            )
+        check(
+            not sut.has(key) and (not native or not sut.present([key])[0]),
+            "EX-9",
+            f"a read found page 0 key {short(key)} damaged ({damage}), and it goes on existing",
+        )
         # Asked again: a driver that only drops the page from its index may find it anew in the
         # store.
-        if sut.get([key])[0] is not None:
-            raise Violation(
-                "GET-7",
-                f"page 0 key {short(key)} was found damaged ({damage}), and a later get delivers it",
-            )
+        check(
+            sut.get([key])[0] is None,
+            "GET-7",
+            f"page 0 key {short(key)} was found damaged ({damage}), and a later get delivers it",
+        )
 
     @covers("SET-3", "GET-7", corrupts=True)
     @ALL_DAMAGES
@@ -204,12 +209,12 @@ class CorruptObjectCases:
         for sut in (one, two):
             sut.get([key])
         _repair(two, key, ObjectCorruption.FLIPPED_BIT)
-        if one.get([key])[0] is None:
-            raise Violation(
-                "SET-3",
-                f"page 0 key {short(key)} was found damaged and repaired by another storage, and a "
-                f"get answers False",
-            )
+        check(
+            one.get([key])[0] is not None,
+            "SET-3",
+            f"page 0 key {short(key)} was found damaged and repaired by another storage, and a "
+            f"get answers False",
+        )
         one.expect([key], rule="SET-3")
         one.expect_existing([key], rule="SET-3")
 
@@ -230,8 +235,8 @@ class CorruptObjectCases:
         repairing.comes_back(REPAIR_SECONDS)
         stopped.heal()
         for call in (reading, repairing):
-            if not call.comes_back(PATIENCE_SECONDS):
-                raise Violation("FT-3", "two reads of a damaged page hang")
+            check(call.comes_back(PATIENCE_SECONDS), "FT-3", "two reads of a damaged page hang")
+        checked("SET-3")
         if (repaired := repairing.answer()) != [None, True]:
             raise Violation("SET-3", f"a get and a set of a damaged page answered {repaired}")
         for reader in (two, context.storage(replace(one.identity))):
@@ -264,14 +269,14 @@ def _plant(
 
 
 def _repair(sut: StorageUnderTest, key: str, damage: ObjectCorruption) -> None:
-    if sut.set([key]) != [True]:
-        raise Violation(
-            "SET-3", f"page 0 key {short(key)} is damaged ({damage}), and a set of it answers False"
-        )
+    check(
+        sut.set([key]) == [True],
+        "SET-3",
+        f"page 0 key {short(key)} is damaged ({damage}), and a set of it answers False",
+    )
     sut.expect([key], rule="SET-3")
-    if not sut.has(key):
-        raise Violation(
-            "SET-3",
-            f"page 0 key {short(key)} was damaged ({damage}) and repaired, and exists does not see "
-            f"it",
-        )
+    check(
+        sut.has(key),
+        "SET-3",
+        f"page 0 key {short(key)} was damaged ({damage}) and repaired, and exists does not see it",
+    )

@@ -29,7 +29,7 @@ from hicache_conformance.model.case import covers
 from hicache_conformance.model.cause import places_in_driver
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.layers.deadline import MAX_HUNG_CALLS
 from hicache_storage.spec import HiCacheError, HiCacheStorageExtraInfo, PoolName, StorageClosedError
@@ -119,8 +119,11 @@ class DeadlineCases:
         health = _check_time(
             Pending(partial(sut.call, "health", sut.storage.health)), "health", plan
         )
-        if injector.injected_count() and plan.hangs and health.ok:
-            raise Violation("FT-3", f"nothing answers ({plan}), and health() says that all is well")
+        check(
+            not injector.injected_count() or not plan.hangs or not health.ok,
+            "FT-3",
+            f"nothing answers ({plan}), and health() says that all is well",
+        )
         injector.heal()
         # Now with a deadline that a busy machine keeps.
         allowed = context.profile.recovery_seconds
@@ -128,12 +131,12 @@ class DeadlineCases:
         # A storage whose open() failed has to serve when the store is back: an engine does not
         # construct it a second time.
         while sut.set(context.keys(1)) != [True]:
-            if time.monotonic() > until:
-                raise Violation(
-                    "FT-4",
-                    f"a storage that was opened while the store hung stores nothing {allowed:.0f} "
-                    f"s later",
-                )
+            check(
+                time.monotonic() <= until,
+                "FT-4",
+                f"a storage that was opened while the store hung stores nothing {allowed:.0f} "
+                f"s later",
+            )
 
     @covers("FT-3", "FT-1", "FT-2", "GET-9", "SET-8", levels=FAULTS)
     def test_unusual_deadlines_of_a_hung_store(
@@ -223,6 +226,7 @@ class DeadlineCases:
         # Given up by the caller, so that the destination is the caller's again. A driver that
         # declares waiting reads is healed first, since its get still owns the pages.
         if not reading.comes_back(IN_TIME):
+            checked("FT-3")
             if not may_wait(sut):
                 raise Violation("FT-3", _late("batch_get_v2", plan))
             injector.heal()
@@ -238,6 +242,7 @@ class DeadlineCases:
             fresh = context.unopened(sut.identity, options=UNGUARDED)
             fresh.get(keys)
             time.sleep(LATE_SECONDS / 2)
+        checked("GET-9")
         for page in memory.changed(range(memory.pages), blank):
             key = keys[pages.index(page)] if page in pages else ""
             raise Violation(
@@ -273,12 +278,12 @@ class DeadlineCases:
                 zip(refused, sut.get(refused) if refused else [], strict=True)
             ):
                 wrong = sut.explain(key, content) if content is not None else ""
-                if wrong:
-                    raise Violation(
-                        "SET-8",
-                        f"a set answered False for key {short(key)} ({plan}), and later page "
-                        f"{index} of a get {wrong}",
-                    )
+                check(
+                    not wrong,
+                    "SET-8",
+                    f"a set answered False for key {short(key)} ({plan}), and later page "
+                    f"{index} of a get {wrong}",
+                )
             if time.monotonic() > until:
                 break
             time.sleep(LATE_SECONDS / 3)
@@ -298,22 +303,16 @@ class DeadlineCases:
         # A first life that is not counted: it fills pools of connections and threads that a library
         # keeps for good.
         _life_under_hang(context, injector)
-        left = ""
-        for life in range(LIVES):
-            # What is there for good is waited for once, behind the last of them.
-            if not (
-                left := _left_behind(
-                    context,
-                    injector,
-                    context.profile.recovery_seconds if life == LIVES - 1 else SETTLING_SECONDS,
-                )
-            ):
-                return
-        raise Violation(
+        # What is there for good is waited for once, behind the last of them.
+        waits = [*[SETTLING_SECONDS] * (LIVES - 1), context.profile.recovery_seconds]
+        left = "all"
+        for seconds in waits:
+            left = left and _left_behind(context, injector, seconds)
+        check(
+            not left,
             "LC-2",
-            f"a storage was closed while calls hung, and {context.profile.recovery_seconds:.0f} s "
-            f"after the store came back there is still "
-            f"{left}, and something each of the {LIVES} times",
+            f"a storage was closed while calls hung, and {waits[-1]:.0f} s after the store came "
+            f"back there is still {left}, and something each of the {LIVES} times",
         )
 
     @covers("FT-4", "FT-3", levels=FAULTS, needs=["the injector network"])
@@ -344,6 +343,7 @@ class DeadlineCases:
             check_hits(sut, keys, _come_back(context, reading, "batch_get_v2", plan), plan)
             until = time.monotonic() + SILENCE_SECONDS
             while waiting := places_in_driver():
+                checked("FT-4")
                 if time.monotonic() > until:
                     raise Violation(
                         "FT-4",
@@ -401,11 +401,12 @@ class _Unusual:
         """
         for name, call in self._calls.items():
             told = f"{name} with deadline_seconds={self.seconds}"
-            if not call.ended(within + SLACK_SECONDS):
-                raise Violation(
-                    "FT-3",
-                    f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})",
-                )
+            check(
+                call.ended(within + SLACK_SECONDS),
+                "FT-3",
+                f"{told} has not ended {within + SLACK_SECONDS:.1f} s after it began ({plan})",
+            )
+            checked("FT-1")
             try:
                 call.answer()
             except HiCacheError as error:
@@ -427,6 +428,7 @@ class _Unusual:
         Raises:
             Violation: GET-9.
         """
+        checked("GET-9")
         for page in self._memory.changed(self._pages, spent(self._memory.page_bytes)):
             raise Violation(
                 "GET-9",
@@ -442,12 +444,12 @@ class _Unusual:
         """
         for key, content in zip(self._new, self._sut.get(self._new), strict=True):
             wrong = self._sut.explain(key, content) if content is not None else ""
-            if wrong:
-                raise Violation(
-                    "SET-8",
-                    f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that "
-                    f"{wrong} ({plan})",
-                )
+            check(
+                not wrong,
+                "SET-8",
+                f"a set with deadline_seconds={self.seconds} left a page key {short(key)} that "
+                f"{wrong} ({plan})",
+            )
 
 
 def _left_behind(context: CaseContext, injector: FaultInjector, allowed: float) -> str:
@@ -488,6 +490,7 @@ def _life_under_hang(context: CaseContext, injector: FaultInjector) -> None:
         time.sleep(0.005)
     allowed = CLOSING_SECONDS + SLACK_SECONDS
     # LC-2 asks for an idempotent close(), here also while calls of before the first one hang.
+    checked("LC-2")
     for name in ("close", "close again"):
         closing = Pending(partial(sut.call, name, sut.storage.close))
         if not closing.ended(allowed):
@@ -526,6 +529,8 @@ def _check_time(
     call: Pending[AnswerT], name: str, plan: FaultPlan, within: float = IN_TIME
 ) -> AnswerT:
     """The answer of a call that has to end in time; FT-3 if it does not."""
+    checked("FT-1")
+    checked("FT-3")
     if not call.ended(within):
         raise Violation("FT-3", _late(name, plan, within))
     return call.answer()
@@ -533,10 +538,11 @@ def _check_time(
 
 def _come_back(context: CaseContext, call: Pending[AnswerT], name: str, plan: FaultPlan) -> AnswerT:
     allowed = context.profile.recovery_seconds
-    if not call.comes_back(allowed):
-        raise Violation(
-            "FT-4", f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})"
-        )
+    check(
+        call.comes_back(allowed),
+        "FT-4",
+        f"{name} has not come back {allowed:.0f} s after the fault was gone ({plan})",
+    )
     return call.answer()
 
 

@@ -13,7 +13,7 @@ from hicache_conformance.fixtures.open_context import DIRECTORY
 from hicache_conformance.fixtures.small_store import BATCH, capacity_of
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, checked
 from hicache_storage.plugins import registry
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def _make_again(
         answers = sut.set(keys)
         if all(answers) and any(path.is_file() for path in home.rglob("*")):
             return
+        checked("FT-4")
         if time.monotonic() > until:
             raise Violation(
                 "FT-4",

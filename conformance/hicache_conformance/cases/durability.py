@@ -17,7 +17,7 @@ from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
@@ -145,12 +145,12 @@ class DurabilityCases:
         grown = sizes[-1] - sizes[0] if sizes else 0
         # Three pages of slack, because the store's own files grow too. A call writes two pages at
         # most, so that eight kills leave up to sixteen in a store that collects none.
-        if grown > payload + 3 * PAGE_BYTES:
-            raise Violation(
-                "FT-5",
-                f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages "
-                f"take {payload}",
-            )
+        check(
+            grown <= payload + 3 * PAGE_BYTES,
+            "FT-5",
+            f"{LITTER_KILLS} killed writers made the store grow by {grown} bytes; its pages "
+            f"take {payload}",
+        )
 
 
 def _kill_and_restart(context: CaseContext, mix: Mapping[Call, int]) -> None:
@@ -208,6 +208,7 @@ def _kill_removers(
         steps = remover.call_killed(call, removed, group.value(), at) or steps
         if not steps:
             raise Inconclusive(f"a {call} of this driver calls nothing outside of Python")
+        checked("FT-5")
         # A server may carry out a request of the killed process after the witness's first set.
         for _ in range(2 if context.capabilities.networked else 1):
             # A page alone: to store a second one, the first might rightly be evicted.

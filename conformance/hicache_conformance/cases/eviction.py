@@ -26,7 +26,7 @@ from hicache_conformance.harness.oracle import drawn
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,15 +59,16 @@ class EvictionCases:
             )
             there = readable(sut, stored, rule="EV-1")
             _within(there.count(True), pages, 2 * BATCH)
-            if not any(there):
-                raise Violation(
-                    "EV-1",
-                    f"of {len(there)} pages, written into a store of {pages}, none is left: it "
-                    f"evicts everything",
-                )
+            check(
+                any(there),
+                "EV-1",
+                f"of {len(there)} pages, written into a store of {pages}, none is left: it "
+                f"evicts everything",
+            )
             footprint = DiskUsage.of(config, context.tmp)
             # What a store takes for itself is there after the first turn; from then on it does not
             # grow.
+            checked("EV-1")
             if (
                 turn
                 and footprint
@@ -125,14 +126,14 @@ class EvictionCases:
             for key, there in zip(
                 young[name], readable(sut, young[name], rule="EV-1"), strict=True
             ):
-                if spared and not there:
-                    raise Violation(
-                        "EV-1",
-                        f"model 'b' made room, and page key {short(key)} of model {name!r} is "
-                        f"gone, "
-                        "while older pages of model 'quite/another' are all there: it was taken "
-                        "for a page of 'b' by its name",
-                    )
+                check(
+                    not spared or there,
+                    "EV-1",
+                    f"model 'b' made room, and page key {short(key)} of model {name!r} is "
+                    f"gone, "
+                    "while older pages of model 'quite/another' are all there: it was taken "
+                    "for a page of 'b' by its name",
+                )
 
     @covers("EV-2", "GET-1", levels=FAULTS, needs=["evicts"])
     def test_pages_pushed_out_between_lookup_and_read(self, context: CaseContext) -> None:
@@ -207,6 +208,7 @@ class EvictionCases:
             fill_store(context, sut, pressure, batch=1)
             left = readable(sut, chain, rule="EV-3")
             usable = left.index(False) if False in left else CHAIN
+            checked("EV-3")
             if any(left[usable:]):
                 raise Violation(
                     "EV-3",
@@ -234,6 +236,7 @@ class EvictionCases:
             else:
                 hit = sut.exists(warm).kv_hit_pages
                 there = [page < hit for page in range(len(warm))]
+            checked("EV-4")
             if not all(there):
                 newer = readable(sut, others, rule="EV-4").count(True)
                 raise Violation(
@@ -270,6 +273,7 @@ def _limit(pages: int) -> str:
 
 
 def _within(there: int, pages: int, batch: int) -> None:
+    checked("EV-1")
     if there * PAGE_BYTES > capacity_of(pages) + batch * PAGE_BYTES:
         raise Violation(
             "EV-1",
@@ -286,9 +290,9 @@ def _check_counted(sut: StorageUnderTest, stored: Sequence[str]) -> None:
         counted = sut.stats().pages_evicted
         if gone == counted:
             return
-        if time.monotonic() > until:
-            raise Violation(
-                "OB-1",
-                f"{gone} of {len(stored)} stored pages were evicted, and pages_evicted is {counted}",
-            )
+        check(
+            time.monotonic() <= until,
+            "OB-1",
+            f"{gone} of {len(stored)} stored pages were evicted, and pages_evicted is {counted}",
+        )
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from hicache_conformance.harness.disk_usage import DiskUsage
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
@@ -73,11 +73,12 @@ class EvictionProcessCases:
             f"{kills} writers were killed in the middle of writing to a full store of {pages} "
             "pages; then it was filled again"
         )
-        if held_after < held_before - BATCH:
-            raise Violation(
-                "EV-1",
-                f"{scenario}: it held {held_before} pages before, and holds {held_after} now",
-            )
+        check(
+            held_after >= held_before - BATCH,
+            "EV-1",
+            f"{scenario}: it held {held_before} pages before, and holds {held_after} now",
+        )
+        checked("EV-1")
         if (
             taken_before
             and taken_after
@@ -133,15 +134,15 @@ class EvictionProcessCases:
         left = sum(found is not None for found in here.get(old))
         gone = sum(found is None for found in here.get(new))
         # What one call has written may go together.
-        if left > BATCH and gone > BATCH:
-            raise Violation(
-                "EV-4",
-                f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then "
-                f"process {second.name} {len(new)}; "
-                f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the "
-                f"newer pages are gone, while {left} of "
-                "the older ones are there, which nobody has used since",
-            )
+        check(
+            left <= BATCH or gone <= BATCH,
+            "EV-4",
+            f"in a store of {pages} pages, process {first.name} set {len(old)} pages and then "
+            f"process {second.name} {len(new)}; "
+            f"the clock of one is a year {'ahead' if clock > 0 else 'behind'}: {gone} of the "
+            f"newer pages are gone, while {left} of "
+            "the older ones are there, which nobody has used since",
+        )
 
 
 def _fill(group: ProcessGroup, worker: WorkerProcess, keys: Sequence[str]) -> None:

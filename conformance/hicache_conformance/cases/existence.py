@@ -6,7 +6,7 @@ from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
 from hicache_conformance.fixtures.context import NO_LAYERS
-from hicache_conformance.harness.oracle import PoolQuery, check
+from hicache_conformance.harness.oracle import PoolQuery, check_exists
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import (
     StorageUnderTest,
@@ -16,7 +16,7 @@ from hicache_conformance.harness.storage_under_test import (
 )
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import check
 from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
@@ -107,13 +107,13 @@ class ExistenceCases:
             ([trailing(SIDE, 1), all_pages(OTHER)], 2),
         ):
             hit = library.answer(pages, transfers).kv_hit_pages
-            if hit != wanted:
-                raise Violation(
-                    "EX-1",
-                    f"kv has 7 pages, {SIDE} is there after 2, 6 and 8 pages, {OTHER} has 5: with "
-                    f"{' and '.join(transfer.name for transfer in transfers)} kv_hit_pages is "
-                    f"{hit}, must be {wanted}",
-                )
+            check(
+                hit == wanted,
+                "EX-1",
+                f"kv has 7 pages, {SIDE} is there after 2, 6 and 8 pages, {OTHER} has 5: with "
+                f"{' and '.join(transfer.name for transfer in transfers)} kv_hit_pages is "
+                f"{hit}, must be {wanted}",
+            )
 
     @covers("EX-1", "EX-5", "EX-6")
     def test_the_form_of_a_hit(self, context: CaseContext) -> None:
@@ -136,12 +136,12 @@ class ExistenceCases:
         sut.exists(keys[:2])
         sut.exists(context.keys(1))
         after = (answer.restorable_prefix_pages, answer.extra_pool_hit_pages)
-        if after != before:
-            raise Violation(
-                "EX-5",
-                f"an answer changed with later calls: endpoints and pools' verdicts were {before}, "
-                f"and are {after}",
-            )
+        check(
+            after == before,
+            "EX-5",
+            f"an answer changed with later calls: endpoints and pools' verdicts were {before}, "
+            f"and are {after}",
+        )
 
     @covers("EX-1", "EX-2", "EX-3", "EX-5")
     def test_chains_longer_than_a_request(self, context: CaseContext) -> None:
@@ -152,10 +152,10 @@ class ExistenceCases:
         sut.store(keys)
         sut.store([key for key, ok in zip(keys, there, strict=True) if ok], SIDE)
         verdicts = context.interface_profile.pool_verdicts
-        check(sut.exists(keys), [True] * 300, verdicts=verdicts)
+        check_exists(sut.exists(keys), [True] * 300, verdicts=verdicts)
         for transfer in (all_pages(SIDE), *(trailing(SIDE, window) for window in (1, 9, 150))):
             asked = [PoolQuery(transfer, there)]
-            check(sut.exists(keys, transfer), [True] * 300, asked, verdicts=verdicts)
+            check_exists(sut.exists(keys, transfer), [True] * 300, asked, verdicts=verdicts)
 
     @covers("EX-7", "EX-6", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pools_beside_known_ones(self, context: CaseContext) -> None:
@@ -166,11 +166,11 @@ class ExistenceCases:
         sut.store(keys[:2], SIDE)
         answer = sut.exists(keys, all_pages("never_registered"), all_pages(SIDE))
         told, wanted = dict(answer.extra_pool_hit_pages), {"kv": 3, SIDE: 2, "never_registered": 0}
-        if told != wanted:
-            raise Violation(
-                "EX-6",
-                f"beside an unregistered pool the pools' verdicts are {told}, must be {wanted}",
-            )
+        check(
+            told == wanted,
+            "EX-6",
+            f"beside an unregistered pool the pools' verdicts are {told}, must be {wanted}",
+        )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
     def test_kv_that_is_not_registered(self, context: CaseContext) -> None:
@@ -180,12 +180,12 @@ class ExistenceCases:
         for transfers in ([], [all_pages(SIDE)]):
             answer = sut.exists(keys, *transfers)
             told = answer.extra_pool_hit_pages.get(PoolName.KV)
-            if (answer.kv_hit_pages, told) != (0, 0):
-                raise Violation(
-                    "EX-7",
-                    f"kv is not registered: the hit is {answer.kv_hit_pages} and kv's verdict "
-                    f"{told}, must be 0",
-                )
+            check(
+                (answer.kv_hit_pages, told) == (0, 0),
+                "EX-7",
+                f"kv is not registered: the hit is {answer.kv_hit_pages} and kv's verdict "
+                f"{told}, must be 0",
+            )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
     def test_a_pool_that_was_asked_for_before(self, context: CaseContext) -> None:
@@ -196,12 +196,12 @@ class ExistenceCases:
         later = context.with_pool(sut, SIDE, GuardedPool(page_size=1))
         later.store(keys, SIDE)
         hit = later.exists(keys, all_pages(SIDE)).kv_hit_pages
-        if hit != 3:
-            raise Violation(
-                "EX-7",
-                f"pool {SIDE!r} was registered after an exists had named it, and has 3 pages; "
-                f"kv_hit_pages is {hit}",
-            )
+        check(
+            hit == 3,
+            "EX-7",
+            f"pool {SIDE!r} was registered after an exists had named it, and has 3 pages; "
+            f"kv_hit_pages is {hit}",
+        )
 
     @covers("EX-7", levels=[Level.CORE, Level.POOLS])
     def test_unknown_pool(self, context: CaseContext) -> None:
@@ -210,18 +210,17 @@ class ExistenceCases:
         sut.store(keys)
         for transfer in (all_pages("never_registered"), trailing("never_registered", 2)):
             answer = sut.exists(keys, transfer)
-            if answer.kv_hit_pages or answer.restorable_prefix_pages:
-                raise Violation(
-                    "EX-7",
-                    f"with an unregistered pool ({transfer.hit_policy}) the hit is "
-                    f"{answer.kv_hit_pages}, must be 0",
-                )
-            if answer.extra_pool_hit_pages.get(PoolName("never_registered")) != 0:
-                raise Violation(
-                    "EX-7",
-                    f"the unregistered pool is not reported as 0: "
-                    f"{dict(answer.extra_pool_hit_pages)}",
-                )
+            check(
+                not answer.kv_hit_pages and not answer.restorable_prefix_pages,
+                "EX-7",
+                f"with an unregistered pool ({transfer.hit_policy}) the hit is "
+                f"{answer.kv_hit_pages}, must be 0",
+            )
+            check(
+                answer.extra_pool_hit_pages.get(PoolName("never_registered")) == 0,
+                "EX-7",
+                f"the unregistered pool is not reported as 0: {dict(answer.extra_pool_hit_pages)}",
+            )
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_no_keys(self, context: CaseContext) -> None:
@@ -232,8 +231,11 @@ class ExistenceCases:
         sut.exists(keys)
         for transfers in ([], [all_pages(SIDE)], [trailing(SIDE, 2)], [block_groups(SIDE, 2, 1)]):
             answer = sut.exists([], *transfers)
-            if answer.kv_hit_pages != 0 or answer.restorable_prefix_pages != []:
-                raise Violation("EX-8", f"no keys gave {answer}")
+            check(
+                answer.kv_hit_pages == 0 and answer.restorable_prefix_pages == [],
+                "EX-8",
+                f"no keys gave {answer}",
+            )
 
     @covers("EX-8", levels=[Level.CORE, Level.POOLS])
     def test_keys_that_stand_twice(self, context: CaseContext) -> None:
@@ -248,11 +250,11 @@ class ExistenceCases:
             missing * 2,
         ):
             hit, wanted = sut.exists(chain).kv_hit_pages, _leading(chain, stored)
-            if hit != wanted:
-                raise Violation(
-                    "EX-8",
-                    f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}",
-                )
+            check(
+                hit == wanted,
+                "EX-8",
+                f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}",
+            )
 
     @covers("EX-2", levels=[Level.CORE])
     def test_existence_is_of_the_chain_asked(self, context: CaseContext) -> None:
@@ -268,10 +270,11 @@ class ExistenceCases:
             (keys[:4] + missing + keys[4:], 4),
         ):
             hit = sut.exists(chain).kv_hit_pages
-            if hit != wanted:
-                raise Violation(
-                    "EX-2", f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}"
-                )
+            check(
+                hit == wanted,
+                "EX-2",
+                f"{wanted} leading pages of the chain are stored; kv_hit_pages is {hit}",
+            )
 
     @covers("EX-11")
     def test_presence_of_each_key(self, context: CaseContext) -> None:
@@ -323,10 +326,11 @@ def _check_presence(
 ) -> None:
     wanted = [key in stored for key in keys]
     found = sut.present(keys, pool)
-    if found != wanted:
-        raise Violation(
-            "EX-11", f"batch_present of {len(keys)} keys in {pool!r} is {found}, must be {wanted}"
-        )
+    check(
+        found == wanted,
+        "EX-11",
+        f"batch_present of {len(keys)} keys in {pool!r} is {found}, must be {wanted}",
+    )
 
 
 class _Library:
@@ -371,7 +375,7 @@ class _Library:
         }
         answer = self.answer(patterns, transfers)
         asked = [PoolQuery(transfer, present[transfer.name]) for transfer in transfers]
-        check(answer, present[PoolName.KV], asked, verdicts=self._profile.pool_verdicts)
+        check_exists(answer, present[PoolName.KV], asked, verdicts=self._profile.pool_verdicts)
 
     def answer(
         self, patterns: Sequence[int], transfers: Sequence[PoolTransfer]
@@ -389,20 +393,23 @@ def _check_form(answer: PoolTransferResult, profile: InterfaceProfile) -> None:
         Violation: EX-1, EX-5 or EX-6.
     """
     hit: object = answer.kv_hit_pages
-    if type(hit) is not int:
-        raise Violation("EX-1", f"kv_hit_pages is {hit!r}, must be of type int")
+    check(type(hit) is int, "EX-1", f"kv_hit_pages is {hit!r}, must be of type int")
     endpoints: object = answer.restorable_prefix_pages
-    if type(endpoints) is not list or any(type(end) is not int for end in endpoints):
-        raise Violation(
-            "EX-5", f"restorable_prefix_pages is {endpoints!r:.200}, must be a list of int"
-        )
+    check(
+        type(endpoints) is list and not any(type(end) is not int for end in endpoints),
+        "EX-5",
+        f"restorable_prefix_pages is {endpoints!r:.200}, must be a list of int",
+    )
     verdicts: object = answer.extra_pool_hit_pages
-    if profile.pool_verdicts and (
-        not isinstance(verdicts, dict) or any(type(pages) is not int for pages in verdicts.values())
-    ):
-        raise Violation(
-            "EX-6", f"extra_pool_hit_pages is {verdicts!r:.200}, must be a dict with values of int"
-        )
+    check(
+        not profile.pool_verdicts
+        or (
+            isinstance(verdicts, dict)
+            and not any(type(pages) is not int for pages in verdicts.values())
+        ),
+        "EX-6",
+        f"extra_pool_hit_pages is {verdicts!r:.200}, must be a dict with values of int",
+    )
 
 
 def _policies(

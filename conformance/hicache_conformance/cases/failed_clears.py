@@ -18,7 +18,7 @@ from hicache_conformance.injectors.named_faults import UNAVAILABLE
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import StorageTimeoutError, StorageUnavailableError
 
@@ -46,6 +46,7 @@ class FailedClearCases:
         sut, keys = serving_storage(context, injector, pages=4)
         injector.inject(plan)
         clearing = Pending(sut.storage.clear)
+        checked("FT-3")
         if not clearing.comes_back(PATIENCE_SECONDS):
             injector.heal()
             raise Violation("FT-3", f"clear has not come back for {PATIENCE_SECONDS:.0f} s; {plan}")
@@ -63,6 +64,7 @@ class FailedClearCases:
         plan = _lost(injector, sut)
         injector.inject(plan)
         clearing = Pending(sut.storage.clear)
+        checked("FT-3")
         if not clearing.ended(CLEARING_SECONDS + SLACK_SECONDS):
             injector.heal()
             clearing.comes_back(context.profile.recovery_seconds)
@@ -101,6 +103,7 @@ def _returned(clearing: Pending[None], plan: FaultPlan, *, late: bool = False) -
     Raises:
         Violation: LC-7, it raised something else than what the rule names.
     """
+    checked("LC-7")
     try:
         clearing.answer()
     except StorageTimeoutError:
@@ -139,16 +142,17 @@ def _check_cleared(
         # opens now shows what is in the store.
         for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):
             reader.expect_missing(keys, rule="LC-7", why=why)
+    checked("FT-4")
     allowed = context.profile.recovery_seconds
     until = time.monotonic() + allowed
     # Done again in any case. A clear that raised may be repeated by its caller, and it has to
     # succeed once the store serves.
     while raised := sut.clear():
-        if time.monotonic() > until:
-            raise Violation(
-                "FT-4",
-                f"{allowed:.0f} s after the fault was gone ({plan}), clear still raises {raised}",
-            )
+        check(
+            time.monotonic() <= until,
+            "FT-4",
+            f"{allowed:.0f} s after the fault was gone ({plan}), clear still raises {raised}",
+        )
         time.sleep(0.02)
     why = "was cleared, when the store served again"
     for reader in (sut, context.storage(sut.identity, options=UNGUARDED)):

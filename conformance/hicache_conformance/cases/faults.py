@@ -36,7 +36,7 @@ from hicache_conformance.injectors.named_faults import NAMED_FAULTS, REFUSALS, U
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import HiCacheError, is_refusal
 
@@ -94,6 +94,7 @@ class FaultCases:
             stored, missed, calls = _use(context, injector, sut, keys, plan)
         injector.heal()
         set_deadline(sut, None)
+        checked("FT-1")
         if (
             missed
             and injector.injected_count()
@@ -128,12 +129,14 @@ class FaultCases:
             _, missed, calls = _use(context, injector, sut, keys, plan, rounds=2 * ROUNDS)
         injector.heal()
         set_deadline(sut, None)
+        checked("FT-1")
         if missed and count_faults(sut) == before:
             raise Violation(
                 "FT-1",
                 f"calls were answered with misses because of {plan}, and get_stats() counts no "
                 f"fault{_swallowed(sut)}",
             )
+        checked("FT-1")
         if missed and not records:
             raise Violation(
                 "FT-1",
@@ -184,11 +187,11 @@ class FaultCases:
             set_deadline(sut, None)
             wait_until_serving(context, sut, plan)
             state = sut.call("get_stats", sut.storage.get_stats).breaker_state
-            if state != "closed":
-                raise Violation(
-                    "FT-4",
-                    f"the store answers again after {plan}, and the circuit breaker is {state}",
-                )
+            check(
+                state == "closed",
+                "FT-4",
+                f"the store answers again after {plan}, and the circuit breaker is {state}",
+            )
         check_kept(context, sut, keys, plan)
 
     @covers("FT-6", "FT-4", levels=FAULTS)
@@ -222,6 +225,7 @@ class FaultCases:
                     call_bounded(here, plan, "open", late.storage.open)
                 _use(context, here, late, keys, plan, rounds=1)
                 call_bounded(here, plan, "close", late.storage.close)
+        checked("FT-6")
         if left := OpenResources.now().beyond(before):
             raise Violation("FT-6", f"storages that were opened and closed ({plan}) left {left}")
         set_deadline(sut, None)
@@ -248,17 +252,23 @@ class FaultCases:
                 for reader in readers:
                     check_hits(reader, keys, found := reader.get(keys), plan)
                     hit = min(len(keys) - found.count(None), reader.exists(keys).kv_hit_pages)
-                    if hit < len(keys):
-                        raise Violation(
-                            "FT-7",
-                            f"{hit} of {len(keys)} stored pages are found after {refused} sets "
-                            f"were refused ({plan})",
-                        )
+                    check(
+                        hit >= len(keys),
+                        "FT-7",
+                        f"{hit} of {len(keys)} stored pages are found after {refused} sets "
+                        f"were refused ({plan})",
+                    )
             health = sut.call("health", sut.storage.health)
-            if refused and is_refusal(failure(fault.error)) and (health.writable or not health.ok):
-                raise Violation("FT-7", f"{refused} sets were refused ({plan}), and {health}")
+            check(
+                not refused
+                or not is_refusal(failure(fault.error))
+                or (not health.writable and health.ok),
+                "FT-7",
+                f"{refused} sets were refused ({plan}), and {health}",
+            )
             injector.heal()
             wait_until_serving(context, sut, plan)
+            checked("FT-7")
             if not (health := sut.call("health", sut.storage.health)).writable:
                 raise Violation("FT-7", f"a set was done after {plan}, and {health}")
 
@@ -285,10 +295,11 @@ class FaultCases:
         injector.heal()
         # The first rounds may fill tables that are kept.
         for what, first, last in zip(("descriptors", "files"), seen[1], seen[3], strict=True):
-            if last > first + 2:
-                raise Violation(
-                    "FT-6", f"6 sets that failed ({plan}) left {last - first} {what} behind"
-                )
+            check(
+                last <= first + 2,
+                "FT-6",
+                f"6 sets that failed ({plan}) left {last - first} {what} behind",
+            )
         set_deadline(sut, None)
         wait_until_serving(context, sut, plan)
 
@@ -307,23 +318,23 @@ class FaultCases:
         answers = sut.set(new)
         injector.heal()
         stored = [key for key, ok in zip(new, answers, strict=True) if ok]
-        if injector.name == "objects" and len(stored) != len(new) - 1:
-            raise Violation(
-                "SET-6",
-                f"one page of {len(new)} could not be written, and the set answered {answers}",
-            )
+        check(
+            injector.name != "objects" or len(stored) == len(new) - 1,
+            "SET-6",
+            f"one page of {len(new)} could not be written, and the set answered {answers}",
+        )
         check_kept(context, sut, stored, plan)
         plan = FaultPlan(injector.name, _one_of(injector, "read", number, len(keys)))
         injector.inject(plan)
         found = sut.get(keys)
         injector.heal()
         check_hits(sut, keys, found, plan)
-        if injector.name == "objects" and found.count(None) != 1:
-            raise Violation(
-                "GET-3",
-                f"one page of {len(keys)} could not be read, and the get delivered "
-                f"{len(keys) - found.count(None)}",
-            )
+        check(
+            injector.name != "objects" or found.count(None) == 1,
+            "GET-3",
+            f"one page of {len(keys)} could not be read, and the get delivered "
+            f"{len(keys) - found.count(None)}",
+        )
 
     @covers("FT-4", "FT-1", levels=FAULTS)
     def test_one_fault_beside_calls_that_succeed(
@@ -352,13 +363,13 @@ class FaultCases:
         served = sum(map(all, answers))
         state = sut.call("get_stats", sut.storage.get_stats).breaker_state
         hit = sut.exists(keys).kv_hit_pages
-        if served >= BESIDE and (state == "open" or hit < len(keys)):
-            raise Violation(
-                "FT-4",
-                f"{served} of {len(clients)} sets in as many threads were served, and one failed "
-                f"({plan}); then the circuit breaker is "
-                f"{state!r}, and exists finds {hit} of {len(keys)} pages",
-            )
+        check(
+            served < BESIDE or (state != "open" and hit >= len(keys)),
+            "FT-4",
+            f"{served} of {len(clients)} sets in as many threads were served, and one failed "
+            f"({plan}); then the circuit breaker is "
+            f"{state!r}, and exists finds {hit} of {len(keys)} pages",
+        )
 
 
 def _note(answers: list[list[bool]], sut: StorageUnderTest, keys: Sequence[str]) -> None:
@@ -413,6 +424,7 @@ def _check_counted(
         ("an exists", hit < len(keys), looked_up - before),
         ("a get", None in found, count_faults(sut) - looked_up),
     ):
+        checked("FT-1")
         if missed and not counted:
             raise Violation(
                 "FT-1",
@@ -430,6 +442,7 @@ def _silent(plan: FaultPlan) -> bool:
 
 def _check_lines(records: Sequence[logging.LogRecord], most: int, plan: FaultPlan) -> None:
     lines = [record.getMessage() for record in records if record.levelno >= logging.WARNING]
+    checked("FT-1")
     if len(lines) > most:
         raise Violation(
             "FT-1",

@@ -16,7 +16,7 @@ from hicache_conformance.harness.edge_case_pools import (
 from hicache_conformance.harness.pools import EngineHostPool, GuardedPool, LentMemory
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import NotPromised, Violation, check, checked
 from hicache_storage.spec import HiCacheError, PoolName
 
 if TYPE_CHECKING:
@@ -68,8 +68,9 @@ class HostPoolCases:
         The storage serves again when the pool works.
         """
         memory = FailingPool()
-        if _is_admitted(context, memory):
-            _check_failing(context, memory)
+        if not _is_admitted(context, memory):
+            raise NotPromised("the driver refuses the host pool that this case lets fail")
+        _check_failing(context, memory)
 
 
 def _check_failing(context: CaseContext, memory: FailingPool) -> None:
@@ -89,6 +90,7 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
     ):
         transfers = sut.transfers([PageGroup(some)], [pages])
         memory.fails = True
+        checked("FT-1")
         try:
             answer = ask(transfers)[PoolName.KV]
         except Exception as error:
@@ -99,12 +101,12 @@ def _check_failing(context: CaseContext, memory: FailingPool) -> None:
             ) from error
         finally:
             memory.fails = False
-        if any(answer):
-            raise Violation(
-                "GET-2",
-                f"{name}: the host pool raised for each of {len(some)} pages, and the answer is "
-                f"{answer}",
-            )
+        check(
+            not any(answer),
+            "GET-2",
+            f"{name}: the host pool raised for each of {len(some)} pages, and the answer is "
+            f"{answer}",
+        )
     sut.expect(keys)
     sut.expect_missing(new, rule="GET-1", why="could not be taken from its host pool")
 
@@ -137,6 +139,7 @@ def _is_admitted(context: CaseContext, memory: PoolMemory) -> bool:
         Violation: GET-8, registering it raised something else than a refusal.
     """
     storage = context.bare(_identity(context, memory))
+    checked("GET-8")
     try:
         storage.register_mem_host_pool_v2(memory.host_pool, PoolName.KV)
     except HiCacheError:

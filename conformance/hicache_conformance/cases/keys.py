@@ -10,7 +10,7 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import MAX_KEY_BYTES, HiCacheStorageExtraInfo, PoolName
 
 if TYPE_CHECKING:
@@ -132,16 +132,18 @@ class KeyCases:
         sut = context.storage(pools={PoolName.KV: GuardedPool(pages=256)})
         keys = [*KEYS, *_long_keys(context)]
         for key in keys:
-            if sut.set([key]) != [True]:
-                raise Violation("ID-5", f"key {key!r:.100} is legal, and its page was refused")
+            check(
+                sut.set([key]) == [True],
+                "ID-5",
+                f"key {key!r:.100} is legal, and its page was refused",
+            )
         for index, (key, content) in enumerate(zip(keys, sut.get(keys), strict=True)):
             wrong = (
                 "was stored (True), and a get answers False"
                 if content is None
                 else sut.explain(key, content)
             )
-            if wrong:
-                raise Violation("ID-5", f"page {index} key {key!r:.100} {wrong}")
+            check(not wrong, "ID-5", f"page {index} key {key!r:.100} {wrong}")
 
     @covers("ID-5", levels=[Level.IDENTITY])
     def test_a_key_is_no_other(self, context: CaseContext) -> None:
@@ -164,10 +166,11 @@ class KeyCases:
         for path in Path("/tmp").glob(ESCAPED):
             # In nobody's way, the next run's included.
             path.unlink()
-        if outside:
-            raise Violation(
-                "ID-5", f"keys that climb directories wrote outside the store: {sorted(outside)}"
-            )
+        check(
+            not outside,
+            "ID-5",
+            f"keys that climb directories wrote outside the store: {sorted(outside)}",
+        )
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_three_calls_one_name(self, context: CaseContext) -> None:
@@ -178,16 +181,16 @@ class KeyCases:
         sut = context.storage()
         for key in [*KEYS, *_long_keys(context)]:
             shown = f"key {key!r:.100}"
-            if sut.has(key) or sut.get([key]) != [None]:
-                raise Violation("ID-6", f"{shown} was never set, and exists or get finds a page")
-            if sut.set([key]) != [True]:
-                raise Violation("ID-6", f"{shown} was refused by a set")
-            if not sut.has(key):
-                raise Violation("ID-6", f"{shown} was set, and exists looks elsewhere")
+            check(
+                not sut.has(key) and sut.get([key]) == [None],
+                "ID-6",
+                f"{shown} was never set, and exists or get finds a page",
+            )
+            check(sut.set([key]) == [True], "ID-6", f"{shown} was refused by a set")
+            check(sut.has(key), "ID-6", f"{shown} was set, and exists looks elsewhere")
             content = sut.get([key])[0]
             wrong = "get looks elsewhere" if content is None else sut.explain(key, content)
-            if wrong:
-                raise Violation("ID-6", f"{shown} was set: {wrong}")
+            check(not wrong, "ID-6", f"{shown} was set: {wrong}")
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_neither_batch_nor_history_matters(self, context: CaseContext) -> None:
@@ -197,11 +200,11 @@ class KeyCases:
         sut.expect(keys)
         for index in context.random.sample(range(16), 6):
             sut.expect([keys[index]], rule="ID-6")
-            if not sut.has(keys[index]) or sut.exists(keys[index:]).kv_hit_pages != 16 - index:
-                raise Violation(
-                    "ID-6",
-                    f"key {short(keys[index])} was set in a batch, and is not found by itself",
-                )
+            check(
+                sut.has(keys[index]) and sut.exists(keys[index:]).kv_hit_pages == 16 - index,
+                "ID-6",
+                f"key {short(keys[index])} was set in a batch, and is not found by itself",
+            )
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_the_prefix_names_no_page(self, context: CaseContext) -> None:
@@ -218,6 +221,7 @@ class KeyCases:
             sut.info = info
             shown = list(info.prefix_keys or ()) if info else []
             found = sut.get(keys).count(None), sut.exists(keys).kv_hit_pages
+            checked("ID-6")
             if found != (0, 3):
                 raise Violation(
                     "ID-6",
@@ -246,13 +250,16 @@ class KeyCases:
                 ("keys", str(chain), str(keys)),
                 ("prefix_keys", str(info.prefix_keys), str(prefix)),
             ):
-                if now != then:
-                    raise Violation(
-                        "ID-6",
-                        f"{name} changed the caller's {argument} from {then:.100} to {now:.100}",
-                    )
-            if transfer.host_indices is not indices:
-                raise Violation("ID-6", f"{name} replaced host_indices of the caller's transfer")
+                check(
+                    now == then,
+                    "ID-6",
+                    f"{name} changed the caller's {argument} from {then:.100} to {now:.100}",
+                )
+            check(
+                transfer.host_indices is indices,
+                "ID-6",
+                f"{name} replaced host_indices of the caller's transfer",
+            )
 
 
 def _long_keys(context: CaseContext) -> list[str]:

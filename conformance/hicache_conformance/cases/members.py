@@ -27,7 +27,7 @@ from hicache_conformance.injectors.members import OUTAGES
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level, declares
-from hicache_conformance.model.violation import NotPromised, Violation
+from hicache_conformance.model.violation import NotPromised, Violation, check, checked
 from hicache_storage.layers import StorageOptions
 
 if TYPE_CHECKING:
@@ -132,12 +132,12 @@ class _Load:
         faults = count_faults(self.storage)
         self._members.inject(plan)
         acknowledged, away, violation = self._use(plan)
-        if away and count_faults(self.storage) == faults:
-            raise Violation(
-                "FT-1",
-                f"{len(away)} stored pages are missed because of {plan}, and get_stats() counts no "
-                f"fault",
-            )
+        check(
+            not away or count_faults(self.storage) != faults,
+            "FT-1",
+            f"{len(away)} stored pages are missed because of {plan}, and get_stats() counts no "
+            f"fault",
+        )
         loses = loses_pages(self._context, plan)
         if away and loses:
             # As an engine does that has missed them. Those that are stored may lie elsewhere then.
@@ -241,12 +241,12 @@ class _Load:
         """
         begun = [(name, Pending(ask)) for name, ask in calls]
         for name, call in begun:
-            if not call.ended(IN_TIME):
-                raise Violation(
-                    "FT-3",
-                    f"{name} with a deadline of {DEADLINE_SECONDS:.0f} s has not ended after "
-                    f"{IN_TIME:.0f} s ({plan})",
-                )
+            check(
+                call.ended(IN_TIME),
+                "FT-3",
+                f"{name} with a deadline of {DEADLINE_SECONDS:.0f} s has not ended after "
+                f"{IN_TIME:.0f} s ({plan})",
+            )
         return [call.answer() for _, call in begun]
 
     def _check_kept(self, keys: Sequence[str], seconds: float, plan: FaultPlan) -> None:
@@ -256,6 +256,7 @@ class _Load:
             Violation: SET-1, or FT-8 where they come, but not together; GET-1 for wrong bytes.
         """
         missing = self._missing(keys, seconds, plan)
+        checked("SET-1", "FT-8")
         if missing:
             alone = self._get_alone(missing, plan)
             lost = len(alone) < min(len(missing), READERS)
@@ -280,12 +281,12 @@ class _Load:
             found = _get(self.storage, new, plan) if new else set[str]()
             if found:
                 return sorted(found)
-            if time.monotonic() > until:
-                raise Violation(
-                    "FT-4",
-                    f"{seconds:.0f} s after all stores were there again ({plan}), no new page is "
-                    f"stored and read",
-                )
+            check(
+                time.monotonic() <= until,
+                "FT-4",
+                f"{seconds:.0f} s after all stores were there again ({plan}), no new page is "
+                f"stored and read",
+            )
             time.sleep(PAUSE_SECONDS)
 
     def _missing(self, keys: Sequence[str], seconds: float, plan: FaultPlan) -> set[str]:
@@ -315,13 +316,13 @@ class _Load:
         """
         for key in keys:
             before = self._missed_with.setdefault(key, member)
-            if before != member:
-                raise Violation(
-                    "FT-8",
-                    f"page key {short(key)} is there, and no get has delivered it while the store "
-                    f"{before!r} was away, nor while {member!r} was: it lies on one of them at "
-                    f"most ({plan})",
-                )
+            check(
+                before == member,
+                "FT-8",
+                f"page key {short(key)} is there, and no get has delivered it while the store "
+                f"{before!r} was away, nor while {member!r} was: it lies on one of them at "
+                f"most ({plan})",
+            )
 
 
 def _get(sut: StorageUnderTest, keys: Sequence[str], plan: FaultPlan) -> set[str]:

@@ -12,7 +12,7 @@ from hicache_conformance.harness.page_patterns import canary
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup, block_groups
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.layers import StorageOptions
 from hicache_storage.spec import (
     HiCacheError,
@@ -187,11 +187,11 @@ class MisuseCases:
                         ask()
         sut.expect(keys, rule="FT-2")
         faults = sut.call("get_stats", sut.storage.get_stats).faults
-        if faults != before:
-            raise Violation(
-                "FT-2",
-                f"calls that were refused as misuse count as {faults - before} faults of the store",
-            )
+        check(
+            faults == before,
+            "FT-2",
+            f"calls that were refused as misuse count as {faults - before} faults of the store",
+        )
 
     @covers("FT-2")
     @pytest.mark.parametrize(("block", "group"), [(0, 0), (2, 3), (-1, 0), (2, -1)])
@@ -256,8 +256,10 @@ class MisuseCases:
             ("delete", context.capabilities.deletes, lambda: sut.storage.delete(keys)),
             ("clear", context.capabilities.clears, sut.storage.clear),
         ):
+            sut.store(keys)
             if declared:
                 sut.call(name, ask)
+                sut.expect_missing(keys, rule="FT-2", why=f"was removed by a {name}()")
             else:
                 _refused(ask, f"{name}(), which is not declared,", "", UnsupportedOperationError)
 
@@ -320,25 +322,27 @@ def _prepare(sut: StorageUnderTest, keys: list[str]) -> None:
 
 def _check_untouched(sut: StorageUnderTest, keys: list[str], call: str, how: str) -> None:
     for key in keys:
-        if sut.has(key, "indexer"):
-            raise Violation(
-                "FT-2",
-                f"{call} was refused ({how}), and stored the page of the other transfer before it "
-                f"raised",
-            )
+        check(
+            not sut.has(key, "indexer"),
+            "FT-2",
+            f"{call} was refused ({how}), and stored the page of the other transfer before it "
+            f"raised",
+        )
     for pool, memory in sut.memories.items():
         blank = canary(0, memory.page_bytes)
         others = [page for page in range(memory.pages) if page not in PAGES]
         touched = memory.changed(others, blank)
-        if touched:
-            raise Violation(
-                "FT-2", f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed"
-            )
+        check(
+            not touched,
+            "FT-2",
+            f"{call} was refused ({how}), and pages {touched} of pool {pool!r} changed",
+        )
 
 
 def _refused(
     ask: Callable[[], object], what: str, named: str, kind: type[HiCacheError] = HiCacheError
 ) -> None:
+    checked("FT-2")
     try:
         answer = ask()
     except kind as error:

@@ -9,7 +9,7 @@ from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check
 from hicache_storage.spec import PoolName, PoolTransfer
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ class PoolCases:
             PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV),
         ]
         answer = sut.call("batch_get_v2", lambda: sut.storage.batch_get_v2(transfers))
-        if answer != {"kv": [True] * 4, "indexer": [False, True, True, True]}:
-            raise Violation(
-                "GET-3",
-                f"a get of kv and of indexer, which borrows kv's indices and lacks the first page, "
-                f"answered {answer}",
-            )
+        check(
+            answer == {"kv": [True] * 4, "indexer": [False, True, True, True]},
+            "GET-3",
+            f"a get of kv and of indexer, which borrows kv's indices and lacks the first page, "
+            f"answered {answer}",
+        )
         sut.compare(keys, [sut.memories["kv"].read(page) for page in (9, 2, 30, 5)])
         found = [sut.memories["indexer"].read(page) for page in (2, 30, 5)]
         sut.compare(keys[1:], found, "indexer")
@@ -130,11 +130,11 @@ class PoolCases:
             PoolTransfer(PoolName.KV, slots_of(pages, 2), keys=keys),
         ]
         answer = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
-        if answer != {"kv": [True] * 4, "indexer": [True] * 4}:
-            raise Violation(
-                "SET-1",
-                f"a set of kv and of indexer, which borrows kv's indices, answered {answer}",
-            )
+        check(
+            answer == {"kv": [True] * 4, "indexer": [True] * 4},
+            "SET-1",
+            f"a set of kv and of indexer, which borrows kv's indices, answered {answer}",
+        )
         for pool in ("kv", "indexer"):
             sut.expect(keys, pool)
 

@@ -14,7 +14,7 @@ from hicache_conformance.history.anomalies import AnomalyKind
 from hicache_conformance.history.events import Call
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import check
 from hicache_conformance.processes.messages import PoolShape
 from hicache_conformance.processes.supervisor import KillSchedule
 from hicache_storage.spec import PoolName
@@ -145,12 +145,12 @@ def _expect_somebody_won(
     """Every page that somebody has tried to set since then is there."""
     tried = {key for event in group.sets(since) for key in event.keys}
     for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        if key in tried and found is None:
-            raise Violation(
-                "SET-4",
-                f"page {index} key {short(key)} was set by several processes at the same time, and "
-                f"none of their pages is there",
-            )
+        check(
+            key not in tried or found is not None,
+            "SET-4",
+            f"page {index} key {short(key)} was set by several processes at the same time, and "
+            f"none of their pages is there",
+        )
 
 
 def _raced(sets: Sequence[Event], keys: Sequence[str]) -> int:
@@ -195,10 +195,10 @@ class _Usage:
             Violation: the store has grown by more than it was given, twice.
         """
         grown = self._sizes[-1] - self._sizes[0] if self._sizes else 0
-        if grown > 2 * self._payload + max_at_a_time:
-            raise Violation(
-                rule,
-                f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the "
-                f"store grow by {grown} bytes; "
-                f"its pages take {self._payload}",
-            )
+        check(
+            grown <= 2 * self._payload + max_at_a_time,
+            rule,
+            f"{len(self._sizes)} races of {PROCESSES} writers for the same pages made the "
+            f"store grow by {grown} bytes; "
+            f"its pages take {self._payload}",
+        )

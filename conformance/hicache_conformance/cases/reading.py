@@ -14,7 +14,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import HiCacheError, PoolName, PoolTransfer
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class ReadingCases:
         chain = [first, missing, second, first, first, missing]
         found = sut.get(chain)
         for index in (1, 5):
-            if found[index] is not None:
-                raise Violation(
-                    "GET-1",
-                    f"page {index} key {short(missing)} was never set, and a get delivers it",
-                )
+            check(
+                found[index] is None,
+                "GET-1",
+                f"page {index} key {short(missing)} was never set, and a get delivers it",
+            )
         present = [index for index in range(len(chain)) if index not in (1, 5)]
         sut.compare(
             [chain[index] for index in present], [found[index] for index in present], rule="GET-3"
@@ -122,6 +122,7 @@ class ReadingCases:
                 PageGroup(parts[2]),
             ]
         )[PoolName.KV]
+        checked("GET-3")
         if found[3] is not None:
             raise Violation(
                 "GET-3",
@@ -162,20 +163,19 @@ class ReadingCases:
         sut.get(context.keys(2))
         sut.set(stored[:1])
         after = [dict(found), found[PoolName.KV], written[PoolName.KV]]
-        if after != before:
-            raise Violation(
-                "GET-3",
-                f"the answers of a get and a set changed with later calls, from {before[1:]} to "
-                f"{after[1:]}",
-            )
+        check(
+            after == before,
+            "GET-3",
+            f"the answers of a get and a set changed with later calls, from {before[1:]} to "
+            f"{after[1:]}",
+        )
 
     @covers("GET-3")
     def test_no_keys(self, context: CaseContext) -> None:
         """A transfer without keys is answered with an empty list, and no transfer with no pool."""
         sut = context.storage()
         for answer in (sut.set([]), sut.get([])):
-            if answer != []:
-                raise Violation("GET-3", f"no keys were answered with {answer}")
+            check(answer == [], "GET-3", f"no keys were answered with {answer}")
         # Both check that no pool is answered for.
         sut.set_many([])
         sut.get_many([])
@@ -248,10 +248,11 @@ class ReadingCases:
             answer = sut.storage.batch_get_v2([transfer])[PoolName.KV]
         except HiCacheError:
             answer = [False, False]
-        if sum(answer) > 1:
-            raise Violation(
-                "GET-1", "two keys were read into one host page, and both were answered with True"
-            )
+        check(
+            sum(answer) <= 1,
+            "GET-1",
+            "two keys were read into one host page, and both were answered with True",
+        )
 
     @covers("GET-4")
     @pytest.mark.parametrize(
@@ -285,14 +286,18 @@ class ReadingCases:
         faults = sut.storage.get_stats().faults
         with records_above_debug() as records:
             sut.expect_missing(context.keys(16), rule="GET-1", why="was never set")
+        checked("GET-6")
         if records:
             raise Violation(
                 "GET-6",
                 f"reading missing pages logged {logging.getLevelName(records[0].levelno)}: "
                 f"{records[0].getMessage()}",
             )
-        if sut.storage.get_stats().faults != faults:
-            raise Violation("GET-6", "reading missing pages counted as faults")
+        check(
+            sut.storage.get_stats().faults == faults,
+            "GET-6",
+            "reading missing pages counted as faults",
+        )
 
 
 def _read_with_holes(

@@ -13,7 +13,7 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ class ReplicationCases:
         writer, other = _ranks(context, 2)
         keys = context.keys(4)
         for index, ok in enumerate(other.set(keys)):
-            if ok:
-                raise Violation(
-                    "ID-3",
-                    f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set "
-                    f"answers True",
-                )
+            check(
+                not ok,
+                "ID-3",
+                f"page {index} key {short(keys[index])}: rank 1 is not the writer, and its set "
+                f"answers True",
+            )
         other.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
         writer.expect_missing(keys, rule="ID-3", why="was set by a rank that is not the writer")
 
@@ -56,12 +56,12 @@ class ReplicationCases:
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
             rank.expect_existing(keys[:3], rule="ID-3")
             answer = rank.set(keys)
-            if answer != [True, True, True, False]:
-                raise Violation(
-                    "ID-3",
-                    f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it "
-                    f"answers {answer}",
-                )
+            check(
+                answer == [True, True, True, False],
+                "ID-3",
+                f"rank {rank.identity.tp_rank} sets 3 pages that exist and 1 that does not; it "
+                f"answers {answer}",
+            )
             rank.expect(keys[:3], writer=ranks[0].identity, rule="ID-3")
 
     @covers("ID-3", levels=LEVELS, needs=["sharing>=process"], probes=True)
@@ -82,6 +82,7 @@ class ReplicationCases:
         ranks[0].store(alone, PoolName.MAMBA)
         ranks[0].expect(alone, PoolName.MAMBA)
         for rank in ranks:
+            checked("ID-3")
             for index, ok in enumerate(rank.set(keys, PoolName.MAMBA)):
                 if not ok:
                     told = f"rank {rank.identity.tp_rank} of a pool that is sharded over TP was refused"
@@ -112,12 +113,12 @@ class ReplicationCases:
         _, other = _ranks(context, 2)
         keys = context.keys(3)
         answer = other.set_many([PageGroup(keys), PageGroup(keys, PoolName.MAMBA)])
-        if answer != {"kv": [False] * 3, "mamba": [True] * 3}:
-            raise Violation(
-                "ID-3",
-                f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it "
-                f"answers {answer}",
-            )
+        check(
+            answer == {"kv": [False] * 3, "mamba": [True] * 3},
+            "ID-3",
+            f"rank 1 sets replicated kv, which it must not write, and sharded mamba: it "
+            f"answers {answer}",
+        )
 
     @covers("ID-3", levels=LEVELS)
     def test_every_rank_writes_sharded_kv(self, context: CaseContext) -> None:

@@ -17,7 +17,7 @@ from hicache_conformance.harness.pools import GuardedPool, HeadsPool
 from hicache_conformance.harness.storage_under_test import PageGroup, all_pages, trailing
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -102,21 +102,27 @@ class ShardCases:
             rank.set_many(groups)
         windows = (all_pages(PoolName.INDEXER), trailing(PoolName.MAMBA, 1))
         for rank in model.ranks(2, **replicated):
-            if rank.exists(keys, *windows).kv_hit_pages != len(keys):
-                raise Violation("ID-7", f"{_name(rank)} has set pages of 3 pools, and has no hit")
+            check(
+                rank.exists(keys, *windows).kv_hit_pages == len(keys),
+                "ID-7",
+                f"{_name(rank)} has set pages of 3 pools, and has no hit",
+            )
         for rank in model.ranks(4, **replicated):
             answer = rank.exists(keys, *windows)
             found = {str(pool): pages for pool, pages in answer.extra_pool_hit_pages.items()}
-            if answer.kv_hit_pages or found != {"kv": 4, "indexer": 4, "mamba": 0}:
-                raise Violation(
-                    "ID-7",
-                    f"TP 2 has set 4 pages of kv, indexer and mamba; {_name(rank)} holds no state, "
-                    f"and finds kv_hit_pages={answer.kv_hit_pages} and {found}",
-                )
+            check(
+                not answer.kv_hit_pages and found == {"kv": 4, "indexer": 4, "mamba": 0},
+                "ID-7",
+                f"TP 2 has set 4 pages of kv, indexer and mamba; {_name(rank)} holds no state, "
+                f"and finds kv_hit_pages={answer.kv_hit_pages} and {found}",
+            )
             rank.expect_own(keys, rule="ID-7")
             rank.store(keys, PoolName.MAMBA)
-            if rank.exists(keys, *windows).kv_hit_pages != len(keys):
-                raise Violation("ID-7", f"{_name(rank)} has set its states, and has no hit")
+            check(
+                rank.exists(keys, *windows).kv_hit_pages == len(keys),
+                "ID-7",
+                f"{_name(rank)} has set its states, and has no hit",
+            )
 
     @covers("ID-8", levels=IDENTITY, needs=SHARED)
     def test_replicated_heads_have_one_writer(self, context: CaseContext) -> None:
@@ -124,20 +130,26 @@ class ShardCases:
         model = _model(context, heads=2)
         ranks, [whole], keys = model.ranks(8), model.ranks(1), context.keys(3)
         for rank in ranks:
-            if rank.identity.tp_rank % 4 and any(rank.set(keys)):
-                raise Violation(
-                    "ID-8",
-                    f"{_name(rank)} is not the first that holds its head, and its set writes",
-                )
+            check(
+                not (rank.identity.tp_rank % 4) or not any(rank.set(keys)),
+                "ID-8",
+                f"{_name(rank)} is not the first that holds its head, and its set writes",
+            )
         for rank in (*ranks, whole):
             rank.expect_missing(keys, rule="ID-8", why="was set by ranks that are not the writer")
         for writer in (ranks[0], ranks[4]):
-            if not all(writer.set(keys)):
-                raise Violation("ID-8", f"{_name(writer)} is the writer, and its set answers False")
+            check(
+                all(writer.set(keys)),
+                "ID-8",
+                f"{_name(writer)} is the writer, and its set answers False",
+            )
         for rank in ranks:
             rank.expect(keys, rule="ID-8")
-            if not all(rank.set(keys)):
-                raise Violation("ID-8", f"{_name(rank)} sets pages that exist, and answers False")
+            check(
+                all(rank.set(keys)),
+                "ID-8",
+                f"{_name(rank)} sets pages that exist, and answers False",
+            )
         whole.expect(keys, rule="ID-8")
 
     @covers("EX-12", levels=POOLS, needs=SHARED)
@@ -154,12 +166,12 @@ class ShardCases:
                 there = hole not in rank.identity.shards(PoolName.KV)
                 hit = rank.exists([first, key, last]).kv_hit_pages
                 answers = rank.present([first, key, last])
-                if hit != (3 if there else 1) or answers != [True, there, True]:
-                    raise Violation(
-                        "EX-12",
-                        f"page 1 key {short(key)} lacks shard {hole}; for {_name(rank)} "
-                        f"kv_hit_pages is {hit}, and batch_present answers {answers}",
-                    )
+                check(
+                    hit == (3 if there else 1) and answers == [True, there, True],
+                    "EX-12",
+                    f"page 1 key {short(key)} lacks shard {hole}; for {_name(rank)} "
+                    f"kv_hit_pages is {hit}, and batch_present answers {answers}",
+                )
 
     @covers("GET-10", levels=POOLS, needs=SHARED)
     def test_a_get_of_a_page_with_a_hole(self, context: CaseContext) -> None:
@@ -174,12 +186,12 @@ class ShardCases:
             for rank in readers:
                 there = hole not in rank.identity.shards(PoolName.KV)
                 found = rank.get(keys)
-                if (found[1] is not None) != there:
-                    raise Violation(
-                        "GET-10",
-                        f"page 1 key {short(keys[1])} lacks shard {hole}, and a get of "
-                        f"{_name(rank)} answers {not there}",
-                    )
+                check(
+                    (found[1] is not None) == there,
+                    "GET-10",
+                    f"page 1 key {short(keys[1])} lacks shard {hole}, and a get of "
+                    f"{_name(rank)} answers {not there}",
+                )
                 wanted = keys if there else keys[::2]
                 rank.compare(wanted, [page for page in found if page], rule="GET-10")
 
@@ -199,17 +211,17 @@ class ShardCases:
                 rank.expect(keys[::2], generation=1, rule="SET-9")
                 found = rank.get(keys[1:2])[0]
                 was = found and rank.generation_of(keys[1], found, PoolName.KV, [1, 2])
-                if was != (2 if shard == hole else 1):
-                    raise Violation(
-                        "SET-9",
-                        f"page 1 key {short(keys[1])} lacked shard {hole}, and was set; shard "
-                        f"{shard} has the bytes of set number {was}",
-                    )
-            if written != one.memories["kv"].page_bytes // HEADS:
-                raise Violation(
+                check(
+                    was == (2 if shard == hole else 1),
                     "SET-9",
-                    f"a set of 3 pages that lacked one shard of {HEADS} counts {written} bytes",
+                    f"page 1 key {short(keys[1])} lacked shard {hole}, and was set; shard "
+                    f"{shard} has the bytes of set number {was}",
                 )
+            check(
+                written == one.memories["kv"].page_bytes // HEADS,
+                "SET-9",
+                f"a set of 3 pages that lacked one shard of {HEADS} counts {written} bytes",
+            )
 
     @covers("GET-10", "SET-9", levels=POOLS, needs=SHARED, corrupts=True)
     @pytest.mark.parametrize("shard", [0, 3, 7])
@@ -223,12 +235,12 @@ class ShardCases:
         if not context.corrupt_page(eight[shard], keys[1], ObjectCorruption.FLIPPED_BIT):
             raise Inconclusive("the driver cannot hold a page with wrong bytes")
         found = one.get(keys)
-        if [page is not None for page in found] != [True, False, True]:
-            raise Violation(
-                "GET-10",
-                f"page 1 key {short(keys[1])} has a flipped bit in shard {shard}; a get of "
-                f"{_name(one)} answers {[page is not None for page in found]}",
-            )
+        check(
+            [page is not None for page in found] == [True, False, True],
+            "GET-10",
+            f"page 1 key {short(keys[1])} has a flipped bit in shard {shard}; a get of "
+            f"{_name(one)} answers {[page is not None for page in found]}",
+        )
         one.compare(keys[::2], [page for page in found if page], generation=1)
         for number, rank in enumerate(eight):
             if number != shard:
@@ -259,10 +271,11 @@ class ShardCases:
             )
             for rank in readers:
                 for key, page in zip(keys, rank.get(keys), strict=True):
-                    if page is None:
-                        raise Violation(
-                            "SET-4", f"key {short(key)} was set (True), and a get answers False"
-                        )
+                    check(
+                        page is not None,
+                        "SET-4",
+                        f"key {short(key)} was set (True), and a get answers False",
+                    )
                     _check_shards(context, rank, key, page)
 
     @covers("ID-7", "LC-4", levels=IDENTITY, needs=[*SHARED, "clears"])
@@ -274,6 +287,7 @@ class ShardCases:
         keys = context.keys(3)
         one.store(keys)
         other.store(keys)
+        checked("LC-7")
         if error := model.ranks(2)[0].clear():
             raise Violation("LC-7", f"a clear of an idle store failed: {error}")
         for shard, rank in enumerate(eight):
@@ -289,8 +303,11 @@ class ShardCases:
         model = _model(context)
         [one], keys = model.ranks(1), context.keys(3)
         one.store(keys)
-        if one.delete([keys[1]]) != [True]:
-            raise Violation("SET-1", "a delete of a page in shards, which exists, answers False")
+        check(
+            one.delete([keys[1]]) == [True],
+            "SET-1",
+            "a delete of a page in shards, which exists, answers False",
+        )
         for rank in (one, *model.ranks(8)):
             rank.expect_missing([keys[1]], rule="SET-1", why="was deleted")
             rank.expect(keys[::2])
@@ -311,6 +328,7 @@ class ShardCases:
         ):
             with counted(sut.storage) as calls:
                 ask()
+            checked("BU-1")
             if any(number > 1 for number in calls.values()):
                 listed = ", ".join(f"{name} {number} times" for name, number in calls.items())
                 raise Violation("BU-1", f"a {what} of {BATCH} pages of 8 shards called {listed}")

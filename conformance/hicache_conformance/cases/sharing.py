@@ -10,7 +10,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, check
 from hicache_conformance.processes.messages import PoolShape
 from hicache_storage.spec import PoolName
 
@@ -159,17 +159,16 @@ def _remove_and_set_anew(
 
 def _expect_missing(group: ProcessGroup, worker: WorkerProcess, keys: list[str]) -> None:
     for index, (key, found) in enumerate(zip(keys, worker.get(keys), strict=True)):
-        if found is not None:
-            raise Violation(
-                "GET-5",
-                f"page {index} key {short(key)} is damaged, and is delivered to process "
-                f"{worker.name}",
-            )
-    if worker.exists(keys):
-        raise Violation(
-            "EX-9",
-            f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist",
+        check(
+            found is None,
+            "GET-5",
+            f"page {index} key {short(key)} is damaged, and is delivered to process {worker.name}",
         )
+    check(
+        not worker.exists(keys),
+        "EX-9",
+        f"process {worker.name} has found {len(keys)} pages damaged, and says that they exist",
+    )
 
 
 def _arguments(shape: PoolShape) -> dict[str, object]:

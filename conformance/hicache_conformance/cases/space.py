@@ -24,7 +24,7 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, check, checked
 from hicache_storage.layers import innermost
 from hicache_storage.objects import ObjectStorage, WriteBatch
 from hicache_storage.spec import PoolName
@@ -55,11 +55,11 @@ class SpaceCases:
             answered = _set_counted(sut, keys)
             there = readable(sut, keys, rule="GET-1")
             _check_refused(keys, answered, there, lasting=not sut.storage.capabilities.evicts)
-            if not turn and not any(there):
-                raise Violation(
-                    "SET-5",
-                    f"{len(keys)} pages were set in an empty store of {PAGES}, and none was stored",
-                )
+            check(
+                turn or any(there),
+                "SET-5",
+                f"{len(keys)} pages were set in an empty store of {PAGES}, and none was stored",
+            )
             if _free(sut, keys):
                 _check_usable(
                     context,
@@ -80,6 +80,7 @@ class SpaceCases:
         for turn in range(2 * context.profile.store_fills):
             keys = context.keys(2, "long")
             answered = _set_counted(wide, keys, "draft")
+            checked("SET-5")
             if not sut.storage.capabilities.evicts and any(answered):
                 raise Violation(
                     "SET-5",
@@ -87,10 +88,7 @@ class SpaceCases:
                 )
             for key, content in zip(keys, wide.get(keys, "draft"), strict=True):
                 wrong = wide.explain(key, content, "draft") if content is not None else ""
-                if wrong:
-                    raise Violation(
-                        "GET-1", f"page key {short(key)}, longer than the store, {wrong}"
-                    )
+                check(not wrong, "GET-1", f"page key {short(key)}, longer than the store, {wrong}")
             if _free(sut, small):
                 small = _check_usable(
                     context,
@@ -113,12 +111,12 @@ class SpaceCases:
             later = readable(sut, stored[-3 * PAGES :] if evicts else stored, rule="GET-1").count(
                 True
             )
-            if later < first - BATCH if evicts else later < first:
-                raise Violation(
-                    "SET-5",
-                    f"a full store held {first} pages at first, and {later} after {turn + 1} "
-                    f"rounds of writing",
-                )
+            check(
+                not (later < first - BATCH if evicts else later < first),
+                "SET-5",
+                f"a full store held {first} pages at first, and {later} after {turn + 1} "
+                f"rounds of writing",
+            )
 
     @covers("SET-5", levels=FAULTS, needs=["capacity_option", "deletes"])
     def test_deleted_room_is_used_again(self, context: CaseContext) -> None:
@@ -147,10 +145,11 @@ class SpaceCases:
         }
         sut, max_keys, keys = context.storage(pools=pools), context.keys(1), context.keys(2)
         sut.store(max_keys)
-        if any(_set_counted(sut, keys, "draft")):
-            raise Violation(
-                "SET-5", f"a page of {limit + 1} bytes was accepted, and max_page_bytes is {limit}"
-            )
+        check(
+            not any(_set_counted(sut, keys, "draft")),
+            "SET-5",
+            f"a page of {limit + 1} bytes was accepted, and max_page_bytes is {limit}",
+        )
         sut.expect_missing(keys, "draft", rule="SET-5", why="was refused because it is too long")
         sut.expect(max_keys)
 
@@ -167,12 +166,12 @@ class SpaceCases:
             answered = _set_counted(sut, keys)
             there = readable(sut, keys, rule="GET-1")
         _check_refused(keys, answered, there, lasting=True)
-        if answered.count(True) != room:
-            raise Violation(
-                "SET-5",
-                f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were "
-                f"answered with True",
-            )
+        check(
+            answered.count(True) == room,
+            "SET-5",
+            f"{len(keys)} pages were set where {room} fit; {answered.count(True)} were "
+            f"answered with True",
+        )
         sut.expect(before)
         sut.store(keys)
         sut.expect(keys)
@@ -217,12 +216,12 @@ def _set_counted(sut: StorageUnderTest, keys: Sequence[str], pool: str = PoolNam
     before = sut.stats(pool).pages_refused
     answered = sut.set(keys, pool)
     counted = sut.stats(pool).pages_refused - before
-    if counted != answered.count(False):
-        raise Violation(
-            "OB-1",
-            f"{answered.count(False)} of {len(keys)} pages were refused, and pages_refused grew by "
-            f"{counted}",
-        )
+    check(
+        counted == answered.count(False),
+        "OB-1",
+        f"{answered.count(False)} of {len(keys)} pages were refused, and pages_refused grew by "
+        f"{counted}",
+    )
     return answered
 
 
@@ -234,10 +233,8 @@ def _check_refused(
         page = (
             f"page {index} key {short(key)} of a batch that does not fit was answered with {said}"
         )
-        if found and not said:
-            raise Violation("SET-5", f"{page}, and a get delivers it")
-        if lasting and said and not found:
-            raise Violation("SET-5", f"{page}, and a get misses it")
+        check(not found or said, "SET-5", f"{page}, and a get delivers it")
+        check(not lasting or not said or found, "SET-5", f"{page}, and a get misses it")
 
 
 def _free(sut: StorageUnderTest, stored: Sequence[str]) -> bool:
@@ -256,15 +253,16 @@ def _free(sut: StorageUnderTest, stored: Sequence[str]) -> bool:
 def _check_usable(context: CaseContext, sut: StorageUnderTest, when: str) -> list[str]:
     """Store a small batch; its keys."""
     keys = context.keys(BATCH)
-    if not any(sut.set(keys)):
-        raise Violation(
-            "SET-5", f"{when}, the store takes no page of a batch of {len(keys)} any more"
-        )
-    if not any(readable(sut, keys, rule="GET-1")):
-        raise Violation(
-            "SET-5",
-            f"{when}, a batch of {len(keys)} pages was answered with True, and none of it is there",
-        )
+    check(
+        any(sut.set(keys)),
+        "SET-5",
+        f"{when}, the store takes no page of a batch of {len(keys)} any more",
+    )
+    check(
+        any(readable(sut, keys, rule="GET-1")),
+        "SET-5",
+        f"{when}, a batch of {len(keys)} pages was answered with True, and none of it is there",
+    )
     return keys
 
 
@@ -279,10 +277,10 @@ def _check_reuse(
         half = context.keys(PAGES // 2)
         refused = sut.set(half).count(False)
         missing = readable(sut, half, rule="GET-1").count(False)
-        if refused or missing:
-            raise Violation(
-                "SET-5",
-                f"everything was {what} in a store of {PAGES} pages, for time {turn + 1}; "
-                f"of {len(half)} pages set then {refused} were refused and {missing} cannot be read",
-            )
+        check(
+            not refused and not missing,
+            "SET-5",
+            f"everything was {what} in a store of {PAGES} pages, for time {turn + 1}; "
+            f"of {len(half)} pages set then {refused} were refused and {missing} cannot be read",
+        )
         stored = half + fill_store(context, sut, PAGES)

@@ -9,7 +9,7 @@ from hicache_conformance.fixtures.large_batches import BATCH, large_batches, mov
 from hicache_conformance.harness.memory_peak import transient_bytes
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import NotPromised, Violation
+from hicache_conformance.model.violation import NotPromised, Violation, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def _check_memory(
 ) -> None:
     page_bytes = sut.memories[PoolName.KV].page_bytes
     needed = transient_bytes(calls) / page_bytes
+    checked("BU-2")
     if needed > MAX_PAGES:
         told = f"memory for {needed:.0f} pages of {page_bytes >> 10} KiB while it ran"
         raise Violation(

@@ -14,7 +14,7 @@ from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.fault_plan import Fault, FaultKind, FaultPlan
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import check
 from hicache_storage.layers import StorageOptions
 from hicache_storage.plugins import registry
 
@@ -147,12 +147,12 @@ def _meet(
     while not stored and time.monotonic() < until:
         stored = [key for key, ok in zip(keys, other.set(keys), strict=True) if ok]
     injector.heal()
-    if not setting.comes_back(PATIENCE_SECONDS):
-        raise Violation(
-            "FT-4",
-            f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it "
-            f"could go on",
-        )
+    check(
+        setting.comes_back(PATIENCE_SECONDS),
+        "FT-4",
+        f"a set that was held up ({plan}) has not come back {PATIENCE_SECONDS:.0f} s after it "
+        f"could go on",
+    )
     setting.answer()
     strict = config is context.config
     for reader in (
@@ -181,18 +181,18 @@ def _check_right(
     check_hits(reader, stored, found, plan)
     scenario = f"was stored (True) while another set was held up ({plan})"
     for key, content in zip(stored, found, strict=True):
-        if keeps and content is None:
-            raise Violation(
-                "SET-1",
-                f"page key {short(key)} {scenario}, and a get answers False when that has gone on",
-            )
-    damaged = reader.stats().pages_damaged
-    if damaged:
-        raise Violation(
+        check(
+            not keeps or content is not None,
             "SET-1",
-            f"a page of {len(stored)} {scenario}, and when that has gone on {damaged} of them are "
-            f"damaged",
+            f"page key {short(key)} {scenario}, and a get answers False when that has gone on",
         )
+    damaged = reader.stats().pages_damaged
+    check(
+        not damaged,
+        "SET-1",
+        f"a page of {len(stored)} {scenario}, and when that has gone on {damaged} of them are "
+        f"damaged",
+    )
 
 
 def _joined(

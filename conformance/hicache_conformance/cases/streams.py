@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from hicache_conformance.fixtures.pipeline import LAYERS, Pipeline, wait_for
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.transfer.simulator import StreamSimulator
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class StreamCases:
                 pipeline.free(host)
                 pipeline.finish()
                 pipeline.compare(keys, seen, "ST-2")
+                checked("ST-2")
                 if counter.arrived() != LAYERS:
                     raise Violation(
                         "ST-2",
@@ -279,10 +280,11 @@ def _take_others(pipeline: Pipeline, busy: torch.Tensor, hold: Hold, use: str) -
     if extra is not None:
         handed |= {int(slot) for slot in extra}
         pipeline.free(extra)
-    if handed & {int(slot) for slot in busy} and not hold.expired:
-        raise Violation(
-            "ST-3", f"a host page that {use} was freed, and is handed out before the copy is done"
-        )
+    check(
+        not (handed & {int(slot) for slot in busy}) or hold.expired,
+        "ST-3",
+        f"a host page that {use} was freed, and is handed out before the copy is done",
+    )
     return taken
 
 
@@ -293,8 +295,11 @@ def _check_start(
     kernel = pipeline.simulator.writers(seen[0, 0, layer])[0]
     for later in range(layer + 1, LAYERS):
         for copy in pipeline.writers(pages, [later]):
-            if copy not in earlier and kernel.follows(copy):
-                raise Violation("ST-2", f"{kernel} has to wait for {copy}")
+            check(
+                copy in earlier or not kernel.follows(copy),
+                "ST-2",
+                f"{kernel} has to wait for {copy}",
+            )
 
 
 def _check_held_load(pipeline: Pipeline, context: CaseContext) -> None:
@@ -306,12 +311,12 @@ def _check_held_load(pipeline: Pipeline, context: CaseContext) -> None:
     for layer in range(LAYERS - 1):
         pipeline.read_layer(counter, layer, pages, seen)
     pipeline.finish()
-    if hold.expired:
-        raise Violation(
-            "ST-2",
-            f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer "
-            f"{LAYERS - 1} was held back",
-        )
+    check(
+        not hold.expired,
+        "ST-2",
+        f"the kernels of layers 0 to {LAYERS - 2} did not run while the copy of layer "
+        f"{LAYERS - 1} was held back",
+    )
     hold.release()
     pipeline.read_layer(counter, LAYERS - 1, pages, seen)
     pipeline.check_order()

@@ -11,7 +11,7 @@ from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import PoolName
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ class WritingCases:
             sut.expect(others)
         sut.expect(first)
         for key in first:
-            if not sut.has(key):
-                raise Violation(
-                    "SET-1",
-                    f"key {short(key)} was stored and can be read, and exists says that it is not "
-                    f"there",
-                )
+            check(
+                sut.has(key),
+                "SET-1",
+                f"key {short(key)} was stored and can be read, and exists says that it is not "
+                f"there",
+            )
 
     @covers("SET-1", needs=["deletes"])
     def test_deleted_pages_are_gone(self, context: CaseContext) -> None:
@@ -67,10 +67,11 @@ class WritingCases:
         sut.delete([])
         sut.expect(keys)
         removed = sut.delete([keys[1], missing[0], keys[4]])
-        if removed != [True, False, True]:
-            raise Violation(
-                "SET-1", f"deleting a stored, a missing and a stored page answered {removed}"
-            )
+        check(
+            removed == [True, False, True],
+            "SET-1",
+            f"deleting a stored, a missing and a stored page answered {removed}",
+        )
         sut.expect_missing([keys[1], keys[4]], rule="SET-1", why="was deleted")
         sut.expect([keys[0], keys[2], keys[3], keys[5]])
         sut.store([keys[1]], generation=1)
@@ -88,8 +89,11 @@ class WritingCases:
         for sut in (one, two):
             sut.expect_existing(keys, rule="SET-1")
             sut.expect(keys)
-        if two.delete(keys) != [True] * 4:
-            raise Violation("SET-1", "deleting 4 pages of another storage did not remove them all")
+        check(
+            two.delete(keys) == [True] * 4,
+            "SET-1",
+            "deleting 4 pages of another storage did not remove them all",
+        )
         for sut in (two, one):
             sut.expect_missing(keys, rule="SET-1", why="was deleted by another storage")
         one.store(keys, generation=1)
@@ -113,9 +117,9 @@ class WritingCases:
         sut, keys = context.storage(), context.keys(2)
         content = b"the same bytes under two keys".ljust(sut.memories[PoolName.KV].page_bytes)
         for key in keys:
-            _store_content(sut, key, content, "a page that equals another one")
+            store_content(sut, key, content, "a page that equals another one")
         sut.delete(keys[:1])
-        _expect_content(sut, keys[1], content, "a page whose equal was deleted")
+        expect_content(sut, keys[1], content, "a page whose equal was deleted")
         sut.expect_missing(keys[:1], rule="SET-1", why="was deleted")
 
     @covers("SET-1", "GET-1")
@@ -127,9 +131,9 @@ class WritingCases:
         sut, keys = context.storage(), context.keys(len(CONTENTS))
         length = sut.memories[PoolName.KV].page_bytes
         for key, (words, cell) in zip(keys, CONTENTS.items(), strict=True):
-            _store_content(sut, key, _content(cell, length), words)
+            store_content(sut, key, _content(cell, length), words)
         for key, (words, cell) in zip(keys, CONTENTS.items(), strict=True):
-            _expect_content(sut, key, _content(cell, length), words)
+            expect_content(sut, key, _content(cell, length), words)
 
     @covers("GET-2")
     def test_a_set_changes_no_host_page(self, context: CaseContext) -> None:
@@ -145,10 +149,11 @@ class WritingCases:
         ):
             sut.call(name, ask)
             for page in range(memory.pages):
-                if memory.read(page) != canary(page, memory.page_bytes):
-                    raise Violation(
-                        "GET-2", f"{name} with host pages {pages} changed host page {page}"
-                    )
+                check(
+                    memory.read(page) == canary(page, memory.page_bytes),
+                    "GET-2",
+                    f"{name} with host pages {pages} changed host page {page}",
+                )
 
     @covers("SET-3", "SET-1", needs=["sharing>=process"])
     def test_pages_of_another_storage_are_not_rewritten(self, context: CaseContext) -> None:
@@ -208,7 +213,7 @@ class WritingCases:
         sut, keys = context.storage(), context.keys(3)
         chain = [keys[0], keys[1], keys[0], keys[2], keys[0]]
         sut.store(chain)
-        sut.expect(keys)
+        sut.expect(keys, rule="SET-3")
         more = context.keys(2)
         sut.store_many([PageGroup(more), PageGroup(more[::-1], generation=1)])
         for index, (key, content) in enumerate(zip(more, sut.get(more), strict=True)):
@@ -231,12 +236,12 @@ class WritingCases:
             chain = context.random.sample(stored, 4) + new + context.random.sample(new, 2)
             context.random.shuffle(chain)
             for index, (key, ok) in enumerate(zip(chain, sut.set(chain), strict=True)):
-                if not ok:
-                    raise Violation(
-                        "SET-6",
-                        f"page {index} key {short(key)} of a batch of existing, repeated and new "
-                        f"pages was refused",
-                    )
+                check(
+                    ok,
+                    "SET-6",
+                    f"page {index} key {short(key)} of a batch of existing, repeated and new "
+                    f"pages was refused",
+                )
             sut.expect(chain, rule="SET-6")
 
     @covers("SET-7")
@@ -253,8 +258,7 @@ class WritingCases:
             found = sut.get(keys)
             for index, (key, content) in enumerate(zip(keys, found, strict=True)):
                 wrong = sut.explain(key, content) if content is not None else ""
-                if wrong:
-                    raise Violation("SET-7", f"page {index} key {short(key)} {wrong}")
+                check(not wrong, "SET-7", f"page {index} key {short(key)} {wrong}")
             sut.compare(keys, found)
 
 
@@ -268,11 +272,11 @@ def check_not_rewritten(
     """
     found = sut.get(keys, pool)
     for index, (key, content) in enumerate(zip(keys, found, strict=True)):
-        if content is not None and sut.generation_of(key, content, pool, [1]) == 1:
-            raise Violation(
-                "SET-3",
-                f"page {index} key {short(key)} of pool {pool!r} existed, and a set wrote it anew",
-            )
+        check(
+            content is None or sut.generation_of(key, content, pool, [1]) != 1,
+            "SET-3",
+            f"page {index} key {short(key)} of pool {pool!r} existed, and a set wrote it anew",
+        )
     sut.compare(keys, found, pool)
 
 
@@ -280,19 +284,30 @@ def _content(cell: bytes, length: int) -> bytes:
     return (cell * (length // len(cell) + 1))[-length:]
 
 
-def _store_content(sut: StorageUnderTest, key: str, content: bytes, words: str) -> None:
+def store_content(sut: StorageUnderTest, key: str, content: bytes, words: str) -> None:
+    """Store a page of these bytes.
+
+    Raises:
+        Violation: SET-1, it was refused.
+    """
     pages = sut.own_pages([key])
     sut.memories[PoolName.KV].write(pages[0], content)
     transfers = sut.transfers([PageGroup([key])], [pages])
     answer = sut.call("batch_set_v2", lambda: sut.storage.batch_set_v2(transfers))
-    if answer != {PoolName.KV: [True]}:
-        raise Violation("SET-1", f"{words} was refused: {answer}")
+    check(answer == {PoolName.KV: [True]}, "SET-1", f"{words} was refused: {answer}")
 
 
-def _expect_content(sut: StorageUnderTest, key: str, content: bytes, words: str) -> None:
+def expect_content(
+    sut: StorageUnderTest, key: str, content: bytes, words: str, rule: str = "SET-1"
+) -> None:
+    """Read a page that was stored, and compare its bytes.
+
+    Raises:
+        Violation: `rule` for a page that is gone, GET-1 for other bytes.
+    """
     found = sut.get([key])[0]
-    if found is None:
-        raise Violation("SET-1", f"{words} was stored (True), and a get answers False")
-    if found != content:
+    checked("GET-1")
+    check(found is not None, rule, f"{words} was stored (True), and a get answers False")
+    if found is not None and found != content:
         wrong = sum(a != b for a, b in zip(found, content, strict=True))
         raise Violation("GET-1", f"{words} came back with {wrong} of {len(content)} bytes changed")

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +66,7 @@ def together(rule: str, functions: Sequence[Callable[[], object]]) -> None:
     Raises:
         Violation: `rule`, if one hangs; otherwise what the first that failed has raised.
     """
+    checked(rule)
     errors = list[BaseException]()
     start = threading.Barrier(len(functions))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, check, checked
 from hicache_storage.spec import PoolHitPolicy, PoolName
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class PoolQuery:
         return f"{self.transfer.name} {drawn(self.present)} ({policy}{detail})"
 
 
-def check(
+def check_exists(
     answer: PoolTransferResult,
     kv: Sequence[bool],
     asked: Sequence[PoolQuery] = (),
@@ -94,10 +94,12 @@ def check(
     ]
     hit = legal[-1] if legal else 0
     scene = ", ".join([f"kv {drawn(kv)}", *map(str, asked)])
-    if answer.kv_hit_pages != hit:
-        raise Violation(
-            _hit_rule(asked), f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}"
-        )
+    check(
+        answer.kv_hit_pages == hit,
+        _hit_rule(asked),
+        f"{scene}: kv_hit_pages is {answer.kv_hit_pages}, must be {hit}",
+    )
+    checked("EX-5")
     if list(answer.restorable_prefix_pages) != legal:
         raise Violation(
             "EX-5",
@@ -136,11 +138,12 @@ def _check_verdict(
     answer: PoolTransferResult, pool: PoolName, verdict: int, rule: str, scene: str
 ) -> None:
     told = answer.extra_pool_hit_pages.get(pool)
-    if told != verdict:
-        rule = "EX-6" if told is None else rule
-        raise Violation(
-            rule, f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}"
-        )
+    checked("EX-6")
+    check(
+        told == verdict,
+        "EX-6" if told is None else rule,
+        f"{scene}: extra_pool_hit_pages[{str(pool)!r}] is {told}, must be {verdict}",
+    )
 
 
 def _hit_rule(asked: Sequence[PoolQuery]) -> str:

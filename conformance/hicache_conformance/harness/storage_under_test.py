@@ -17,7 +17,7 @@ from hicache_conformance.harness.page_patterns import (
     spent,
 )
 from hicache_conformance.harness.pools import slots_of
-from hicache_conformance.model.violation import Violation
+from hicache_conformance.model.violation import Violation, checked
 from hicache_storage.spec import (
     HiCacheStorage,
     PoolHitPolicy,
@@ -311,6 +311,7 @@ class StorageUnderTest:
         rule: str = "",
     ) -> None:
         """As `expect`, for pages that were read already."""
+        checked(rule or "SET-1", "GET-1")
         wrongs = self._patterns.explain_all(found, self._owners(keys, pool, generation, writer))
         for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
             if content is None:
@@ -344,6 +345,7 @@ class StorageUnderTest:
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
+        checked(rule)
         # Before the get, because a page that a get has found to be another's stops existing.
         claimed = [self.has(key, pool) for key in keys]
         for index, (key, content) in enumerate(zip(keys, self.get(keys, pool), strict=True)):
@@ -369,6 +371,7 @@ class StorageUnderTest:
         Raises:
             Violation: `rule`; the message tells whose bytes were delivered.
         """
+        checked(rule)
         found = self.get(keys, pool)
         wrongs = self._patterns.explain_all(found, self._owners(keys, pool))
         for index, (key, content, wrong) in enumerate(zip(keys, found, wrongs, strict=True)):
@@ -386,6 +389,7 @@ class StorageUnderTest:
             Violation: `rule`.
         """
         hit = self.exists(keys).kv_hit_pages
+        checked(rule)
         if hit != len(keys):
             raise Violation(
                 rule,
@@ -491,6 +495,7 @@ class StorageUnderTest:
         return placed
 
     def _check_neighbours(self, pool: str, destinations: frozenset[int]) -> None:
+        checked("GET-2")
         memory = self.memories[pool]
         blank = canary(self._calls, memory.page_bytes)
         neighbours = [page for page in self._own_pages(memory) if page not in destinations]
@@ -538,6 +543,7 @@ def _about(groups: Sequence[PageGroup]) -> list[tuple[str, Sequence[str]]]:
 def _checked(
     answer: Mapping[PoolName, Sequence[bool]], groups: Sequence[PageGroup]
 ) -> dict[str, list[bool]]:
+    checked("GET-3")
     expected = dict[str, int]()
     for group in groups:
         expected[group.pool] = expected.get(group.pool, 0) + len(group.keys)

@@ -45,6 +45,8 @@ class CaseOutcome:
     rules: tuple[str, ...]
     levels: tuple[str, ...]
     outcome: Outcome
+    checked: tuple[str, ...] = ()
+    """The rules of it that it has judged."""
     reason: str = ""
     """One line: what was wrong, what is not declared, why it is untested."""
     detail: str = ""

@@ -23,6 +23,10 @@ STOPPED_AT: Final = " stopped at a violation of "
 """Between a case and the rule whose violation kept it from judging its own."""
 
 
+DID_NOT_CHECK: Final = " did not check it"
+"""Behind the names of the cases of a rule that passed, where all of them judged other rules alone."""
+
+
 DID_NOT_RUN: Final = " did not run"
 """Behind the names of cases that left no outcome."""
 
@@ -49,6 +53,14 @@ class RuleResult:
     reason: str = ""
     """Why it is not a pass."""
     cases: list[CaseOutcome] = field(default_factory=list[CaseOutcome])
+
+    @property
+    def asserting_cases(self) -> int:
+        """Number of cases that ran and judged the rule."""
+        return sum(
+            self.rule.id in case.checked and case.outcome in (Outcome.PASS, Outcome.FAIL)
+            for case in self.cases
+        )
 
     @property
     def seconds(self) -> float:
@@ -208,6 +220,9 @@ def _verdicts(
     stream: OutcomeStream,
 ) -> Iterable[tuple[Outcome, str]]:
     ran = [case for case in mine if level in case.levels]
+    passed = [case for case in ran if case.outcome is Outcome.PASS]
+    if passed and not any(rule.id in case.checked for case in passed):
+        yield Outcome.UNTESTED, f"{', '.join(case.case for case in passed)}{DID_NOT_CHECK}"
     for case in ran:
         # It stopped at another rule's violation, so that it did not get as far as this one.
         if case.outcome is Outcome.FAIL and case.broken_rule not in ("", rule.id):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,38 @@ from hicache_conformance.model.cause import stacks_in_driver
 
 if TYPE_CHECKING:
     from collections.abc import Generator
+
+
+_checks = Counter[str]()
+"""Checks of the running case, by rule."""
+
+
+@contextmanager
+def counted_checks() -> Generator[Counter[str]]:
+    """Count the checks of a case: how often it judged each rule."""
+    # Global and not of a thread: a case checks in threads of its own, and no two cases run in one
+    # process at the same time.
+    _checks.clear()
+    yield _checks
+
+
+def checked(*rules: str) -> None:
+    """Note that a case judges rules here, where `check` cannot say it: in a loop, or a `try`.
+
+    The empty text stands for the rules that the case is about.
+    """
+    _checks.update(rules)
+
+
+def check(holds: object, rule: str, message: str) -> None:
+    """Judge a rule.
+
+    Raises:
+        Violation: it does not hold.
+    """
+    checked(rule)
+    if not holds:
+        raise Violation(rule, message)
 
 
 class Violation(AssertionError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.history.events import Begun, Call, Ended, Event, Recorder
-from hicache_conformance.model.violation import Inconclusive, Violation
+from hicache_conformance.model.violation import Inconclusive, Violation, checked
 from hicache_conformance.processes.channel import Channel
 from hicache_conformance.processes.fork_server import ForkServer
 from hicache_conformance.processes.messages import (
@@ -157,6 +157,7 @@ class WorkerProcess:
         Raises:
             Violation: `rule`; one is missing.
         """
+        checked(rule)
         for index, (key, found) in enumerate(zip(keys, self.get(keys), strict=True)):
             if found is None:
                 raise Violation(

@@ -136,6 +136,7 @@ def _rule(header: Header, result: RuleResult) -> dict[str, Any]:
         # By level as well, since one rule may hold in one process and fail between two.
         "outcome_by_level": {str(level): str(outcome) for level, outcome in result.levels.items()},
         "reason": result.reason,
+        "asserting_cases": result.asserting_cases,
         "seconds": round(result.seconds, 3),
         "cases": [_case(header, case) for case in result.cases],
     }
@@ -145,6 +146,7 @@ def _case(header: Header, case: CaseOutcome) -> dict[str, Any]:
     return {
         "name": case.case,
         "outcome": str(case.outcome),
+        "checked": list(case.checked),
         "reason": case.reason,
         "detail": case.detail,
         "broken_rule": case.broken_rule,

@@ -15,6 +15,7 @@ from hicache_conformance.model.outcomes import DETAIL_LIMIT, CaseOutcome, Header
 from hicache_conformance.model.pytest_keys import (
     CALLS_PROPERTY,
     CASE_PROPERTY,
+    CHECKS_PROPERTY,
     CONTEXT_PROPERTY,
     GATE_PROPERTY,
     PLANS_PROPERTY,
@@ -157,10 +158,18 @@ def _outcome(
         violation = json.loads(str(properties[VIOLATION_PROPERTY]))
         broken, log = violation["rule"], violation["log"]
         causes = msgspec.convert(violation["causes"], tuple[Cause, ...])
+    rules: tuple[str, ...] = tuple(case["rules"])
+    judged: list[str] = json.loads(str(properties.get(CHECKS_PROPERTY, '[""]')))
+    if outcome is Outcome.FAIL:
+        judged.append(broken)
+    checked = tuple(rule for rule in rules if rule in judged or "" in judged)
+    if outcome is Outcome.PASS and not checked:
+        outcome, reason = Outcome.UNTESTED, "the case ended and has checked none of its rules"
     return CaseOutcome(
         case=name,
-        rules=tuple(case["rules"]),
+        rules=rules,
         levels=tuple(case["levels"]),
+        checked=checked,
         outcome=outcome,
         reason=reason,
         detail=detail,
