@@ -92,23 +92,18 @@ def test_a_wrong_driver_exits_1(site, tmp_path, results):
     ("driver", "case", "rule", "words"),
     [
         ("Rewrites", "test_single_pages_are_not_rewritten", "SET-3", "a set wrote it anew"),
-        pytest.param(
-            "AnswersOneTruth",
-            "test_pages_read_back",
-            "SET-1",
-            (
-                "and a get answers False; answered as a miss: TypeError: batch_get_v1 answered True, "
-                "not a list with one answer for each page"
-            ),
-            marks=pytest.mark.long,
+        *(
+            pytest.param(
+                f"{call}{shape}",
+                "test_pages_read_back",
+                "GET-3",
+                "must be a list with one truth value for each of",
+                marks=[pytest.mark.long] if call == "Sets" or shape == "OneValue" else [],
+            )
+            for call in ("Gets", "Sets")
+            for shape in ("OneValue", "Shorter", "Numbers", "Generators")
         ),
-        pytest.param(
-            "SetsAnswerOneTruth",
-            "test_pages_read_back",
-            "SET-1",
-            "TypeError: batch_set_v1 answered True, not a list with one answer for each page",
-            marks=pytest.mark.long,
-        ),
+        ("TwoHalves", "test_pages_are_read_while_they_are_set", "GET-1", "read while it was set"),
         (
             "ClearKeepsTheReadCache",
             "test_clear_removes_what_was_read",

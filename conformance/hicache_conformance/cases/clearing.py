@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from hicache_conformance.cases.writing import expect_content, store_content
 from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.model.case import covers
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from hicache_conformance.harness.pools import PoolMemory
 
 IDENTITY = [Level.IDENTITY]
+LATE_SECONDS: Final = 0.1
+"""How long late effects of a clear are waited for."""
 
 
 class ClearingCases:
@@ -79,6 +83,33 @@ class ClearingCases:
         one.call("close", one.storage.close)
         two = context.storage(replace(one.identity))
         two.expect_missing(keys, rule="LC-4", why="was cleared before the store was reopened")
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    def test_pages_that_are_set_after_a_clear_stay(self, context: CaseContext) -> None:
+        """A clear that has returned removes nothing any more."""
+        sut, keys = context.storage(), context.keys(4)
+        sut.store(keys)
+        sut.call("clear", sut.storage.clear)
+        sut.store(keys, generation=1)
+        time.sleep(LATE_SECONDS)
+        gone = sut.get(keys).count(None)
+        check(
+            not gone,
+            "LC-4",
+            f"{gone} of {len(keys)} pages are gone that were set after a clear had returned",
+        )
+
+    @covers("LC-4", levels=IDENTITY, needs=["clears"])
+    def test_clear_leaves_pages_of_equal_bytes(self, context: CaseContext) -> None:
+        """Another model has stored the same bytes under the same key."""
+        own = context.storage()
+        other = context.storage(replace(own.identity, model="conformance/model2"))
+        key, words = context.keys(1)[0], "another model's page, of equal bytes,"
+        content = context.random.randbytes(own.memories[PoolName.KV].page_bytes)
+        for sut in (own, other):
+            store_content(sut, key, content, words)
+        own.call("clear", own.storage.clear)
+        expect_content(other, key, content, words, rule="LC-4")
 
     @covers("LC-4", levels=IDENTITY, needs=["clears"])
     def test_clear_leaves_others_alone(self, context: CaseContext) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from hicache_conformance.harness.concurrency import together
+from hicache_conformance.harness.page_patterns import short
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.history.checker import HistoryChecker
@@ -15,7 +16,7 @@ from hicache_conformance.history.counterexample import Counterexample
 from hicache_conformance.history.events import Call, Recorder
 from hicache_conformance.history.workload import Client, Workload
 from hicache_conformance.model.case import covers
-from hicache_conformance.model.violation import checked
+from hicache_conformance.model.violation import check, checked
 from hicache_storage.spec import PoolName, Sharing
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 THREADS: Final = 8
 LONGEST: Final = 6
+FRESH_PAGES: Final = 48
+"""Pages that are read while they are set: a page can be seen half written only once."""
 MIX: Final[Mapping[Call, int]] = {Call.SET: 3, Call.GET: 3, Call.EXISTS: 1}
 
 
@@ -80,6 +83,34 @@ class ConcurrencyCases:
         history = _SharedHistory(context, sut.identity)
         together("CC-1", history.threads(sut, keys, {**MIX, Call.DELETE: 1}))
         history.judge()
+
+    @covers("CC-1", "GET-1", "ID-6")
+    def test_pages_are_read_while_they_are_set(self, context: CaseContext) -> None:
+        """Two threads ask for each page while a third one sets it: it is whole, or not there.
+
+        What exists finds, a get delivers.
+        """
+        sut = context.storage(pools={PoolName.KV: GuardedPool(pages=12)})
+        keys, ended = context.keys(FRESH_PAGES), threading.Event()
+        writer, *readers = [
+            sut.client(number, 3, context.chance(f"places {number}")) for number in range(3)
+        ]
+        being_set = keys[:1]
+
+        def write() -> None:
+            try:
+                for key in keys:
+                    being_set[0] = key
+                    writer.store([key])
+            finally:
+                ended.set()
+
+        def read(client: StorageUnderTest) -> None:
+            while not ended.is_set():
+                _check_whole(context, client, being_set[0])
+
+        together("CC-1", [write, *(partial(read, client) for client in readers)])
+        sut.expect(keys[-12:])
 
     @covers("CC-1")
     def test_many_threads_and_pools(self, context: CaseContext) -> None:
@@ -224,6 +255,27 @@ class _SharedHistory:
             raise Counterexample(self._identity, self._context.patterns, events).violation(
                 anomalies, "CC-1"
             )
+
+
+def _check_whole(context: CaseContext, client: StorageUnderTest, key: str) -> None:
+    """Ask for a page that is being set.
+
+    Raises:
+        Violation: GET-1 for wrong bytes, ID-6 for a page that exists and cannot be read.
+    """
+    faults = client.storage.fault_count()
+    there = client.has(key)
+    [content] = client.get([key])
+    wrong = client.explain(key, content) if content is not None else ""
+    check(not wrong, "GET-1", f"page key {short(key)}, read while it was set, {wrong}")
+    # Other interfaces do not promise it of a page whose set has not answered.
+    if context.interface_profile.promises is None and not context.capabilities.evicts:
+        check(
+            content is not None or not there or client.storage.fault_count() != faults,
+            "ID-6",
+            f"page key {short(key)} is said to exist while it is set, and a get after that answers "
+            f"False",
+        )
 
 
 def _wide_pool() -> dict[str, GuardedPool]:

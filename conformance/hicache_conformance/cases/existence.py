@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, TypeVar
 
@@ -9,6 +10,7 @@ from hicache_conformance.fixtures.context import NO_LAYERS
 from hicache_conformance.harness.oracle import PoolQuery, check_exists
 from hicache_conformance.harness.pools import GuardedPool
 from hicache_conformance.harness.storage_under_test import (
+    PageGroup,
     StorageUnderTest,
     all_pages,
     block_groups,
@@ -255,6 +257,23 @@ class ExistenceCases:
                 "EX-8",
                 f"a chain with a repeated key has {wanted} leading pages; kv_hit_pages is {hit}",
             )
+
+    @covers("EX-2", "EX-11")
+    def test_keys_in_a_tuple(self, context: CaseContext) -> None:
+        """Keys are a sequence: a tuple of them is looked up, set and read as a list is."""
+        sut, keys = context.storage(), tuple(context.keys(4))
+        check(sut.present(keys) == [False] * 4, "EX-11", "pages that were never set are present")
+        [transfer] = sut.transfers([PageGroup(keys)], [sut.own_pages(keys)])
+        transfer.keys = keys
+        sut.fill(PageGroup(keys), sut.own_pages(keys))
+        for name, move in (
+            ("batch_set_v2", sut.storage.batch_set_v2),
+            ("batch_get_v2", sut.storage.batch_get_v2),
+        ):
+            answer = sut.call(name, partial(move, [transfer]))
+            check(answer == {PoolName.KV: [True] * 4}, "EX-11", f"{name} of a tuple: {answer}")
+        sut.expect_existing(keys, rule="EX-2")
+        check(sut.present(keys) == [True] * 4, "EX-11", "pages that were set are not present")
 
     @covers("EX-2", levels=[Level.CORE])
     def test_existence_is_of_the_chain_asked(self, context: CaseContext) -> None:

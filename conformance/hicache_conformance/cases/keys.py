@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hicache_conformance.harness.page_patterns import short
-from hicache_conformance.harness.pools import GuardedPool
+from hicache_conformance.harness.page_patterns import canary, short
+from hicache_conformance.harness.pools import GuardedPool, slots_of
 from hicache_conformance.harness.storage_under_test import PageGroup
 from hicache_conformance.model.case import covers
 from hicache_conformance.model.rules import Level
 from hicache_conformance.model.violation import Violation, check, checked
-from hicache_storage.spec import MAX_KEY_BYTES, HiCacheStorageExtraInfo, PoolName
+from hicache_storage.spec import MAX_KEY_BYTES, HiCacheStorageExtraInfo, PoolName, PoolTransfer
 
 if TYPE_CHECKING:
     from hicache_conformance.fixtures.context import CaseContext
@@ -228,6 +229,41 @@ class KeyCases:
                     f"3 pages were set with the prefix keys {list(map(short, prefix[:2]))}; with "
                     f"{list(map(short, shown))} a get misses {found[0]} and exists finds {found[1]}",
                 )
+
+    @covers("ID-6", "GET-1", levels=[Level.IDENTITY])
+    def test_the_next_call_has_the_same_list_and_tensor(self, context: CaseContext) -> None:
+        """A caller writes its keys and indices where those of the call before were.
+
+        Each page is read twice into the same host page, which is overwritten in between.
+        """
+        sut, keys = context.storage(), context.keys(16)
+        memory, chain = sut.memories[PoolName.KV], keys[:4]
+        slots = slots_of(range(4), memory.page_size)
+        transfers = [PoolTransfer(PoolName.KV, slots, keys=chain)]
+
+        def turn(start: int) -> list[int]:
+            pages = context.random.sample(range(memory.pages), 4)
+            chain[:] = keys[start : start + 4]
+            slots.copy_(slots_of(pages, memory.page_size))
+            return pages
+
+        for start in range(0, len(keys), 4):
+            pages = turn(start)
+            sut.fill(PageGroup(chain), pages)
+            answer = sut.call("batch_set_v2", partial(sut.storage.batch_set_v2, transfers))
+            check(answer == {PoolName.KV: [True] * 4}, "SET-1", f"a set answered {answer}")
+        chain[:] = context.keys(4)
+        sut.expect(keys, rule="ID-6")
+        for start in range(0, len(keys), 4):
+            pages = turn(start)
+            for number in range(2):
+                memory.fill(pages, canary(number, memory.page_bytes))
+                answer = sut.call("batch_get_v2", partial(sut.storage.batch_get_v2, transfers))
+                found = [
+                    content if ok else None
+                    for content, ok in zip(memory.read_all(pages), answer[PoolName.KV], strict=True)
+                ]
+                sut.compare(chain, found, rule="ID-6")
 
     @covers("ID-6", levels=[Level.IDENTITY])
     def test_calls_leave_their_arguments_alone(self, context: CaseContext) -> None:

@@ -181,18 +181,43 @@ class Rewrites(SampleStorage):
         return super().write(pool, keys, host_indices)
 
 
-class AnswersOneTruth(SampleStorage):
-    """Says of a batch, not of each page, whether it was read."""
+SHAPES = {
+    "OneValue": all,
+    "Shorter": lambda answer: answer[:-1],
+    "Numbers": lambda answer: [int(ok) for ok in answer],
+    "Generators": lambda answer: (ok for ok in answer),
+}
+"""How an answer can be shaped in place of a list with one truth value for each page."""
 
-    def batch_get_v1(self, keys, host_indices, extra_info=None):
-        return all(super().batch_get_v1(keys, host_indices, extra_info))
+
+def _reshaped(name, method):
+    right = getattr(SampleStorage, method)
+
+    def call(self, keys, host_indices, extra_info=None):
+        return SHAPES[name](right(self, keys, host_indices, extra_info))
+
+    return type(name, (SampleStorage,), {method: call})
 
 
-class SetsAnswerOneTruth(SampleStorage):
-    """Says of a batch, not of each page, whether it was stored."""
+for _name in SHAPES:
+    globals()[f"Gets{_name}"] = _reshaped(_name, "batch_get_v1")
+    globals()[f"Sets{_name}"] = _reshaped(_name, "batch_set_v1")
 
-    def batch_set_v1(self, keys, host_indices, extra_info=None):
-        return all(super().batch_set_v1(keys, host_indices, extra_info))
+
+class TwoHalves(SampleStorage):
+    """Publishes a page in two parts, one 2 ms after the other."""
+
+    def write(self, pool, keys, host_indices):
+        host = self.pools[pool]
+        for index, key in enumerate(keys):
+            page = host.get_data_page(int(host_indices[index * host.page_size]), flat=True).clone()
+            if not self.has(pool, key):
+                half = page.clone()
+                half[page.numel() // 2 :] = 0
+                self.pages[self.name(pool, key)] = half
+                time.sleep(0.002)
+                self.pages[self.name(pool, key)] = page
+        return [True] * len(keys)
 
 
 class ClearKeepsTheReadCache(SampleStorage):

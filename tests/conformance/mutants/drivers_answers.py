@@ -24,20 +24,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------
 
 
-class GetAnswersOneTruth(Plain):
-    """Says whether all pages of a pool were delivered."""
-
-    def read(self, request: PoolRequest) -> Any:
-        return all(super().read(request))
-
-
-class SetAnswersOneTruth(Plain):
-    """Says whether all pages of a pool were stored."""
-
-    def write(self, request: PoolRequest) -> Any:
-        return all(super().write(request))
-
-
 class AnswersTuples(Plain):
     def read(self, request: PoolRequest) -> Any:
         return tuple(super().read(request))
@@ -114,13 +100,6 @@ class OneAnswerForAllPools(Plain):
         return {
             pool: last if len(last) == len(answer) else answer for pool, answer in answers.items()
         }
-
-
-class DeleteAnswersOneTruth(Plain):
-    """Answers a delete with one truth value for all keys."""
-
-    def delete(self, keys: Sequence[str], *, pool: str = PoolName.KV) -> Any:
-        return any(super().delete(keys, pool=pool))
 
 
 class DeleteAnswersNothing(Plain):

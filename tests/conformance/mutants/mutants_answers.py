@@ -7,16 +7,6 @@ from sample_driver import SampleDriver, in_module
 SAMPLES = in_module(
     "drivers_answers",
     {
-        "GetAnswersOneTruth": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
-        "SetAnswersOneTruth": SampleDriver(
-            breaks=("GET-3",),
-            expect_message="answered with",
-            case_classes=("Reading",),
-        ),
         "AnswersTuples": SampleDriver(
             breaks=("GET-3",),
             expect_message="answered with",
@@ -61,11 +51,6 @@ SAMPLES = in_module(
             breaks=("GET-3",),
             expect_message="GET-3: page",
             case_classes=("Pool",),
-        ),
-        "DeleteAnswersOneTruth": SampleDriver(
-            breaks=("SET-1",),
-            expect_message="keys answered True",
-            case_classes=("Writing",),
         ),
         "DeleteAnswersNothing": SampleDriver(
             breaks=("SET-1",),

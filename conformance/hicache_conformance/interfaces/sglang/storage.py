@@ -37,7 +37,7 @@ from hicache_conformance.interfaces.sglang.engine import (
 )
 from hicache_conformance.interfaces.sglang.interface import SGLangSetup
 from hicache_conformance.interfaces.sglang.pools import EnginePages
-from hicache_conformance.model.violation import NotPromised
+from hicache_conformance.model.violation import NotPromised, check
 from hicache_storage.spec import (
     Capabilities,
     PoolHitPolicy,
@@ -347,14 +347,19 @@ class EngineStorage(ForeignStorage):
             if self._engine.zero_copy:
                 indices = memory.indices(pages)
                 answer = self._caught(
-                    "batch_get_v1",
-                    lambda: _listed(
-                        "batch_get_v1", driver.batch_get_v1(keys, indices, _extra(extra))
-                    ),
+                    "batch_get_v1", lambda: driver.batch_get_v1(keys, indices, _extra(extra))
                 )
             else:
-                answer = self._caught("batch_get", lambda: _get_copies(driver, memory, keys, pages))
-        return [False] * len(keys) if answer is None else answer
+                blanks = [memory.pool.get_dummy_flat_data_page() for _ in keys]
+                found = self._caught("batch_get", lambda: driver.batch_get(keys, blanks))
+                check(
+                    found is None or (isinstance(found, (list, tuple)) and len(found) == len(keys)),
+                    "GET-3",
+                    f"batch_get of {len(keys)} keys answered {type(found).__name__}, must be a list "
+                    f"with one page, or None, for each",
+                )
+                answer = self._caught("batch_get", lambda: _put_copies(memory, pages, found))
+        return [False] * len(keys) if answer is None else _listed("batch_get_v1", answer, len(keys))
 
     def _set_kv(
         self, driver: Any, keys: list[str], pages: list[int], extra: HiCacheStorageExtraInfo | None
@@ -366,18 +371,17 @@ class EngineStorage(ForeignStorage):
         with mirror.sources(pages):
             if self._engine.zero_copy:
                 indices = memory.indices(pages)
-                done = self._caught(
-                    "batch_set_v1",
-                    lambda: all(
-                        _listed("batch_set_v1", driver.batch_set_v1(keys, indices, _extra(extra)))
-                    ),
+                answer = self._caught(
+                    "batch_set_v1", lambda: driver.batch_set_v1(keys, indices, _extra(extra))
                 )
+                done = answer is not None and all(_listed("batch_set_v1", answer, len(keys)))
             else:
                 size = int(memory.pool.page_size)
                 copies = [memory.pool.get_data_page(page * size) for page in pages]
-                done = self._caught("batch_set", lambda: bool(driver.batch_set(keys, copies)))
+                answer = self._caught("batch_set", lambda: driver.batch_set(keys, copies))
+                done = answer is not None and _listed("batch_set", [answer], 1) == [True]
         # The engine takes a batch for stored, or not, as a whole.
-        return [bool(done)] * len(keys)
+        return [done] * len(keys)
 
     def _move_side(
         self,
@@ -410,9 +414,10 @@ class EngineStorage(ForeignStorage):
         for index, transfer in shares.items():
             answer: Any = told.get(transfer.name)
             # Anything but a list counts for nothing there, and so does a pool that is left out.
+            pages_asked = len(transfer.keys or ())
             usable = isinstance(answer, (list, tuple)) and answer != [] and answer != ()
             answers[index] = (
-                _listed("a call", answer) if usable else [False] * len(transfer.keys or ())
+                _listed("a call", answer, pages_asked) if usable else [False] * pages_asked
             )
         return answers
 
@@ -438,27 +443,29 @@ def _not_implemented(call: str, error: NotImplementedError) -> NotPromised:
     return NotPromised(f"{call} of the driver raises NotImplementedError{said}")
 
 
-def _get_copies(driver: Any, memory: EnginePages, keys: list[str], pages: list[int]) -> list[bool]:
-    blanks = [memory.pool.get_dummy_flat_data_page() for _ in keys]
-    found = driver.batch_get(keys, blanks)
-    if found is None:
-        return [False] * len(keys)
-    answers = list[bool]()
-    for page, content in zip(pages, found, strict=True):
+def _put_copies(memory: EnginePages, pages: Sequence[int], found: Any) -> list[bool]:
+    copies: list[Any] = [None] * len(pages) if found is None else list(found)
+    for page, content in zip(pages, copies, strict=True):
         if content is not None:
             memory.pool.set_from_flat_data_page(page * int(memory.pool.page_size), content)
-        answers.append(content is not None)
-    return answers
+    return [content is not None for content in copies]
 
 
-def _listed(call: str, answer: Any) -> list[bool]:
+def _listed(call: str, answer: Any, count: int) -> list[bool]:
     """The answers for each page.
 
     Raises:
-        TypeError: there is one answer for all pages, or none, which the engine cannot read.
+        Violation: GET-3, it is no list with one truth value for each page.
     """
-    if not hasattr(answer, "__iter__"):
-        raise TypeError(f"{call} answered {answer!r:.80}, not a list with one answer for each page")
+    check(
+        isinstance(answer, (list, tuple))
+        and len(answer) == count
+        # By the name of the type, because NumPy's truth value is no `bool` and NumPy is no need.
+        and all(type(ok).__name__ in ("bool", "bool_") for ok in answer),
+        "GET-3",
+        f"{call} answered {answer!r:.80}, must be a list with one truth value for each of {count} "
+        f"keys",
+    )
     return [bool(ok) for ok in answer]
 
 
