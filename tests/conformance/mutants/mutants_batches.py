@@ -127,7 +127,7 @@ SAMPLES = in_module(
             case_classes=("Lifecycle",),
         ),
         "ClearsBeforeItConnects": SampleDriver(
-            cases=("test_any_call_may_be_the_first",),
+            cases=("test_a_clear_may_be_the_first_call",),
             breaks=("LC-1",),
             expect_message="clear",
             case_classes=("Lifecycle",),
