@@ -57,6 +57,19 @@ def test_a_wrong_driver_exits_1(wrong):
     assert re.search(r"non-conformant: breaks .*\bSET-3\b", ran.output)
 
 
+def test_what_a_failing_case_leaves_in_its_directory_fails_no_other_case(site, tmp_path, results):
+    cases = ("test_large_pages", "test_missing_pages_are_quiet", "test_stored_pages_stay")
+    chosen = [part for case in cases for part in ("--case", case)]
+    ran = site.hicache(*RUN, "Poisoned", *SMOKE, *chosen, "--report", str(tmp_path))
+    assert ran.status == 1, ran.output
+    found = {
+        case["name"]: case["outcome"]
+        for rule in results(tmp_path)["rules"]
+        for case in rule["cases"]
+    }
+    assert found == dict.fromkeys(cases, "pass") | {"test_large_pages": "fail"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_ended_leaves_no_process(site, number):
     with site.started(*RUN, "memory", *SMOKE) as process:

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivers_objects import Objects
-from drivers_plain import Plain
+from drivers_plain import FileControlConfig, Plain, PlainConfig
 
 from hicache_storage.objects import Call, ObjectStorage
 
 if TYPE_CHECKING:
     from hicache_storage.objects.requests import PoolRequest
+    from hicache_storage.spec import StorageIdentity
 
 
 class Dies(Plain):
     def read(self, request: PoolRequest) -> list[bool]:
         os._exit(3)
+
+
+class Poisoned(Plain):
+    """Leaves its directory unusable when it is given a page of more than a MiB."""
+
+    def __init__(self, identity: StorageIdentity, config: FileControlConfig) -> None:
+        super().__init__(identity, PlainConfig(store=config.path))
+        self.poison = Path(config.path)
+
+    def write(self, request: PoolRequest) -> list[bool]:
+        if request.pool.namespace.geometry.page_bytes > 1 << 20:
+            self.poison.mkdir(parents=True)
+        return [False] * len(request.keys) if self.poison.exists() else super().write(request)
 
 
 class Hangs(Plain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from sample_driver import SampleDriver, in_module
+from sample_driver import PATH, SampleDriver, in_module
 
 from hicache_storage.hookspecs import DriverSpec, hookimpl
 
@@ -15,7 +15,10 @@ SAMPLES: dict[str, SampleDriver] = {}
 """By name."""
 _FAILING = in_module(
     "drivers_failing",
-    {name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen", "TakesLess")},
+    {
+        **{name: SampleDriver() for name in ("Dies", "Hangs", "CannotOpen", "TakesLess")},
+        "Poisoned": SampleDriver(config="drivers_plain:FileControlConfig", trial_config=PATH),
+    },
 )
 """Registered beside them, for the tests of the command line."""
 for _module in sorted(_HOME.glob("mutants_*.py")):
