@@ -24,8 +24,8 @@ from hicache_metadata_server.core.leases import SteadyClock
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.http.connections import (
-    BoundedProtocol,
     Connections,
+    HttpConnection,
     max_connections,
     raise_descriptor_limit,
 )
@@ -235,6 +235,8 @@ def _config(
         # None listens on both families; asyncio binds "::" for IPv6 alone.
         host=None if settings.host == "::" else settings.host,  # type: ignore[arg-type]  # create_server takes it
         port=settings.port,
+        loop="uvloop",
+        http=partial(HttpConnection, connections),  # type: ignore[arg-type]  # it is called, no more
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=settings.shutdown_seconds,
@@ -251,7 +253,6 @@ def _config(
     config.load()
     # uvicorn can only make a context from files, once; this one follows changes of the files.
     config.ssl = tls
-    config.http_protocol_class = partial(_http_protocol(), connections)  # type: ignore[assignment]  # it is called, no more
     return config
 
 
@@ -298,21 +299,6 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(LATE_SECONDS)
             for connection in list(self.server_state.connections):
                 connection.shutdown()
-
-
-def _http_protocol() -> type[BoundedProtocol]:
-    """The fast path, or uvicorn's own where its internals are not as expected."""
-    # Late and guarded: with another uvicorn, the import itself may fail.
-    try:
-        from hicache_metadata_server.http import fast_path
-
-        missing = fast_path.missing_internals()
-        if not missing:
-            return fast_path.FastPathProtocol
-    except ImportError as error:
-        missing = [str(error)]
-    _log.warning("no_fast_path", uvicorn=uvicorn.__version__, missing=missing)
-    return BoundedProtocol
 
 
 def _trace() -> None:

@@ -193,11 +193,11 @@ def test_variables_that_are_no_settings_are_noticed():
 
 
 def test_the_state_machine_needs_no_server():
-    """The driver's local client uses it in processes that have neither FastAPI nor SQLite open."""
+    """The driver's local client uses it in processes that have neither Starlette nor SQLite open."""
     script = (
         "import sys, hicache_metadata_server.core.service, hicache_metadata_server.core.sglang, "
         "hicache_metadata_server.cli.main\n"
-        "heavy = {'fastapi', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', "
+        "heavy = {'starlette', 'uvicorn', 'pydantic', 'prometheus_client', 'structlog', 'sqlite3', "
         "'torch'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

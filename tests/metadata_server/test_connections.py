@@ -7,21 +7,20 @@ import shlex
 import socket
 import sys
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hicache_metadata_server.http import connections
-from hicache_metadata_server.http.connections import Connections
+from hicache_metadata_server.http.connections import HEAD_END, Connections, part_end
 from tests.metadata_server.servers import DURABLE, served
-from tests.metadata_server.test_fast_path import WITHOUT_INTERNALS, answers, connected, message
+from tests.metadata_server.test_http import answers, connected, message
 
 OPTIONS = DURABLE.partition(" metadata ")[2]
-COMMANDS = {
-    "fast path": DURABLE,
-    "plain uvicorn": f"{sys.executable} -c {shlex.quote(WITHOUT_INTERNALS)} metadata {OPTIONS}",
-}
 FEW_DESCRIPTORS = (
     "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120)); "
     "from hicache_storage.cli.main import main; main()"
@@ -29,9 +28,9 @@ FEW_DESCRIPTORS = (
 PING = message("/healthz", b"", "GET", Content_Length=None, Content_Type=None)
 
 
-@pytest.fixture(params=COMMANDS)
-def server(request):
-    with served(COMMANDS[request.param]) as (place, _):
+@pytest.fixture
+def server():
+    with served() as (place, _):
         yield place
 
 
@@ -68,6 +67,34 @@ def test_pipelined_requests_that_nobody_reads_take_no_memory(server):
             found += len(ended)
 
 
+@given(
+    st.lists(
+        st.sampled_from([b"\r", b"\n", b"\r\n", HEAD_END, b"GET / HTTP/1.1", b"x"]), max_size=30
+    ),
+    st.lists(st.integers(0, 100), max_size=5),
+)
+def test_no_part_holds_the_ends_of_two_heads(pieces, cuts):
+    """However the bytes come. Two ends that share bytes are none of two heads."""
+    sent = b"".join(pieces)
+    places = sorted({min(cut, len(sent)) for cut in cuts} | {0, len(sent)})
+    ends, at = [], 0
+    while (found := sent.find(HEAD_END, at)) >= 0:
+        at = found + len(HEAD_END)
+        ends.append(at)
+    parts = []
+    for begin, end in pairwise(places):
+        received, done = sent[begin:end], 0
+        while done < len(received):
+            last = sent[max(0, begin + done - 3) : begin + done]
+            after = part_end(last, received, done)
+            parts.append((begin + done, begin + after))
+            done = after
+    assert [part for part, _ in parts[1:]] == [after for _, after in parts[:-1]]
+    assert b"".join(sent[part:after] for part, after in parts) == sent
+    for part, after in parts:
+        assert sum(part < end <= after for end in ends) <= 1
+
+
 def test_silent_connections_make_room(tmp_path):
     command = f"{sys.executable} -c {shlex.quote(FEW_DESCRIPTORS)} metadata {OPTIONS}"
     with served(command) as (place, _), ExitStack() as stack:
@@ -95,38 +122,35 @@ def test_all_addresses_are_those_of_both_families():
 class Client:
     """A connection as the registry has it."""
 
-    def __init__(self, registry, *, waits=True, heard_at=0.0):
-        self.waits, self.heard_at, self.ended, self.transport = waits, heard_at, False, self
+    def __init__(self, registry, *, active_at=0.0):
+        self.active_at, self.ended = active_at, False
         registry.add(self)
 
     def abort(self):
         self.ended = True
 
-    def is_closing(self):
-        return self.ended
 
-
-def test_those_that_never_asked_go_first_then_those_that_are_idle_and_never_those_at_work():
+def test_those_that_never_had_an_answer_go_first_then_those_that_are_silent_for_longest():
     registry = Connections(3)
-    served_one, silent, busy = Client(registry), Client(registry), Client(registry, waits=False)
-    registry.serve(served_one)
+    idle, silent, busy = Client(registry), Client(registry), Client(registry)
+    registry.answered(idle)
+    registry.heard(silent)
+    registry.heard(busy)
     new = Client(registry)
-    assert (silent.ended, served_one.ended, new.ended) == (True, False, False)
-    registry.heard(new)
-    registry.serve(new)
-    Client(registry, waits=False)
-    assert (served_one.ended, busy.ended, new.ended) == (True, False, False)
-    new.waits = False
+    assert (silent.ended, idle.ended, busy.ended, new.ended) == (True, False, False, False)
+    registry.answered(busy)
+    registry.answered(new)
+    registry.heard(idle)
     last = Client(registry)
-    assert (last.ended, busy.ended, new.ended) == (True, False, False)
+    assert (busy.ended, idle.ended, new.ended, last.ended) == (True, False, False, False)
 
 
 def test_connections_that_are_silent_for_long_are_closed():
     registry = Connections(10)
-    silent, busy = Client(registry), Client(registry, waits=False)
-    late = Client(registry, heard_at=1.0)
+    silent, answered, late = Client(registry), Client(registry), Client(registry, active_at=1.0)
+    registry.answered(answered)
     registry.end_silent(connections.SILENT_SECONDS + 0.5)
-    assert (silent.ended, busy.ended, late.ended) == (True, False, False)
+    assert (silent.ended, answered.ended, late.ended) == (True, True, False)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/v2/scopes"])

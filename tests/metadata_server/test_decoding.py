@@ -195,8 +195,8 @@ async def test_what_is_refused_for_its_size_is_not_read_for_the_slow_log(monkeyp
         monkeypatch.setattr(
             caller.app.server.recorder,
             "add",
-            lambda route, status, seconds, request_id, body, kind: seen.append((status, body)),
+            lambda route, status, seconds, request_id, size: seen.append((status, size)),
         )
         body = msgspec.json.encode({"scopes": [], "keys": ["k"] * (max_values(DEFAULTS) // 2 + 1)})
         assert (await caller.send("POST", "/v2/lookup", body)).status == 413
-        assert seen == [(413, b"")]
+        assert seen == [(413, (0, 0, ""))]

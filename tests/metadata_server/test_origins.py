@@ -16,7 +16,7 @@ from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.every_route import ask, every_route, prepared
 from tests.metadata_server.http_calls import Caller, running
-from tests.metadata_server.test_fast_path import answers, connected, message, port  # noqa: F401 - `port` is a fixture
+from tests.metadata_server.test_http import answers, connected, message, port  # noqa: F401 - `port` is a fixture
 
 HOST = "127.0.0.1:18000"
 FOREIGN = [

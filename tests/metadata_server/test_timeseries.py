@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.tokens import Tokens
+from hicache_metadata_server.core.chunking import request_size
 from hicache_metadata_server.core.scope import Totals
 from hicache_metadata_server.http.timeseries import (
     MINUTES,
@@ -20,7 +21,6 @@ from hicache_metadata_server.http.timeseries import (
     SlowLog,
     TimeSeries,
     quantile,
-    request_size,
 )
 from hicache_metadata_server.protocol.history import History, SlowCall
 from tests.metadata_server.http_calls import running
@@ -151,8 +151,7 @@ def test_no_more_is_kept_than_the_slowest_of_each_minute():
     assert len(slow_log._heap) + sum(map(len, slow_log._earlier)) <= 61 * SLOW_KEPT
 
 
-@pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
-def test_what_a_request_names(content_type):
+def test_the_size_of_a_request():
     two = [p.LookupScope(scope="0:kv", keys=["a", "b"]), p.LookupScope(scope="0:mamba", keys=["c"])]
     lease = p.LeaseScope(scope="1:kv", leases=[1, 2])
     for request, expected in (
@@ -160,6 +159,7 @@ def test_what_a_request_names(content_type):
         (p.Renew(scopes=[lease]), (2, 1, "1:kv")),
         (p.Clear(scopes=["0:kv", "1:kv"]), (0, 2, "0:kv")),
         (p.Inspect(scope="0:kv", keys=["a"], slots=[1, 2]), (3, 1, "0:kv")),
+        (p.Initialize(scopes=[p.ScopeGeometry(scope="0:kv", slots=1)]), (0, 1, "0:kv")),
         (p.Unpin(pins=[4, 5]), (2, 0, "")),
         (p.SglangKeys(keys=["a", "b"]), (2, 0, "")),
         (p.SglangReserve(keys=[("a", ""), ("b", "a")]), (2, 0, "")),
@@ -167,25 +167,9 @@ def test_what_a_request_names(content_type):
             p.SglangConfirm(written_keys_to_confirm=[("a", 1)], pages_to_release=[2, 3]),
             (3, 0, ""),
         ),
+        (None, (0, 0, "")),
     ):
-        assert request_size(p.encode(request, content_type), content_type) == expected, request
-
-
-@pytest.mark.parametrize("content_type", [p.JSON, p.MSGPACK])
-def test_of_a_name_that_no_scope_can_have_only_the_beginning_is_kept(content_type):
-    longest = "9" * 9 + ":" + "n" * 128
-    for request in (
-        p.Inspect(scope=longest + "x" * 10**6),
-        p.Clear(scopes=[longest + "x" * 10**6]),
-    ):
-        assert request_size(p.encode(request, content_type), content_type).scope == longest
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b'{"scopes": 7}', b"\xff\xfe", b"[" * 5000, b'{"keys": {}}']
-)
-def test_a_body_that_cannot_be_read_names_nothing(body):
-    assert request_size(body, p.JSON) == request_size(body, p.MSGPACK) == (0, 0, "")
+        assert request_size(request) == expected, request
 
 
 class Clock:

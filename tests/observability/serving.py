@@ -17,8 +17,7 @@ import uvicorn
 
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.http.connections import Connections
-from hicache_metadata_server.http.fast_path import FastPathProtocol
+from hicache_metadata_server.http.connections import Connections, HttpConnection
 from hicache_metadata_server.storage.store import MemoryStore
 
 
@@ -45,7 +44,7 @@ def serving(store=None, **options):
         log_config=None,
         access_log=False,
         lifespan="on",
-        http=partial(FastPathProtocol, Connections(1000)),
+        http=partial(HttpConnection, Connections(1000)),
         ws="none",
     )
     server = _Announced(config)

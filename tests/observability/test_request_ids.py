@@ -20,7 +20,6 @@ from hicache_conformance.protocol.server import Served
 from hicache_storage.layers import StorageOptions, wrap
 from hicache_storage.observability.logs import JsonFormatter, configure_json_logs, log_like
 from hicache_storage.observability.request_ids import (
-    HEADER,
     RequestScope,
     call_request_id,
     cleaned,
@@ -225,13 +224,13 @@ def test_the_server_answers_with_the_id_and_never_with_more():
 def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
     seen = []
     with serving() as (url, app):
-        read_head = app.read_head
+        read_head = app._read_head
 
-        def noted(path, method, headers):
-            seen.append((path, headers.get(HEADER.lower().encode())))
-            return read_head(path, method, headers)
+        def noted(path, method, headers, request_id):
+            seen.append((path, request_id))
+            return read_head(path, method, headers, request_id)
 
-        app.read_head = noted
+        app._read_head = noted
         rig = Rig(tmp_path / "store", metadata_url=url)
         rig.storage.open()
         info = HiCacheStorageExtraInfo(request_id="chat-7")
@@ -240,14 +239,14 @@ def test_the_drivers_calls_reach_the_server_under_their_ids(tmp_path):
         rig.storage.close()
     # Nobody waits for `describe`: it comes at any time.
     named = [(path, request_id) for path, request_id in seen if path not in ("/v2", "/v2/describe")]
-    assert {request_id for path, request_id in named[:-1]} == {b"chat-7"}
+    assert {request_id for path, request_id in named[:-1]} == {"chat-7"}
     assert {path for path, _ in named[:-1]} == {
         "/v2/initialize",
         "/v2/reserve",
         "/v2/commit",
     }
     assert named[-1][0] == "/v2/lookup"
-    assert named[-1][1] not in (None, b"chat-7")
+    assert named[-1][1] != "chat-7"
 
 
 def test_slow_requests_are_logged_with_what_they_asked_for():

@@ -48,7 +48,7 @@ def test_the_command_line_starts_without_heavy_libraries():
         "import sys\n"
         "from hicache_storage.cli.main import app\n"
         "app()\n"
-        "print(*sorted({'torch', 'numpy', 'pytest', 'hypothesis', 'fastapi'} & set(sys.modules)))"
+        "print(*sorted({'torch', 'numpy', 'pytest', 'hypothesis', 'starlette'} & set(sys.modules)))"
     )
     found = run_python(code)
     assert found.stdout.split() == []

@@ -156,7 +156,7 @@ from hicache_storage import StorageIdentity, create_storage
 from hicache_storage.plugins import registry
 assert "file" in registry().drivers
 storage = create_storage("file", StorageIdentity(model="m", kv_dtype="b", page_size=1, layout="l"), {{"path": {str(tmp_path / "x")!r}}})
-heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "fastapi", "aiohttp", "hypothesis", "pytest", "typer", "rich", "jinja2"}}
+heavy = {{"torch", "numpy", "mooncake", "hf3fs_fuse", "starlette", "aiohttp", "hypothesis", "pytest", "typer", "rich", "jinja2"}}
 print(sorted(heavy & set(sys.modules)))
 storage.close()
 """

@@ -16,7 +16,7 @@ import sys
 
 class Nothing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("msgspec", "xxhash", "fastapi", "aiohttp", "prometheus_client", "typer", "rich"):
+        if name.partition(".")[0] in ("msgspec", "xxhash", "starlette", "aiohttp", "prometheus_client", "typer", "rich"):
             raise ImportError(name)
 
 sys.meta_path.insert(0, Nothing())
@@ -32,7 +32,7 @@ import sys
 
 class Nothing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("msgspec", "xxhash", "hypothesis", "fastapi", "aiohttp", "numpy", "pytest_timeout", "xdist"):
+        if name.partition(".")[0] in ("msgspec", "xxhash", "hypothesis", "starlette", "aiohttp", "numpy", "pytest_timeout", "xdist"):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nothing())

@@ -216,7 +216,7 @@ class OriginPolicy:
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         self._allowed = {name.strip().lower() for name in allowed if name.strip()}
         self._names = self._allowed | {socket.gethostname().lower()}
-        # Clients send the same few values: parsing each of them once takes it off the fast path.
+        # Clients send the same few values: each of them is parsed once.
         self._accepted = set[bytes]()
         """Values of `Host` that were accepted before."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from msgspec import Struct, structs
 
@@ -15,23 +15,52 @@ T = TypeVar("T")
 
 CHUNK_ENTRIES: Final = 256
 """Entries of a chunk, which takes about half a millisecond."""
+LONG_BODY: Final = 64 * CHUNK_ENTRIES
+"""Bytes of a body, of as many keys as a chunk has; a longer one is long. It is decoded while no
+other long one is, and done in chunks."""
 
 _FLAT: Final = (p.SglangKeys, p.SglangReserve)
 
 
-def is_long(request: object) -> bool:
-    """True if a request is to be done in chunks."""
-    if isinstance(request, _FLAT):
-        return len(request.keys) > CHUNK_ENTRIES
+class RequestSize(NamedTuple):
+    """Size of a request."""
+
+    entries: int = 0
+    """Keys, leases, slots and pins, in all scopes."""
+    scopes: int = 0
+    scope: str = ""
+    """The first scope; empty for requests of SGLang's protocol."""
+
+
+def request_size(request: object) -> RequestSize:
+    """Count entries and scopes of a request; all are zero for None."""
+    if not isinstance(request, Struct):
+        return RequestSize()
+    parts: list[Any] | None = getattr(request, "scopes", None)
+    if parts is None:
+        columns = [
+            cast("list[object]", value)
+            for value in structs.astuple(request)
+            if isinstance(value, list)
+        ]
+        scope: str = getattr(request, "scope", "")
+        return RequestSize(sum(map(len, columns)), bool(scope), scope)
+    # All columns of a part have the same length, so that the first one is enough.
+    first = p.COLUMNS.get(type(request), ("",))[0]
+    entries = sum(len(getattr(part, first)) for part in parts) if first else 0
+    names = [part if isinstance(part, str) else part.scope for part in parts]
+    return RequestSize(entries, len(names), names[0] if names else "")
+
+
+def can_be_cut(request: object) -> bool:
+    """True if a request has more entries than a chunk, and may be done in several."""
     # A pinning lookup is done at once: one pin covers all of its slots, and what an earlier chunk
     # found could be evicted before the last chunk.
     if isinstance(request, p.Lookup) and request.pin_seconds > 0:
         return False
-    columns = p.COLUMNS.get(type(request)) if isinstance(request, Struct) else None
-    if not columns:
+    if not isinstance(request, (*_FLAT, *p.COLUMNS)):
         return False
-    parts: list[Struct] = getattr(request, "scopes")  # noqa: B009 - of any of these types
-    return sum(len(getattr(part, columns[0])) for part in parts) > CHUNK_ENTRIES
+    return request_size(request).entries > CHUNK_ENTRIES
 
 
 class Chunk(NamedTuple):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.auth.security import Security
@@ -62,40 +62,34 @@ def create_app(
         handlers,
         slow_seconds,
     )
-    version = service.about.server.rpartition(" ")[2]
-    # No docs_url and redoc_url: FastAPI's viewers load their scripts from another host, and cannot
-    # send the token that the description needs.
-    app = FastAPI(
-        title="HiCache metadata server",
-        version=version,
+    app = Starlette(
+        routes=[*_pages(server), *_dashboard()],
+        # A wrong method is an unknown route as well, as in the protocol's own routes.
+        exception_handlers={404: _unknown, 405: _unknown},
         lifespan=server.running,
-        docs_url=None,
-        redoc_url=None,
     )
-    described = openapi(version)
-
-    def schema() -> dict[str, Any]:
-        return described
-
-    app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way to replace the schema
-    _add_pages(app, server)
-    _add_dashboard(app)
     return ProtocolApp(app, server)
 
 
-def _add_pages(app: FastAPI, server: ServerRuntime) -> None:
-    async def healthz() -> JSONResponse:
+def _pages(server: ServerRuntime) -> list[Route]:
+    version = server.service.about.server.rpartition(" ")[2]
+    described = openapi(version, server.handlers.table())
+
+    async def healthz(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def readyz() -> Response:
+    async def readyz(request: Request) -> Response:
         problem = server.problem()
         if not problem:
             return JSONResponse({"status": "ok"})
         code = "draining" if server.service.draining else "unavailable"
         return Response(p.encode(p.Problem(code=code, message=problem)), 503, media_type=p.JSON)
 
-    async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
+    async def description(request: Request) -> Response:
+        return JSONResponse(described)
+
+    async def metrics(request: Request) -> Response:
+        return Response(server.metrics.text(), headers={"Content-Type": METRICS_TYPE})
 
     async def history(request: Request) -> Response:
         _, content_type = content_types(request.url.path, dict(request.scope["headers"]))
@@ -107,24 +101,16 @@ def _add_pages(app: FastAPI, server: ServerRuntime) -> None:
             )
         return Response(p.encode(found, content_type), media_type=content_type)
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        problem = p.Problem(
-            code="unknown_route", message=f"there is no {request.method} {request.url.path}"
-        )
-        return Response(p.encode(problem), 404, media_type=p.JSON)
-
-    for path, endpoint in (("/healthz", healthz), ("/readyz", readyz), ("/metrics", metrics)):
-        # Starlette's own routes take HEAD with GET; FastAPI's do not.
-        app.add_api_route(
-            path, endpoint, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
-        )
-    app.add_route(HISTORY, history, methods=["GET"])
-    # A wrong method is an unknown route as well, as in the protocol's own routes.
-    app.add_exception_handler(404, unknown)
-    app.add_exception_handler(405, unknown)
+    return [
+        Route("/healthz", healthz),
+        Route("/readyz", readyz),
+        Route("/openapi.json", description),
+        Route("/metrics", metrics),
+        Route(HISTORY, history),
+    ]
 
 
-def _add_dashboard(app: FastAPI) -> None:
+def _dashboard() -> list[Route]:
     assets = read_assets()
 
     async def page(request: Request) -> Response:
@@ -137,12 +123,17 @@ def _add_dashboard(app: FastAPI) -> None:
             return Response(status_code=304, headers=headers)
         return Response(asset.body, headers=headers, media_type=asset.content_type)
 
-    for path in ("/", PREFIX + "{name}"):
-        app.add_route(path, page, methods=["GET"])
+    return [Route(path, page) for path in ("/", PREFIX + "{name}")]
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    problem = p.Problem(
+        code="unknown_route", message=f"there is no {request.method} {request.url.path}"
+    )
+    return Response(p.encode(problem), 404, media_type=p.JSON)
 
 
 def _after(text: str) -> float:
-    # By hand: FastAPI would answer with its own form of error, and takes `nan` for a number.
     try:
         after = float(text)
     except ValueError:

@@ -1,25 +1,30 @@
 """Connections of a server: how much each may have outstanding, how long it may be silent, how many
 there are.
+
+uvicorn parses whatever it reads, and reads on whenever a request is answered: pipelined requests
+pile up as long as a client sends, whether it reads or not. Here uvicorn's protocol stands behind a
+transport that delivers bytes up to the next end of a head. uvicorn pauses its transport while a
+request waits behind another one, so that a connection has two requests in memory at most.
 """
 
 from __future__ import annotations
 
+import asyncio
 import resource
-from typing import TYPE_CHECKING, Any, Final
+from collections import OrderedDict
+from typing import Any, Final, cast
 
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-if TYPE_CHECKING:
-    import asyncio
-
-PARSED_BYTES: Final = 4096
-"""Bytes that are parsed at a time. All requests in them are queued behind the first."""
-SILENT_SECONDS: Final = 60.0
-"""Time without a byte after which a connection is closed, unless a response to it is being made."""
+SILENT_SECONDS: Final = 90.0
+"""Time without a byte in either direction after which a connection is closed. Clients wait for an
+answer for 60 s at most."""
 MAX_CONNECTIONS: Final = 16_384
 OWN_DESCRIPTORS: Final = 256
 """Descriptors for store, log and files; half of them all where there are few."""
+HEAD_END: Final = b"\r\n\r\n"
+MAX_PARTS: Final = 64
+"""Parts that are delivered before other connections have their turn."""
 
 
 def raise_descriptor_limit() -> None:
@@ -36,39 +41,54 @@ def max_connections() -> int:
     return min(MAX_CONNECTIONS, descriptors - min(OWN_DESCRIPTORS, descriptors // 2))
 
 
-class Connections:
-    """Open connections, in the order in which they were last heard of.
+def part_end(last: bytes, data: bytes, begin: int) -> int:
+    """Return the end of a part of `data` in which no more than one head of a request ends.
 
-    Beyond the limit, the one that has been silent for longest is closed for each new one: first of
-    those that never had a response, which cost an attacker nothing.
+    Args:
+        last: the three bytes before `begin`; the end of a head may lie across.
+        begin: index at which the part begins.
+    """
+    across = (last + data[begin : begin + 3]).find(HEAD_END)
+    found = data.find(HEAD_END, begin) if across < 0 else begin + across - len(last)
+    if across < 0 and found < 0:
+        return len(data)
+    end = found + len(HEAD_END)
+    return end if data.find(HEAD_END, end) >= 0 else len(data)
+
+
+class Connections:
+    """Open connections, the one that has been silent for longest first.
+
+    Beyond the limit, the first one is closed for each new one: first of those that never had a
+    response, which cost an attacker nothing.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._new: dict[BoundedProtocol, None] = {}
-        self._served: dict[BoundedProtocol, None] = {}
+        self._new = OrderedDict[HttpConnection, None]()
+        self._served = OrderedDict[HttpConnection, None]()
 
-    def add(self, connection: BoundedProtocol) -> None:
+    def add(self, connection: HttpConnection) -> None:
         """Add a connection, and close another one if there are too many."""
         if len(self._new) + len(self._served) >= self._limit:
-            waiting = (one for group in (self._new, self._served) for one in group if one.waits)
-            self._end(next(waiting, connection))
-            if connection.transport.is_closing():
-                return
+            self._end(next(iter(self._new or self._served)))
         self._new[connection] = None
 
-    def heard(self, connection: BoundedProtocol) -> None:
+    def heard(self, connection: HttpConnection) -> None:
         """Note that a connection has sent something."""
         group = self._served if connection in self._served else self._new
-        if group.pop(connection, connection) is None:
-            group[connection] = None
+        if connection in group:
+            group.move_to_end(connection)
 
-    def serve(self, connection: BoundedProtocol) -> None:
-        """Note that a connection has had a response."""
-        if self._new.pop(connection, connection) is None:
+    def answered(self, connection: HttpConnection) -> None:
+        """Note that a connection has been sent something."""
+        if connection in self._new:
+            del self._new[connection]
             self._served[connection] = None
+        elif connection in self._served:
+            self._served.move_to_end(connection)
 
-    def remove(self, connection: BoundedProtocol) -> None:
+    def remove(self, connection: HttpConnection) -> None:
         """Forget a connection."""
         self._new.pop(connection, None)
         self._served.pop(connection, None)
@@ -76,117 +96,133 @@ class Connections:
     def end_silent(self, now: float) -> None:
         """Close connections that are silent for too long."""
         for group in (self._new, self._served):
-            for connection in list(group):
-                if now - connection.heard_at > SILENT_SECONDS and connection.waits:
-                    self._end(connection)
+            while group and now - (first := next(iter(group))).active_at > SILENT_SECONDS:
+                self._end(first)
 
-    def _end(self, connection: BoundedProtocol) -> None:
+    def _end(self, connection: HttpConnection) -> None:
         self.remove(connection)
-        # Not `close`, which waits for a client that does not read.
-        connection.transport.abort()
+        connection.abort()
 
 
-class _HeldFlow(FlowControl):
-    """Flow control that does not resume reading while there is something to parse."""
+class HttpConnection(asyncio.Protocol):
+    """One connection: protocol of the network's transport, and transport of uvicorn's protocol.
 
-    holds = False
-
-    def resume_reading(self) -> None:
-        if not self.holds:
-            super().resume_reading()
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 protocol of a client that may neither read nor send.
-
-    uvicorn parses all that it reads, and reads on whenever a request is answered: pipelined requests
-    pile up as long as the client sends, whether it reads or not. Here the next ones are parsed when
-    those before them are answered.
+    Both are interfaces of asyncio; nothing here depends on how uvicorn works inside.
     """
 
-    def __init__(self, all_connections: Connections, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self._all = all_connections
-        self._unparsed = memoryview(b"")
-        self._is_parsing = False
+    def __init__(self, connections: Connections, **arguments: Any) -> None:
+        self._connections = connections
+        self._http = HttpToolsProtocol(**arguments)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._unread = b""
+        self._at = 0
+        """Index of the first byte of `_unread` that is not delivered."""
+        self._last = b""
+        """The last bytes that were delivered: the end of a head may come in two parts."""
+        self._is_paused = False
+        """uvicorn takes no more for now."""
         self._has_ended = False
         """The client sends no more."""
-        self.is_partial = False
-        """A request has begun and not all of it has arrived."""
-        self.heard_at = self.loop.time()
+        self.active_at = self._loop.time()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn narrows it
+    # Protocol of the network's transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to count the connection."""
-        super().connection_made(transport)
-        self.flow = self._held = _HeldFlow(self.transport)
-        self._all.add(self)
+        self._transport = cast("asyncio.Transport", transport)
+        self._connections.add(self)
+        self._http.connection_made(cast("asyncio.Transport", self))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._all.remove(self)
-        self._unparsed = memoryview(b"")
-        super().connection_lost(exc)
-
-    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes a bool
-        """Answer what was asked for by a client that has shut down its sending side."""
-        self._has_ended = True
-        if self.waits:
-            # By this transport, which may still have a response to send.
-            self.transport.close()
-        # With TLS the connection ends in any case.
-        return self.scheme == "http"
-
-    @property
-    def waits(self) -> bool:
-        """True if the next step is the client's: to send, or to read."""
-        is_idle = self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # None at first
-        return is_idle or self.is_partial or self.flow.write_paused
+        self._connections.remove(self)
+        self._unread = b""
+        self._http.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what is not to wait."""
-        self.heard_at = self.loop.time()
-        self._all.heard(self)
-        if len(data) <= PARSED_BYTES and not self._unparsed and not self.pipeline:
-            super().data_received(data)
+        """Deliver what uvicorn takes now."""
+        self.active_at = self._loop.time()
+        self._connections.heard(self)
+        if self._unread:
+            data = self._unread[self._at :] + data
+        self._unread = data
+        self._at = 0
+        if not self._is_paused:
+            self._deliver()
+
+    def eof_received(self) -> bool:
+        """Answer what was asked for by a client that has shut down its sending side."""
+        self._has_ended = True
+        self._resume()
+        # With TLS the connection ends in any case.
+        return self.get_extra_info("sslcontext") is None
+
+    def pause_writing(self) -> None:
+        """Make uvicorn wait for a client that does not read."""
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        """End that wait."""
+        self._http.resume_writing()
+
+    # Transport of uvicorn's protocol.
+
+    def write(self, data: bytes) -> None:
+        """Send bytes."""
+        self.active_at = self._loop.time()
+        self._connections.answered(self)
+        self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        """Deliver nothing until `resume_reading`."""
+        self._is_paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Deliver more, once the caller has done what it is at."""
+        self._is_paused = False
+        self._loop.call_soon(self._resume)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Return information about the network's transport."""
+        return self._transport.get_extra_info(name, default)
+
+    def is_closing(self) -> bool:
+        """True if the connection is closed or about to be."""
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection once everything is sent."""
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once: `close` waits for a client that does not read."""
+        self._transport.abort()
+
+    def _deliver(self) -> None:
+        """Deliver parts with the end of one head at most each, until uvicorn pauses."""
+        for _ in range(MAX_PARTS):
+            if self._is_paused or not self._unread or self.is_closing():
+                return
+            begin, self._at = self._at, part_end(self._last, self._unread, self._at)
+            part = self._unread[begin : self._at]
+            self._last = (self._last + part[-3:])[-3:]
+            if self._at == len(self._unread):
+                self._unread = b""
+            self._http.data_received(part)
+        if self._unread:
+            self._transport.pause_reading()
+            self._loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        """Deliver the rest, and read on when there is none."""
+        if not self._is_paused:
+            self._deliver()
+        if self._unread or self.is_closing():
             return
-        self._unparsed = memoryview(b"".join((self._unparsed, data)))
-        self._parse()
-
-    def on_message_begin(self) -> None:
-        """Note the begin of a request."""
-        self.is_partial = True
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        """Note the end of a request."""
-        self.is_partial = False
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        """Go on with the next requests."""
-        self.heard_at = self.loop.time()
-        self._all.serve(self)
-        super().on_response_complete()
-        if self._unparsed:
-            self._parse()
-        elif self._has_ended and not self.pipeline:
-            self.transport.close()
-
-    def _parse(self) -> None:
-        # A response that is made at once comes here again.
-        if self._is_parsing:
-            return
-        self._is_parsing = True
-        try:
-            while self._unparsed and not self.pipeline and not self.transport.is_closing():
-                part = self._unparsed[:PARSED_BYTES]
-                self._unparsed = self._unparsed[PARSED_BYTES:]
-                super().data_received(part)  # type: ignore[arg-type]  # its parser takes any buffer
-        finally:
-            self._is_parsing = False
-        if self._unparsed:
-            self._held.holds = True
-            self.flow.pause_reading()
-        elif self._held.holds:
-            self._held.holds = False
-            self.flow.resume_reading()
+        if self._has_ended:
+            # Closes the connection after the last response.
+            self._http.shutdown()
+        elif not self._is_paused:
+            self._transport.resume_reading()

@@ -1,4 +1,4 @@
-"""Request handlers: routes of the protocol with decoder, right and operation.
+"""Request handlers: decode requests, check their tenants, and run them.
 
 A handler runs in the event loop, without a thread and without an await, for as long as the request
 is short. Long requests and fsck run in slices. A request that changes something is answered when
@@ -8,7 +8,6 @@ its changes are committed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -16,59 +15,28 @@ import msgspec
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.changes import AnswerRecord
-from hicache_metadata_server.core.chunking import chunks_of, is_long, join_responses
+from hicache_metadata_server.core.chunking import LONG_BODY, can_be_cut, chunks_of, join_responses
 from hicache_metadata_server.core.errors import RequestError, invalid
 from hicache_metadata_server.core.idempotency import check_idempotency_key, digest_of
 from hicache_metadata_server.core.sglang import SglangService
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
-from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
+from hicache_metadata_server.http.routes import Endpoint, SglangEndpoints, native_endpoints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from hicache_metadata_server.core.service import MetadataService
     from hicache_metadata_server.storage.group_commit import GroupCommit
-
-LONG_BODY: Final = 16_384
-"""Bytes; requests with shorter bodies always run in one slice."""
 
 TENANT_ROUTES: Final = frozenset(("/v2", "/v2/scopes", "/v2/unpin"))
 """Routes without a scope that tenants may call; their operations filter by tenant. All other routes
 without a scope concern the whole server."""
-LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
-"""Messages whose `scopes` holds names; in all others it holds parts."""
 MAX_CACHED_PATHS: Final = 4096
 
-Operation = Callable[[Any, float], Any]
-TenantOperation = Callable[[Any, float, Caller], Any]
-ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
-"""Scope names in a message, and a template of the field that holds them (`{}` is the index)."""
 _ENCODERS: Final[dict[str, msgspec.json.Encoder | msgspec.msgpack.Encoder]] = {
     p.JSON: msgspec.json.Encoder(),
     p.MSGPACK: msgspec.msgpack.Encoder(),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One route."""
-
-    name: str
-    """Label in metrics."""
-    method: str
-    token: p.Token
-    body: BodyDecoder | None
-    do: Operation
-    do_checked: Operation | None = None
-    """For chunks of a request that was checked as a whole; without it, a request is never split."""
-    check: Callable[[Any], None] | None = None
-    changes: bool = False
-    idempotent: bool = False
-    """Accepts an idempotency key."""
-    names: ScopeNames | None = None
-    """None for a route that names no scope."""
-    do_as: TenantOperation | None = None
-    """Replaces `do` where the result depends on the caller."""
-    audited: bool = False
-    """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +50,6 @@ class Response:
     """For the header `Retry-After`; 0 omits it."""
     location: str = ""
     """For the header `Location`; empty omits it."""
-
-    @property
-    def ends_connection(self) -> bool:
-        """True if the connection cannot be reused: the rest of the body is not read."""
-        return self.status == 413
 
 
 class DecodedRequest(NamedTuple):
@@ -121,12 +84,15 @@ class Handlers:
         self.service = service
         self.clock = clock
         self.group_commit: GroupCommit | None = None
-        self._sglang = SglangService(service)
         self._long = asyncio.Lock()
-        self.native = {path: self._native_endpoint(path, route) for path, route in p.ROUTES.items()}
-        self._operations = {name: self._sglang_body(name) for name in p.SGLANG_ROUTES}
-        self._endpoints: dict[str, Endpoint] = dict(self.native)
+        self._sglang = SglangEndpoints(SglangService(service), service.limits)
+        self._endpoints = native_endpoints(service)
         """By path. Paths of the SGLang protocol contain a rank, so they are added when first used."""
+
+    def table(self) -> list[Endpoint]:
+        """All routes, those of the SGLang protocol once."""
+        native = (one for one in self._endpoints.values() if one.name in p.ROUTES)
+        return [*native, *self._sglang.of_rank(0).values()]
 
     def endpoint(self, path: str) -> Endpoint:
         """Look up the endpoint of a path.
@@ -164,7 +130,7 @@ class Handlers:
             )
         message = endpoint.body.decode(body, content_type)
         self._check_tenant(endpoint, message, caller)
-        long = len(body) > LONG_BODY and endpoint.do_checked is not None and is_long(message)
+        long = len(body) > LONG_BODY and endpoint.do_chunk is not None and can_be_cut(message)
         if not idempotency_key or not endpoint.idempotent:
             return DecodedRequest(endpoint, message, content_type, long, caller=caller)
         check_idempotency_key(idempotency_key)
@@ -205,8 +171,8 @@ class Handlers:
             return None
         changes = endpoint.changes or (isinstance(message, p.Lookup) and message.pin_seconds > 0)
         try:
-            if endpoint.do_as is not None:
-                answer = endpoint.do_as(message, self.clock(), request.caller)
+            if endpoint.takes_caller:
+                answer = endpoint.do(message, self.clock(), request.caller)
             else:
                 answer = endpoint.do(message, self.clock())
             response = self._response(answer, request.content_type)
@@ -225,9 +191,7 @@ class Handlers:
             StoreError: its changes could not be committed.
         """
         if isinstance(request.message, p.Fsck):
-            return self._response(
-                await self._fsck(request.message, request.caller), request.content_type
-            )
+            return self._response(await self._fsck(request), request.content_type)
         try:
             return await self._run_long(request)
         finally:
@@ -305,10 +269,11 @@ class Handlers:
             self._keep_answer(request, request.idempotency_key, response)
         return response
 
-    async def _fsck(self, request: p.Fsck, caller: Caller) -> p.FsckReport:
+    async def _fsck(self, request: DecodedRequest) -> p.FsckReport:
         """Check the invariants in slices."""
         checked: p.FsckReport | None = None
-        for checked in self.service.fsck(request, caller):  # noqa: B007 - the last one is the result
+        slices = request.endpoint.do(request.message, self.clock(), request.caller)
+        for checked in slices:  # noqa: B007 - the last one is the result
             await asyncio.sleep(0)
         assert checked is not None, "fsck yields at least the result"
         return checked
@@ -336,7 +301,7 @@ class Handlers:
         Chunks have answers of their own, so that a request that a crash interrupted, and that is
         sent again, does not repeat the chunks that were committed.
         """
-        do = request.endpoint.do_checked
+        do = request.endpoint.do_chunk
         assert do is not None, "requests that run in chunks are checked as a whole"
         if not request.digest:
             return do(piece, self.clock())
@@ -382,87 +347,14 @@ class Handlers:
                 )
             )
 
-    def _native_endpoint(self, path: str, route: p.Route) -> Endpoint:
-        service, name = self.service, path.rpartition("/")[2]
-        body = BodyDecoder(route.request, CONTENT_TYPES, service.limits) if route.request else None
-        fixed: dict[str, Operation] = {
-            "/v2": lambda _, now: service.about,
-            "/v2/scopes": lambda _, now: service.list_scopes(),
-            # Never called: `start` hands fsck to `run_in_slices`.
-            "/v2/fsck": lambda request, now: None,
-        }
-        as_caller: dict[str, TenantOperation] = {
-            "/v2/scopes": lambda _, now, caller: service.list_scopes(caller),
-            "/v2/initialize": service.initialize,
-            "/v2/unpin": service.unpin,
-        }
-        do = fixed.get(path) or getattr(service, name)
-        # `route.changes` also means that a key is accepted; these three write without one.
-        changes = route.changes or path in ("/v2/describe", "/v2/unpin", "/v2/drop")
-        checked: Operation | None = getattr(service, f"do_{name}", None)
-        return Endpoint(
-            path,
-            route.method,
-            route.token,
-            body,
-            do,
-            checked,
-            service.check if checked else None,
-            changes,
-            route.changes,
-            names=_names_in(route.request) if route.request else None,
-            do_as=as_caller.get(path),
-            audited=route.token is p.Token.ADMIN or name in ("clear", "drop"),
-        )
-
-    def _sglang_body(self, operation: str) -> tuple[BodyDecoder, p.Token]:
-        kind, token = p.SGLANG_ROUTES[operation]
-        return BodyDecoder(kind, (p.JSON,), self.service.limits), token
-
     def _sglang_endpoint(self, path: str) -> Endpoint:
         empty, _, rest = path.partition("/")
         rank, _, operation = rest.partition("/")
-        known = self._operations.get(operation)
-        if empty or known is None:
+        if empty or operation not in p.SGLANG_ROUTES:
             raise RequestError(404, "unknown_route", f"there is no {path!r}")
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= 9):
             raise invalid(f"a rank is a natural number of at most 9 digits, not {rank!r}", "rank")
-        body, token = known
-        run: Callable[[int, Any, float], Any] = getattr(self._sglang, operation)
-        number = int(rank)
-        changes = operation not in ("exists", "get_page_indices")
-        can_be_long = operation in (
-            "exists",
-            "get_page_indices",
-            "reserve_and_allocate_page_indices",
-            "delete_keys",
-        )
-
-        def do(request: Any, now: float) -> Any:
-            return run(number, request, now)
-
-        def initialize(request: Any, now: float, caller: Caller) -> Any:
-            return self._sglang.initialize(number, request, now, caller)
-
-        def names(request: Any) -> tuple[Sequence[str], str]:
-            return (f"{number}:{request.namespace}",), "namespace"
-
-        def check(request: Any) -> None:
-            self._sglang.check(number, request)
-
-        return Endpoint(
-            f"/{{rank}}/{operation}",
-            "POST",
-            token,
-            body,
-            do,
-            do if can_be_long else None,
-            check if can_be_long else None,
-            changes,
-            names=names,
-            do_as=initialize if operation == "initialize" else None,
-            audited=operation == "clear",
-        )
+        return self._sglang.of_rank(int(rank))[operation]
 
 
 def refusal(refused: RequestError, content_type: str) -> Response:
@@ -474,23 +366,3 @@ def refusal(refused: RequestError, content_type: str) -> Response:
         refused.retry_seconds,
         refused.location,
     )
-
-
-def _names_in(kind: type[p.Request]) -> ScopeNames | None:
-    """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
-    fields = kind.__struct_fields__
-    if "scopes" in fields:
-        return _names_in_list if kind in LISTS_NAMES else _names_of_parts
-    return _name_of_one if "scope" in fields else None
-
-
-def _names_of_parts(message: Any) -> tuple[Sequence[str], str]:
-    return [part.scope for part in message.scopes], "scopes[{}].scope"
-
-
-def _names_in_list(message: Any) -> tuple[Sequence[str], str]:
-    return message.scopes, "scopes[{}]"
-
-
-def _name_of_one(message: Any) -> tuple[Sequence[str], str]:
-    return (message.scope,), "scope"

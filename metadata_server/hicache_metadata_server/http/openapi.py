@@ -1,18 +1,19 @@
-"""OpenAPI description, generated from the types that the server decodes.
-
-Not by FastAPI, which does not know msgspec's types, and would have to serve the routes itself.
-"""
+"""OpenAPI description, generated from the table of routes and the types that it names."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from hicache_metadata_server import protocol as p
+from hicache_metadata_server.http.routes import Endpoint
 from hicache_metadata_server.protocol.history import AFTER
 from hicache_metadata_server.protocol.history import PATH as HISTORY
 from hicache_metadata_server.protocol.history import ROUTE as HISTORY_ROUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 TEMPLATE: Final = "#/components/schemas/{name}"
 STATUSES: Final = {
@@ -29,6 +30,18 @@ STATUSES: Final = {
     "again.",
     503: "The server drains, or its store cannot be written.",
 }
+_ANY_ANSWER: Final = {"200": {"description": "Done."}, "204": {"description": "Done."}}
+_RANK: Final = {
+    "name": "rank",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
+}
+_IDEMPOTENCY_KEY: Final = {
+    "name": p.IDEMPOTENCY_HEADER,
+    "in": "header",
+    "schema": {"type": "string", "maxLength": 128},
+}
 _SUMMARIES: Final = {
     "/v2": "Protocol, server, instance, durability, limits",
     "/v2/scopes": "Every scope, its geometry, its slots by state",
@@ -36,25 +49,30 @@ _SUMMARIES: Final = {
 }
 
 
-def openapi(version: str) -> dict[str, Any]:
-    """Build the OpenAPI document."""
+def openapi(version: str, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """Build the OpenAPI document of the routes, and of the history."""
+    table = list(endpoints)
+    history = Endpoint(
+        name=HISTORY,
+        method=HISTORY_ROUTE.method,
+        token=HISTORY_ROUTE.token,
+        answer=HISTORY_ROUTE.answer,
+        do=lambda: None,
+    )
     kinds: set[Any] = {p.Problem}
-    routes = {**p.ROUTES, HISTORY: HISTORY_ROUTE}
-    for route in routes.values():
-        kinds |= {kind for kind in (route.request, route.answer) if kind is not None}
-    kinds |= {kind for kind, _ in p.SGLANG_ROUTES.values()}
+    for endpoint in (*table, history):
+        kinds |= {kind for kind in (endpoint.request, endpoint.answer) if kind is not None}
     # In one order: otherwise the document would differ from start to start.
     ordered = sorted(kinds, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=TEMPLATE)
     by_kind = dict(zip(ordered, schemas, strict=True))
-    paths: dict[str, Any] = {}
-    for path, route in routes.items():
-        paths[path] = {route.method.lower(): _native(path, route, by_kind)}
+    paths = {
+        endpoint.name: {endpoint.method.lower(): _described(endpoint, by_kind)}
+        for endpoint in (*table, history)
+    }
     paths[HISTORY]["get"]["parameters"] = [
         {"name": AFTER, "in": "query", "schema": {"type": "number", "default": 0}}
     ]
-    for operation, (kind, token) in p.SGLANG_ROUTES.items():
-        paths[f"/{{rank}}/{operation}"] = {"post": _compatible(kind, token, by_kind)}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -70,50 +88,31 @@ def openapi(version: str) -> dict[str, Any]:
     }
 
 
-def _native(path: str, route: p.Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    # The docstring of a request type begins with its route: "`POST /v2/lookup`: summary".
-    doc = (route.request.__doc__ or "").partition("`: ")[2] if route.request else _SUMMARIES[path]
+def _described(endpoint: Endpoint, schemas: dict[Any, Any]) -> dict[str, Any]:
+    is_native = endpoint.name.startswith("/v2")
     described: dict[str, Any] = {
-        "tags": ["native"],
-        "summary": doc.partition("\n")[0],
-        "description": f"Needs a token of {route.token} where the server has tokens.",
+        "tags": ["native" if is_native else "compatible with SGLang 0.5.23"],
+        "description": f"Needs a token of {endpoint.token} where the server has tokens.",
         # `{}` permits calls without a token: a server may have none.
         "security": [{}, {"token": []}],
-        "responses": {**_answer(schemas.get(route.answer)), **_refusals(schemas)},
-    }
-    if route.request is not None:
-        described["requestBody"] = _body(schemas[route.request], p.JSON, p.MSGPACK)
-    if route.changes:
-        described["parameters"] = [
-            {
-                "name": p.IDEMPOTENCY_HEADER,
-                "in": "header",
-                "schema": {"type": "string", "maxLength": 128},
-            }
-        ]
-    return described
-
-
-def _compatible(kind: Any, token: p.Token, schemas: dict[Any, Any]) -> dict[str, Any]:
-    return {
-        "tags": ["compatible with SGLang 0.5.23"],
-        "description": f"Needs a token of {token} where the server has tokens.",
-        "security": [{}, {"token": []}],
-        "parameters": [
-            {
-                "name": "rank",
-                "in": "path",
-                "required": True,
-                "schema": {"type": "integer", "minimum": 0, "maximum": 999_999_999},
-            }
-        ],
-        "requestBody": _body(schemas[kind], p.JSON),
         "responses": {
-            "200": {"description": "Done."},
-            "204": {"description": "Done."},
+            **(_answer(schemas.get(endpoint.answer)) if is_native else _ANY_ANSWER),
             **_refusals(schemas),
         },
+        "parameters": [],
     }
+    if endpoint.request is not None:
+        content_types = (p.JSON, p.MSGPACK) if is_native else (p.JSON,)
+        described["requestBody"] = _body(schemas[endpoint.request], *content_types)
+    if is_native:
+        # The docstring of a request type begins with its route: "`POST /v2/lookup`: summary".
+        text = (endpoint.request.__doc__ or "").partition("`: ")[2] if endpoint.request else ""
+        described["summary"] = text.partition("\n")[0] or _SUMMARIES[endpoint.name]
+    else:
+        described["parameters"].append(_RANK)
+    if endpoint.idempotent:
+        described["parameters"].append(_IDEMPOTENCY_KEY)
+    return described
 
 
 def _body(schema: Any, *content_types: str) -> dict[str, Any]:

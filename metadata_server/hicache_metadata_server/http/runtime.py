@@ -20,7 +20,7 @@ from hicache_storage.observability import tracing
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from hicache_metadata_server.auth.security import Security
     from hicache_metadata_server.core.service import MetadataService
@@ -58,16 +58,10 @@ class ServerRuntime:
         self.metrics.unowned_scopes = self.handlers.unowned_scopes
         self.metrics.store_fails = self.handlers.store_fails
         self._stopping = False
-        spans = tracing.spans()
-        # None where it has nothing to do: then a request pays for one comparison only.
-        self.request_log = (
-            RequestLog(self.metrics, slow_seconds, spans)
-            if slow_seconds or spans is not None
-            else None
-        )
+        self.request_log = RequestLog(self.metrics, self.recorder, slow_seconds, tracing.spans())
 
     @contextlib.asynccontextmanager
-    async def running(self, app: FastAPI | None = None) -> AsyncGenerator[None]:
+    async def running(self, app: Starlette | None = None) -> AsyncGenerator[None]:
         """Lifespan of the application: starts the group commit and the timers, and ends them."""
         # Here and not in `__init__`: both need the running event loop.
         if self.store.durability is not p.StoreDurability.NONE:

@@ -9,14 +9,12 @@ import heapq
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
-
-from hicache_metadata_server.protocol import MSGPACK
 from hicache_metadata_server.protocol.history import History, Series, SlowCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
+    from hicache_metadata_server.core.chunking import RequestSize
     from hicache_metadata_server.core.scope import Totals
     from hicache_metadata_server.core.service import MetadataService
 
@@ -27,9 +25,6 @@ SLOW_KEPT: Final = 20
 """Calls kept of each minute, and returned of the whole hour."""
 SLOW_MINUTES: Final = 60
 SLOW_SECONDS: Final = 60.0 * SLOW_MINUTES
-NAME_CHARACTERS: Final = 138
-"""The longest name that a scope may have. The body of a refused request may contain any text there,
-which would stay in memory for an hour."""
 
 
 class RequestCounts(NamedTuple):
@@ -155,24 +150,17 @@ class HistoryRecorder:
             self._series.update(now, self._request_counts(), self._service.totals())
 
     def add(
-        self,
-        route: str,
-        status: int,
-        seconds: float,
-        request_id: str,
-        body: bytes,
-        content_type: str,
+        self, route: str, status: int, seconds: float, request_id: str, size: RequestSize
     ) -> None:
         """Add a call slower than `slow_log.floor`."""
-        entries, scopes, scope = request_size(body, content_type)
         call = SlowCall(
             time=self._clock(),
             route=route,
             status=status,
             seconds=seconds,
-            entries=entries,
-            scopes=scopes,
-            scope=scope,
+            entries=size.entries,
+            scopes=size.scopes,
+            scope=size.scope,
             request_id=request_id,
         )
         self.slow_log.add(call)
@@ -236,34 +224,6 @@ def _sample(first: _Counters, last: _Counters) -> Sample:
     )
 
 
-class _AnyPart(msgspec.Struct):
-    scope: str = ""
-    keys: list[msgspec.Raw] = []
-    leases: list[msgspec.Raw] = []
-
-
-# `Raw` counts the entries of a list without decoding them.
-class _AnyRequest(msgspec.Struct):
-    """Every field of all requests that holds entries or scopes."""
-
-    scope: str = ""
-    scopes: list[_AnyPart | str] = []
-    keys: list[msgspec.Raw] = []
-    slots: list[msgspec.Raw] = []
-    pins: list[msgspec.Raw] = []
-    written_keys_to_confirm: list[msgspec.Raw] = []
-    pages_to_release: list[msgspec.Raw] = []
-
-
-class RequestSize(NamedTuple):
-    """Size of a request."""
-
-    entries: int = 0
-    scopes: int = 0
-    scope: str = ""
-    """Name of its first scope, cut to `NAME_CHARACTERS`."""
-
-
 class SlowLog:
     """The slowest calls of each minute, in a bounded heap each.
 
@@ -312,37 +272,3 @@ class SlowLog:
             if entry[2].time > now - SLOW_SECONDS
         ]
         return [call for _, _, call in heapq.nlargest(SLOW_KEPT, entries)]
-
-
-def request_size(body: bytes, content_type: str) -> RequestSize:
-    """Count entries and scopes in the body of any route.
-
-    All are zero if it cannot be decoded.
-
-    From the body and not from the decoded request: slow calls are few, and the others should not
-    keep their message until they are answered.
-    """
-    try:
-        read = _DECODERS[content_type == MSGPACK].decode(body) if body else _AnyRequest()
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return RequestSize()
-    parts = [part for part in read.scopes if isinstance(part, _AnyPart)]
-    columns: Iterable[list[Any]] = (
-        read.keys,
-        read.slots,
-        read.pins,
-        read.written_keys_to_confirm,
-        read.pages_to_release,
-        *(column for part in parts for column in (part.keys, part.leases)),
-    )
-    names = [part.scope if isinstance(part, _AnyPart) else part for part in read.scopes]
-    if not names and read.scope:
-        names = [read.scope]
-    first = names[0][:NAME_CHARACTERS] if names else ""
-    return RequestSize(sum(map(len, columns)), len(names), first)
-
-
-_DECODERS: Final[tuple[msgspec.json.Decoder[_AnyRequest], msgspec.msgpack.Decoder[_AnyRequest]]] = (
-    msgspec.json.Decoder(_AnyRequest),
-    msgspec.msgpack.Decoder(_AnyRequest),
-)

@@ -1,48 +1,30 @@
-"""HTTP/1.1 with a real server, on the fast path and on plain uvicorn: both answer alike."""
+"""HTTP/1.1 with a real server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import socket
-import sys
 import time
 from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hicache_metadata_server import server
+from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.service import MetadataService
-from hicache_metadata_server.http import fast_path
 from hicache_metadata_server.http.app import create_app
-from hicache_metadata_server.http.connections import BoundedProtocol
 from hicache_metadata_server.settings import ServerSettings
 from hicache_metadata_server.storage.store import MemoryStore
 from tests.metadata_server.servers import DURABLE, served
 
 KEYS = json.dumps({"keys": ["a", "b"]}).encode()
-LIMITED = f"env HICACHE_METADATA_BODY_BYTES=65536 {DURABLE}"
-WITHOUT_INTERNALS = """\
-from hicache_metadata_server.http import fast_path
-fast_path.INTERNALS = ((fast_path.HttpToolsProtocol, ("renamed",)),)
-from hicache_storage.cli.main import main
-main()"""
-"""Starts a server as with a uvicorn whose internals have changed."""
 
 
-@pytest.fixture(scope="module", params=["fast path", "plain uvicorn"])
-def port(request):
-    command = LIMITED
-    if request.param == "plain uvicorn":
-        options = DURABLE.partition(" metadata ")[2]
-        command = (
-            f"env HICACHE_METADATA_BODY_BYTES=65536 {sys.executable} "
-            f"-c {shlex.quote(WITHOUT_INTERNALS)} metadata {options}"
-        )
-    with served(command) as (place, _), closing(connected(urlsplit(place.url).port)) as connection:
+@pytest.fixture(scope="module")
+def port():
+    with served(DURABLE) as (place, _), closing(connected(urlsplit(place.url).port)) as connection:
         connection.sendall(message("/0/initialize", b'{"num_pages": 100000}'))
         assert answers(connection)[0][0] == 204
         yield urlsplit(place.url).port
@@ -52,11 +34,6 @@ def port(request):
 def connection(port):
     with closing(connected(port)) as connection:
         yield connection
-
-
-def test_the_installed_uvicorn_has_all_internals():
-    assert fast_path.missing_internals() == []
-    assert server._http_protocol() is fast_path.FastPathProtocol
 
 
 async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
@@ -86,26 +63,6 @@ async def test_a_stopping_server_ends_connections_that_it_has_accepted_late():
         assert await reader.read() == b""
         await running
     writer.close()
-
-
-def test_plain_uvicorn_where_a_method_is_missing(monkeypatch):
-    monkeypatch.delattr(HttpToolsProtocol, "on_headers_complete")
-    assert fast_path.missing_internals() == ["on_headers_complete"]
-    assert server._http_protocol() is BoundedProtocol
-
-
-@pytest.mark.parametrize("number", range(len(fast_path.INTERNALS)))
-def test_plain_uvicorn_where_an_attribute_is_missing(monkeypatch, number):
-    kind, names = fast_path.INTERNALS[number]
-    monkeypatch.setattr(fast_path, "INTERNALS", ((kind, (*names, "renamed")),))
-    assert fast_path.missing_internals() == [f"{kind.__name__}.renamed"]
-    assert server._http_protocol() is BoundedProtocol
-
-
-def test_plain_uvicorn_where_the_fast_path_cannot_be_imported(monkeypatch):
-    monkeypatch.delattr("hicache_metadata_server.http.fast_path")
-    monkeypatch.setitem(sys.modules, "hicache_metadata_server.http.fast_path", None)
-    assert server._http_protocol() is BoundedProtocol
 
 
 def connected(port):
@@ -230,7 +187,7 @@ def test_refusals(connection, sent, status, code):
 
 
 def test_a_body_that_is_too_large(connection):
-    connection.sendall(message("/0/exists", b" " * 65_537))
+    connection.sendall(message("/0/exists", b" ", Content_Length=str(DEFAULTS.body_bytes + 1)))
     status, headers, body = answers(connection)[0]
     assert (status, headers[b"connection"], json.loads(body)["code"]) == (
         413,

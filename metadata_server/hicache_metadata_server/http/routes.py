@@ -1,0 +1,182 @@
+"""Table of the routes: request type, method, right, and the function that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from hicache_metadata_server import protocol as p
+from hicache_metadata_server.http.decoding import CONTENT_TYPES, BodyDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import msgspec
+
+    from hicache_metadata_server.core.service import MetadataService
+    from hicache_metadata_server.core.sglang import SglangService
+    from hicache_metadata_server.core.tenants import Caller
+
+LISTS_NAMES: Final = (p.Clear, p.Drop, p.Fsck)
+"""Messages whose `scopes` holds names; in all others it holds parts."""
+
+Operation = Callable[..., Any]
+"""Called with message and time, or with message, time and caller."""
+ScopeNames = Callable[[Any], tuple[Sequence[str], str]]
+"""Scope names in a message, and a template of the field that holds them (`{}` is the index)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One route."""
+
+    name: str
+    """Path, and label in metrics."""
+    method: str = "POST"
+    token: p.Token
+    request: type[msgspec.Struct] | None = None
+    answer: type[p.Answer] | None = None
+    """Type of the response, where the protocol names one."""
+    body: BodyDecoder | None = None
+    do: Operation
+    takes_caller: bool = False
+    """`do` is called with the caller, too."""
+    do_chunk: Operation | None = None
+    """For chunks of a request that was checked as a whole; without it, a request is never cut."""
+    check: Callable[[Any], None] | None = None
+    """Checks a request as a whole, before it is cut."""
+    changes: bool = False
+    idempotent: bool = False
+    """Accepts an idempotency key."""
+    names: ScopeNames | None = None
+    """None for a route that names no scope."""
+    audited: bool = False
+    """Written to the audit log: all routes that need an admin token, and those that empty scopes."""
+
+
+def native_endpoints(service: MetadataService) -> dict[str, Endpoint]:
+    """Routes of the v2 protocol, by path."""
+
+    def about(_: None, now: float) -> p.About:
+        return service.about
+
+    def list_scopes(_: None, now: float, caller: Caller) -> p.Scopes:
+        return service.list_scopes(caller)
+
+    def fsck(request: p.Fsck, now: float, caller: Caller) -> Iterator[p.FsckReport | None]:
+        return service.fsck(request, caller)
+
+    def row(path: str, do: Operation, do_chunk: Operation | None = None, **more: Any) -> Endpoint:
+        route = p.ROUTES[path]
+        # A route that accepts a key changes something; some change something without one.
+        fields = {"changes": route.changes, "audited": route.token is p.Token.ADMIN, **more}
+        return Endpoint(
+            name=path,
+            method=route.method,
+            token=route.token,
+            request=route.request,
+            answer=route.answer,
+            body=BodyDecoder(route.request, CONTENT_TYPES, service.limits)
+            if route.request
+            else None,
+            do=do,
+            do_chunk=do_chunk,
+            check=service.check if do_chunk else None,
+            idempotent=route.changes,
+            names=_names_in(route.request) if route.request else None,
+            **fields,
+        )
+
+    rows = (
+        row("/v2", about),
+        row("/v2/initialize", service.initialize, takes_caller=True),
+        row("/v2/describe", service.describe, changes=True),
+        row("/v2/lookup", service.lookup, service.do_lookup),
+        row("/v2/reserve", service.reserve, service.do_reserve),
+        row("/v2/commit", service.commit, service.do_commit),
+        row("/v2/abort", service.abort, service.do_abort),
+        row("/v2/renew", service.renew, service.do_renew),
+        row("/v2/unpin", service.unpin, takes_caller=True, changes=True),
+        row("/v2/touch", service.touch, service.do_touch),
+        row("/v2/delete", service.delete, service.do_delete),
+        row("/v2/clear", service.clear, audited=True),
+        row("/v2/drop", service.drop, changes=True, audited=True),
+        row("/v2/scopes", list_scopes, takes_caller=True),
+        row("/v2/inspect", service.inspect),
+        # The function is a generator: `Handlers.run_in_slices` runs it.
+        row("/v2/fsck", fsck, takes_caller=True),
+        row("/v2/drain", service.drain),
+        row("/v2/export", service.export),
+    )
+    return {endpoint.name: endpoint for endpoint in rows}
+
+
+class SglangEndpoints:
+    """Routes of SGLang's protocol, whose paths contain a rank."""
+
+    def __init__(self, sglang: SglangService, limits: p.Limits) -> None:
+        self._sglang = sglang
+        self._decoders = {
+            operation: BodyDecoder(kind, (p.JSON,), limits)
+            for operation, (kind, _) in p.SGLANG_ROUTES.items()
+        }
+
+    def of_rank(self, rank: int) -> dict[str, Endpoint]:
+        """Routes of one rank, by operation."""
+        sglang = self._sglang
+
+        def row(operation: str, run: Operation, *, cut: bool = False, **more: Any) -> Endpoint:
+            kind, token = p.SGLANG_ROUTES[operation]
+            do = partial(run, rank)
+            return Endpoint(
+                name=f"/{{rank}}/{operation}",
+                token=token,
+                request=kind,
+                body=self._decoders[operation],
+                do=do,
+                do_chunk=do if cut else None,
+                check=partial(sglang.check, rank) if cut else None,
+                names=partial(_name_of_rank, rank),
+                **more,
+            )
+
+        return {
+            "initialize": row("initialize", sglang.initialize, takes_caller=True, changes=True),
+            "exists": row("exists", sglang.exists, cut=True),
+            "get_page_indices": row("get_page_indices", sglang.get_page_indices, cut=True),
+            "reserve_and_allocate_page_indices": row(
+                "reserve_and_allocate_page_indices",
+                sglang.reserve_and_allocate_page_indices,
+                cut=True,
+                changes=True,
+            ),
+            "confirm_write": row("confirm_write", sglang.confirm_write, changes=True),
+            "delete_keys": row("delete_keys", sglang.delete_keys, cut=True, changes=True),
+            "clear": row("clear", sglang.clear, changes=True, audited=True),
+        }
+
+
+def _names_in(kind: type[p.Request]) -> ScopeNames | None:
+    """Accessor of scope names in messages of a type: `scope`, `scopes` or its parts."""
+    fields = kind.__struct_fields__
+    if "scopes" in fields:
+        return _names_in_list if kind in LISTS_NAMES else _names_of_parts
+    return _name_of_one if "scope" in fields else None
+
+
+def _names_of_parts(message: Any) -> tuple[Sequence[str], str]:
+    return [part.scope for part in message.scopes], "scopes[{}].scope"
+
+
+def _names_in_list(message: Any) -> tuple[Sequence[str], str]:
+    return message.scopes, "scopes[{}]"
+
+
+def _name_of_one(message: Any) -> tuple[Sequence[str], str]:
+    return (message.scope,), "scope"
+
+
+def _name_of_rank(rank: int, message: Any) -> tuple[Sequence[str], str]:
+    return (f"{rank}:{message.namespace}",), "namespace"
