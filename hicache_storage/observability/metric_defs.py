@@ -429,9 +429,6 @@ NEXT_TOKEN_EXPIRY: Final = _gauge(
     "When the next token expires, since unix epoch in seconds.",
     unit="seconds",
 )
-AUDIT_FAILURES: Final = _counter(
-    "hicache_metadata_audit_failures_total", "Audit lines that went to the log for want of a file."
-)
 RELOADS: Final = _counter(
     "hicache_metadata_reloads_total",
     "Times a file of tokens, tenants or certificates was taken, the first included.",
@@ -549,7 +546,6 @@ SERVER: Final = (
     CERTIFICATE_EXPIRY,
     TOKENS,
     NEXT_TOKEN_EXPIRY,
-    AUDIT_FAILURES,
     RELOADS,
     RELOAD_FAILING,
     TENANT_HOLDS,

@@ -142,7 +142,9 @@ def provider_from_environment(service: str) -> SdkTracerProvider:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     # `otlp` is in a package that brings gRPC along, and stands for either of its two protocols.
-    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp_proto_http"
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
+    if name in ("", "otlp"):
+        name = "otlp_proto_http"
     # As OpenTelemetry finds exporters itself, so that any installed one can be named.
     found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
     if not found:

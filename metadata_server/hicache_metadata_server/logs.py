@@ -7,12 +7,15 @@ import logging
 import os
 import select
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import structlog
 
 from hicache_storage.observability.logs import FIELDS
 from hicache_storage.observability.request_ids import current_request_id
+
+AUDIT: Final = "hicache.audit"
+"""Logger of the audit log."""
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
@@ -93,6 +96,8 @@ def configure_logs(level: str, form: str) -> None:
     # Replaced, not added: a second handler would print every line twice.
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # The level of the log is about the server, and no operator wants fewer lines of its callers.
+    logging.getLogger(AUDIT).setLevel(logging.INFO)
 
 
 def add_request_id(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:

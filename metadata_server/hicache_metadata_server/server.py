@@ -49,6 +49,11 @@ NO_STORE_CONSEQUENCE: Final = (
     "a restart forgets all pages, and engines begin with an empty cache; --store sqlite:///FILE "
     "keeps them"
 )
+SHUTDOWN_SECONDS: Final = 20
+"""Time that requests which were accepted may take after a SIGTERM; systemd kills after 60 s, and
+Kubernetes after 30."""
+TRACES: Final = "OTEL_TRACES_EXPORTER"
+"""Variable of OpenTelemetry that enables traces; it names where they go."""
 HAND_OVER_SECONDS: Final = 2.0
 """Longest time for which the end of a server waits until others have its scopes."""
 LATE_SECONDS: Final = 0.05
@@ -72,7 +77,6 @@ def restored_service(store: MetadataStore, settings: ServerSettings, now: float)
         settings.limits,
         durability=store.durability,
         name=f"hicache-storage {_version()}",
-        max_scopes=settings.max_scopes,
     )
     service.restore(store.recover(now), store.rows, now)
     return service
@@ -99,9 +103,8 @@ def check(settings: ServerSettings) -> list[tuple[str, str]]:
         check_shared_store(settings.store, settings.durability, settings.store_replicas)
     else:
         check_store(settings.store)
-    Security.of(settings, MetadataService(settings.limits)).close()
-    if settings.traces:
-        _trace()
+    Security.of(settings, MetadataService(settings.limits))
+    _trace()
     return list(misspelt(os.environ))
 
 
@@ -113,8 +116,7 @@ def serve(settings: ServerSettings) -> None:
         ValueError: a setting is invalid.
     """
     _begin_log(settings)
-    if settings.traces:
-        _trace()
+    _trace()
     raise_descriptor_limit()
     keep_large_blocks_apart()
     app, security = _shared_app(settings) if is_shared(settings.store) else _app(settings)
@@ -129,10 +131,7 @@ def serve(settings: ServerSettings) -> None:
     # Otherwise each counter has a second series with the time of its creation.
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     signal.signal(signal.SIGHUP, lambda number, frame: security.file_watcher.request_reload())
-    try:
-        _run(app, settings, security.tls_context)
-    finally:
-        security.close()
+    _run(app, settings, security.tls_context)
 
 
 def _begin_log(settings: ServerSettings) -> None:
@@ -184,7 +183,6 @@ def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
         settings.limits,
         settings.durability,
         name=f"hicache-storage {_version()}",
-        max_scopes=settings.max_scopes,
     )
     security = Security.of(settings, service)
     _log.info(
@@ -202,7 +200,6 @@ def _shared_app(settings: ServerSettings) -> tuple[ProtocolApp, Security]:
         settings.store,
         url,
         replicas=settings.store_replicas,
-        lease_seconds=settings.ownership_seconds,
         security=security,
         slow_seconds=settings.slow_seconds,
     )
@@ -239,7 +236,7 @@ def _config(
         http=partial(HttpConnection, connections),  # type: ignore[arg-type]  # it is called, no more
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=settings.shutdown_seconds,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         server_header=False,
         date_header=False,
         # With "auto", uvicorn takes an error at the start for an application without a lifespan, and
@@ -302,7 +299,9 @@ class _Server(uvicorn.Server):
 
 
 def _trace() -> None:
-    """Enable traces of all requests; the application flushes them when it ends."""
+    """Enable traces of all requests if OpenTelemetry has an exporter; flushed when the app ends."""
+    if os.environ.get(TRACES, "none").strip() in ("", "none"):
+        return
     try:
         from hicache_storage.observability.otel import provider_from_environment
     except ImportError as error:

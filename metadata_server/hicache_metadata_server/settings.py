@@ -9,12 +9,12 @@ import difflib
 from pathlib import Path  # noqa: TC003 - pydantic reads the annotations
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
+from msgspec import structs
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from hicache_metadata_server import protocol as p
 from hicache_metadata_server.core.limits import DEFAULTS
-from hicache_metadata_server.core.service import MAX_SCOPES
 from hicache_metadata_server.storage.address import is_shared
 
 if TYPE_CHECKING:
@@ -53,43 +53,19 @@ class ServerSettings(BaseSettings):
     advertised_url: str = ""
     """Where clients reach this server if several share a Redis: the others send clients there for
     scopes that it owns. By default its host and port."""
-    ownership_seconds: Positive = 3.0
-    """Time after which the other servers on a Redis take the scopes of a silent one."""
     token_file: Path | None = None
     """Made by `hicache metadata token`, read again when it changes. Without tokens everybody may do
     everything."""
-    read_token: SecretStr | None = None
-    """A token that may look, beside those of the file."""
-    write_token: SecretStr | None = None
-    """A token that may look and write."""
     admin_token: SecretStr | None = None
-    """A token that may do everything."""
+    """A token that may do everything, beside those of the file; in the environment alone."""
     allowed_hosts: str = ""
     """Names by which clients call a server without tokens, separated by commas: beside addresses,
     names without a dot and the machine's own name. Pages of these hosts may send requests."""
-    body_bytes: Annotated[int, Field(ge=65_536)] = DEFAULTS.body_bytes
-    """Of one request, told to clients by `GET /v2`, as the next three are."""
-    keys: Annotated[int, Field(ge=384)] = DEFAULTS.keys
-    """Of one request. 128 keys in each of 3 scopes fit into one request of every server."""
-    scopes_in_request: Annotated[int, Field(ge=3)] = DEFAULTS.scopes
-    """Of one request."""
-    max_scopes: Annotated[int, Field(ge=1)] = MAX_SCOPES
-    """A client with a write token can make scopes, and they stay."""
-    key_bytes: Annotated[int, Field(ge=p.KEY_BYTES)] = DEFAULTS.key_bytes
-    """Of one key."""
     lease_seconds: Positive = DEFAULTS.lease_seconds
     """How long a writer has a slot, if it asks for nothing else."""
-    min_lease_seconds: Positive = DEFAULTS.min_lease_seconds
-    """The shortest lease that a writer can ask for."""
-    max_lease_seconds: Positive = DEFAULTS.max_lease_seconds
-    """The longest lease that a writer can ask for."""
-    max_pin_seconds: Positive = DEFAULTS.max_pin_seconds
-    """The longest time that a reader can pin pages for."""
     quarantine_seconds: Annotated[float, Field(ge=0)] = DEFAULTS.quarantine_seconds
     """How long a freed slot stays in quarantine before it is given out again; longer than a reader
     takes from lookup to the last byte."""
-    idempotency_seconds: Positive = DEFAULTS.idempotency_seconds
-    """How long a repeated request gets its first answer."""
     tls_certificate: Path | None = None
     """PEM file; the server speaks https then."""
     tls_key: Path | None = None
@@ -98,26 +74,18 @@ class ServerSettings(BaseSettings):
     """PEM file: clients have to show a certificate of these authorities."""
     tenants_file: Path | None = None
     """TOML file of the tenants' quotas, read again when it changes."""
-    audit_file: Path | None = None
-    """Where admin calls, clears, refusals and reloads are written, one JSON object a line; by
-    default the log."""
-    shutdown_seconds: Annotated[int, Field(ge=1)] = 20
-    """How long requests that were accepted may take after a SIGTERM."""
     log_level: Annotated[str, Field(pattern="(?i)^(debug|info|warning|error)$")] = "info"
     """`debug`, `info`, `warning` or `error`."""
     log_format: Annotated[str, Field(pattern="^(json|console)$")] = "json"
     """`json`: one object a line on standard error; or `console`. No line for each request."""
     slow_seconds: Annotated[float, Field(ge=0)] = 0.0
     """Requests that take so long are logged with what they asked for; 0 for none."""
-    traces: bool = False
-    """A span for each request; where to is said by OpenTelemetry's own variables."""
 
     @model_validator(mode="after")
     def _check_order(self) -> Self:
-        if not self.min_lease_seconds <= self.lease_seconds <= self.max_lease_seconds:
-            raise ValueError(
-                "lease_seconds must lie between min_lease_seconds and max_lease_seconds"
-            )
+        least, most = DEFAULTS.min_lease_seconds, DEFAULTS.max_lease_seconds
+        if not least <= self.lease_seconds <= most:
+            raise ValueError(f"lease_seconds must lie between {least:g} and {most:g}")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError(
                 "tls_certificate and tls_key belong together: a certificate and a key, or neither"
@@ -134,41 +102,26 @@ class ServerSettings(BaseSettings):
     @property
     def limits(self) -> p.Limits:
         """Limits of requests, as `GET /v2` returns them."""
-        return p.Limits(
-            body_bytes=self.body_bytes,
-            keys=self.keys,
-            scopes=self.scopes_in_request,
-            key_bytes=self.key_bytes,
+        return structs.replace(
+            DEFAULTS,
             lease_seconds=self.lease_seconds,
-            min_lease_seconds=self.min_lease_seconds,
-            max_lease_seconds=self.max_lease_seconds,
-            max_pin_seconds=self.max_pin_seconds,
             quarantine_seconds=self.quarantine_seconds,
-            idempotency_seconds=self.idempotency_seconds,
         )
 
     def tokens(self) -> dict[str, p.Token]:
         """Tokens from the environment, with their rights.
 
         Raises:
-            ValueError: a token is empty, or given for two rights.
+            ValueError: the token is empty.
         """
-        found: dict[str, p.Token] = {}
-        for kind, secret in (
-            (p.Token.READ, self.read_token),
-            (p.Token.WRITE, self.write_token),
-            (p.Token.ADMIN, self.admin_token),
-        ):
-            if secret is not None:
-                text = secret.get_secret_value()
-                # An empty variable usually comes from a secret that is missing: taken as "no
-                # token", it would open the server to everybody.
-                if not text or text in found:
-                    raise ValueError(
-                        f"{PREFIX}{kind.upper()}_TOKEN is empty, or the same as another token"
-                    )
-                found[text] = kind
-        return found
+        if self.admin_token is None:
+            return {}
+        text = self.admin_token.get_secret_value()
+        # An empty variable usually comes from a secret that is missing: taken as "no token", it
+        # would open the server to everybody.
+        if not text:
+            raise ValueError(f"{PREFIX}ADMIN_TOKEN is empty")
+        return {text: p.Token.ADMIN}
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.http.app import create_app
 from hicache_metadata_server.protocol import JSON, StoreDurability
@@ -112,6 +113,17 @@ class Caller:
             "checksums": [2**64 - 1] * len(leases),
         }
         return await self.post("/v2/commit", {"scopes": [part]}, **options)
+
+
+def audit_to(file, **options):
+    """An audit log whose lines a test reads from a file."""
+
+    def write(event, **fields):
+        with file.open("ab") as lines:
+            lines.write(msgspec.json.encode({"event": event, **fields}) + b"\n")
+
+    file.touch()
+    return AuditLog(write, **options)
 
 
 @asynccontextmanager

@@ -168,11 +168,15 @@ def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
 
 def test_settings_from_the_environment(monkeypatch):
     monkeypatch.setenv("HICACHE_METADATA_STORE", "sqlite:///x.db")
-    monkeypatch.setenv("HICACHE_METADATA_KEYS", "500")
-    monkeypatch.setenv("HICACHE_METADATA_WRITE_TOKEN", "secret")
+    monkeypatch.setenv("HICACHE_METADATA_LEASE_SECONDS", "50")
+    monkeypatch.setenv("HICACHE_METADATA_ADMIN_TOKEN", "secret")
     settings = ServerSettings(port=5)
-    assert (settings.store, settings.limits.keys, settings.port) == ("sqlite:///x.db", 500, 5)
-    assert settings.tokens() == {"secret": "write"}
+    assert (settings.store, settings.limits.lease_seconds, settings.port) == (
+        "sqlite:///x.db",
+        50,
+        5,
+    )
+    assert settings.tokens() == {"secret": "admin"}
     assert "secret" not in repr(settings)
 
 

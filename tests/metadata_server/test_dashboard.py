@@ -16,14 +16,23 @@ from selenium.webdriver.common.keys import Keys
 
 from hicache_conformance.protocol.v2_client import V2Scope
 from hicache_metadata_server.dashboard.assets import read_assets
-from hicache_metadata_server.protocol import Drain, Draining, Inspect, Inspected, Scopes
+from hicache_metadata_server.protocol import (
+    Drain,
+    Draining,
+    Inspect,
+    Inspected,
+    LookedUp,
+    Lookup,
+    LookupScope,
+    Scopes,
+)
 from tests.metadata_server.browser import browser
 from tests.metadata_server.servers import SERVE, served
 from tests.metadata_server.token_files import write_tokens
 
 pytestmark = pytest.mark.slow(seconds=57)
 
-LASTING = f"env HICACHE_METADATA_MAX_PIN_SECONDS=900 {SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
+LASTING = f"{SERVE} --store sqlite:///{{tmp}}/m.db --quarantine-seconds 900 --lease-seconds 600"
 SLOTS = 130
 ODD = 'a/b?c#d%2F "<img src=x onerror=alert(1)>" é'
 SCOPE = "0:kv-1f0c9a3b"
@@ -80,7 +89,7 @@ def server():
         assert all(scope.commit(leased.leases, [4096 - i for i in range(100)], sums))
         scope.reserve([f"writing-{i}" for i in range(5)])
         scope.delete(keys[-7:])
-        scope.pinned_lookup([*keys[:3], "absent"], 900.0)
+        scope.pinned_lookup([*keys[:3], "absent"], 60.0)
         yield place, client
 
 
@@ -199,14 +208,17 @@ def test_from_the_list_through_a_scope_to_a_key(page, server):
 
 @pytest.mark.long
 def test_a_key_is_found_whatever_it_is_made_of(page, server):
-    place, _ = server
+    place, client = server
+    # The fixture's pin has ended where the tests before took longer than a pin may last.
+    again = Lookup(scopes=[LookupScope(scope=SCOPE, keys=[ODD])], pin_seconds=60.0)
+    client.call("/v2/lookup", again, LookedUp)
     page.open(f"{place.url}/#/scope/{SCOPE}")
     page.enter("#key", ODD + Keys.ENTER)
     page.shows("h1", ODD)
     page.until(lambda: page.facts().get("State", "").startswith("live"))
     facts = page.facts()
     assert facts["Checksum"] == "0xffffffffffffffff 18446744073709551615"
-    assert facts["Pins"].startswith("1:")
+    assert facts["Pins"].startswith(("1:", "2:"))
     # The address can be given to somebody else.
     address = page.run("return location.href")
     page.open(address)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.service import MetadataService
 from hicache_metadata_server.protocol import ROUTES, Token
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
-from tests.metadata_server.http_calls import running
+from tests.metadata_server.http_calls import audit_to, running
 from tests.metadata_server.token_files import EARLIER
 
 ORDER = list(Token)
@@ -40,7 +39,7 @@ def guarded(tmp_path, *tenants):
     tokens = Tokens()
     tokens.replace_records([*records(*tenants), record_of("revoked", "admin", name="revoked")])
     tokens.replace_records(list(records(*tenants)))
-    return {"service": service, "security": Security(service, tokens, AuditLog(tmp_path / "audit"))}
+    return {"service": service, "security": Security(service, tokens, audit_to(tmp_path / "audit"))}
 
 
 def state(service):

@@ -9,14 +9,13 @@ import time
 
 import pytest
 
-from hicache_metadata_server.auth.audit_log import AuditLog
 from hicache_metadata_server.auth.security import Security
 from hicache_metadata_server.auth.token_file import record_of
 from hicache_metadata_server.auth.tokens import Tokens
 from hicache_metadata_server.core.limits import DEFAULTS
 from hicache_metadata_server.core.tenants import Quota, Quotas, TenantUsage
 from tests.metadata_server.every_route import SCOPE, ask, every_route, prepared
-from tests.metadata_server.http_calls import PATIENCE_SECONDS, running_shared
+from tests.metadata_server.http_calls import PATIENCE_SECONDS, audit_to, running_shared
 from tests.metadata_server.redis_servers import redis_server
 from tests.metadata_server.test_refusals import bearer, records, refused_tokens
 
@@ -48,7 +47,7 @@ def server(redis, tmp_path):
             )
             tokens.replace_records(list(records("acme", "other", "")))
             service.tenants.quotas = quotas
-            return Security(service, tokens, AuditLog(tmp_path / "audit"))
+            return Security(service, tokens, audit_to(tmp_path / "audit"))
 
         name = f"http://{len(peers)}"
         return running_shared(redis.url, DEFAULTS, guard=guard, name=name, peers=peers)

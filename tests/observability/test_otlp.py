@@ -80,7 +80,7 @@ def receiving():
 
 def traced(endpoint):
     return Served(
-        command=f"env HICACHE_METADATA_TRACES=1 OTEL_EXPORTER_OTLP_ENDPOINT={endpoint} {SERVE}"
+        command=f"env OTEL_TRACES_EXPORTER=otlp OTEL_EXPORTER_OTLP_ENDPOINT={endpoint} {SERVE}"
     )
 
 

@@ -187,7 +187,7 @@ def test_an_exporter_that_is_not_there(monkeypatch):
 
 def test_a_server_of_its_own_exports_as_its_environment_says():
     """All that was begun is sent before the process ends."""
-    command = f"env HICACHE_METADATA_TRACES=1 OTEL_TRACES_EXPORTER=console {SERVE}"
+    command = f"env OTEL_TRACES_EXPORTER=console {SERVE}"
     parent = "4bf92f3577b34da6a3ce929d0e0e4736"
     with Served(command=command) as place:
         ask(

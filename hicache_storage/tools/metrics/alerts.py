@@ -258,16 +258,6 @@ ALERTS: Final = (
         "and connections go on.",
     ),
     Alert(
-        "HiCacheAuditFails",
-        f"{grown(v.AUDIT_FAILURES, '15m')} > 0",
-        "0m",
-        "warning",
-        f"{_WHOLE} audit lines could not be written to their file.",
-        "They are in the server's log instead. Calls go on.",
-        "The line `audit_failed` in the log has the reason: the disk is full, or the directory is "
-        "not writable for the server's user.",
-    ),
-    Alert(
         "HiCacheTenantThrottled",
         f"{rate(v.THROTTLED, '10m', by=('tenant',))} > 1",
         "15m",

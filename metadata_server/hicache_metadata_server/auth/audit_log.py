@@ -1,24 +1,18 @@
-"""Audit log of admin calls, cleared scopes, refusals and reloads.
-
-One JSON object a line, in a file or in the log.
-"""
+"""Audit log of admin calls, cleared scopes, refusals and reloads: a logger of its own."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import OrderedDict
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import structlog
 
 from hicache_metadata_server.core.tenants import ANYBODY, Caller
+from hicache_metadata_server.logs import AUDIT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 TEXT: Final = 200
 """Maximum characters of a text that a client has sent."""
@@ -29,59 +23,24 @@ BURST: Final = 10.0
 those left out."""
 MAX_HOSTS: Final = 1024
 
-_log = structlog.get_logger()
-
-
-class AuditEntry:
-    """Fields of an audited request, collected before it is answered."""
-
-    __slots__ = ("fields",)
-
-    def __init__(self) -> None:
-        self.fields: dict[str, Any] = {}
-
 
 class AuditLog:
-    """Audit log. Used from the event loop; each line is one unbuffered write.
+    """Audit log. Used from the event loop.
 
     Args:
-        file: appended to, created with mode 600; None for the log.
+        write: writes an event with its fields; by default, the logger `AUDIT`.
         clock: seconds, for the rate of refusals.
-
-    Raises:
-        OSError: the file cannot be opened.
     """
 
     def __init__(
-        self, file: Path | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        write: Callable[..., None] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._file = file
+        self.write = write or structlog.get_logger(AUDIT).info
         self._clock = clock
-        self._descriptor = -1 if file is None else _open_for_append(file)
         self._refusals = _HostThrottle()
-        self.failures = 0
-        """Lines that could not be written to the file, and went to the log instead."""
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Write a line; never raises."""
-        # The event has happened, and a full disk must not turn its response into an error.
-        if self._file is not None:
-            line = {
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "event": event,
-                **fields,
-            }
-            # One `write` on a descriptor opened for appending: lines of two servers on one file do
-            # not mix, and a crash of the server loses none.
-            try:
-                os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
-            except OSError as error:
-                self.failures += 1
-                _log.error("audit_failed", file=str(self._file), reason=str(error))
-            else:
-                return
-        # structlog has its own `event`, so that the name goes into another field.
-        _log.info("audit", **{"of": event, **fields})
 
     def request(
         self, route: str, status: int, caller: Caller, peer: str, fields: Mapping[str, Any]
@@ -105,27 +64,6 @@ class AuditLog:
                 code=code,
                 **more,
             )
-
-    def reopen(self) -> None:
-        """Reopen the file by its name, after log rotation has moved the old one."""
-        if self._file is None:
-            return
-        try:
-            # Opened before the old one is closed: if that fails, lines go on into the old file.
-            descriptor = _open_for_append(self._file)
-        except OSError as error:
-            _log.error("audit_failed", file=str(self._file), reason=str(error))
-            return
-        previous = self._descriptor
-        self._descriptor = descriptor
-        os.close(previous)
-
-    def close(self) -> None:
-        """Close the file; later lines go to the log."""
-        self._file = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class _HostThrottle:
@@ -164,7 +102,3 @@ def peer_of(client: Sequence[Any] | None) -> str:
 
 def _caller_fields(caller: Caller, peer: str) -> dict[str, str]:
     return {"token": caller.token, "tenant": caller.tenant, "peer": peer}
-
-
-def _open_for_append(file: Path) -> int:
-    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

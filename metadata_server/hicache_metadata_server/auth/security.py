@@ -75,14 +75,10 @@ class Security:
 
         Raises:
             ValueError: a file or a setting is invalid.
-            OSError: a file cannot be read, or the audit file cannot be opened.
+            OSError: a file cannot be read.
         """
-        made = cls(service, Tokens(settings.tokens()), AuditLog(settings.audit_file))
-        try:
-            made._open(settings)
-        except BaseException:
-            made.audit.close()
-            raise
+        made = cls(service, Tokens(settings.tokens()))
+        made._open(settings)
         return made
 
     def check_browser(self, headers: Mapping[bytes, bytes]) -> None:
@@ -100,12 +96,8 @@ class Security:
         """Context of the listening socket; None for plain HTTP."""
         return self.tls.context if self.tls else None
 
-    def close(self) -> None:
-        """Close the audit file."""
-        self.audit.close()
-
     def families(self) -> Iterator[Metric]:
-        """Metric families of tokens, tenants, files, certificates and audit log."""
+        """Metric families of tokens, tenants, files and certificates."""
         yield from self._file_families()
         yield from self._tenant_families()
         tokens = scalars(v.TOKENS)
@@ -119,7 +111,6 @@ class Security:
             for file, expiry in self.tls.expiries.items():
                 expiries.add_metric([file], expiry)
             yield expiries
-        yield scalar(v.AUDIT_FAILURES, self.audit.failures)
 
     def _file_families(self) -> Iterator[Metric]:
         failing, loads = scalars(v.RELOAD_FAILING), scalars(v.RELOADS)
@@ -180,13 +171,13 @@ class Security:
         for file in (settings.token_file, settings.tls_key):
             if file is not None and readable_by_all(file):
                 _log.warning("readable_by_all", file=str(file))
-        short = [kind for token, kind in settings.tokens().items() if len(token) < MIN_CHARACTERS]
-        for kind in short:
-            _log.warning(
-                "short_token",
-                variable=f"HICACHE_METADATA_{kind.upper()}_TOKEN",
-                min_characters=MIN_CHARACTERS,
-            )
+        for token in settings.tokens():
+            if len(token) < MIN_CHARACTERS:
+                _log.warning(
+                    "short_token",
+                    variable="HICACHE_METADATA_ADMIN_TOKEN",
+                    min_characters=MIN_CHARACTERS,
+                )
         if not self.tokens and settings.host not in ("127.0.0.1", "::1", "localhost"):
             _log.warning(
                 "no_tokens",

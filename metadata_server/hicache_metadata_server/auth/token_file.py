@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import re
 import secrets
 import stat
 from datetime import UTC, datetime
@@ -24,10 +23,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "hmt_"
 """Prefix of generated tokens, so that secret scanners can recognize them."""
 TOKEN_BYTES: Final = 32
-MIN_CHARACTERS: Final = 32
-"""Minimum characters of a converted token: a shorter one could be guessed from its digest."""
 WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
-_PLAIN_LINE: Final = re.compile(r"(read|write|admin)[ \t]+(\S+)")
 
 Id = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$(?!\n)")]
 TenantName = Annotated[str, Meta(pattern=rf"^({NAME})?$(?!\n)")]
@@ -177,48 +173,10 @@ def encode_tokens(records: list[TokenRecord]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(TokenFile(tokens=records)), indent=1) + b"\n"
 
 
-def read_plain_file(path: Path) -> list[TokenRecord]:
-    """Read a plain-text file of an earlier version: lines of `read|write|admin TOKEN`.
-
-    Raises:
-        TokenFileError: an invalid line, or a token of less than `MIN_CHARACTERS`.
-        OSError: the file cannot be read.
-    """
-    found: dict[str, TokenRecord] = {}
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        match = _PLAIN_LINE.fullmatch(text)
-        if match is None:
-            raise TokenFileError(
-                f"{path}, line {number}: expected read, write or admin, and a token"
-            )
-        if len(match[2]) < MIN_CHARACTERS:
-            raise TokenFileError(
-                f"{path}, line {number}: a token of less than {MIN_CHARACTERS} characters; make "
-                f"a new one"
-            )
-        record = record_of(match[2], match[1], name=f"line-{number}")
-        if record.sha256 in found:
-            raise TokenFileError(f"{path}, line {number}: this token is there already")
-        found[record.sha256] = record
-    return list(found.values())
-
-
 def _decoded(content: bytes, path: Path) -> list[TokenRecord]:
     try:
         found = msgspec.json.decode(content, type=TokenFile).tokens
     except (msgspec.DecodeError, UnicodeError) as error:
-        # Recognized, so that an operator who updates is told the one command that converts it.
-        if any(
-            _PLAIN_LINE.fullmatch(line.strip())
-            for line in content.decode("utf-8", "replace").splitlines()
-        ):
-            raise TokenFileError(
-                f"{path} holds tokens in the clear; keep their digests instead: hicache metadata "
-                f"token convert {path} --file NEW"
-            ) from None
         raise TokenFileError(f"{path} is no file of tokens: {error}") from error
     for what in ("id", "sha256"):
         values = [getattr(record, what) for record in found]

@@ -94,7 +94,7 @@ class FileWatcher:
         self._forced = False
 
     def request_reload(self) -> None:
-        """Reload everything and reopen the audit file at the next poll.
+        """Reload everything at the next poll.
 
         Safe to call in a signal handler.
         """
@@ -110,9 +110,6 @@ class FileWatcher:
         # Before the work, so that a signal that arrives meanwhile is not lost.
         self._forced = False
         self._next = now + POLL_SECONDS
-        # First, so that the lines of these reloads go to the new file.
-        if force:
-            self._audit.reopen()
         for one in self.watched:
             if one.reload(force=force):
                 self._audit.write(

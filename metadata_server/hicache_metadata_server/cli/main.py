@@ -109,10 +109,6 @@ def serve(
     tenants_file: Annotated[
         Path | None, typer.Option(help="TOML file of the tenants' quotas.")
     ] = None,
-    audit_file: Annotated[
-        Path | None,
-        typer.Option(show_default="the log", help="File to which audit lines are appended."),
-    ] = None,
     log_format: Annotated[
         str | None, typer.Option(show_default="json", help="Format of the log: json or console.")
     ] = None,
@@ -129,7 +125,7 @@ def serve(
 ) -> None:
     """Run a server until SIGTERM or SIGINT.
 
-    All options, and more limits, can also be set in the environment, such as
+    All settings can also be set in the environment, such as
     HICACHE_METADATA_STORE; options take precedence. docs/metadata-server.md lists them.
     """
     given: dict[str, Any] = {
@@ -146,7 +142,6 @@ def serve(
         "log_level": log_level,
         "tls_client_ca": tls_client_ca,
         "tenants_file": tenants_file,
-        "audit_file": audit_file,
     }
     # The packages of the server are an extra, unlike those of the other commands: an operator may
     # administer a server from a machine that cannot run one.

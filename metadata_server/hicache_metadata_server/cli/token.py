@@ -197,31 +197,6 @@ def check(
     raise typer.Exit(UNKNOWN if expired else 0)
 
 
-@app.command()
-def convert(
-    plain: Annotated[
-        Path, typer.Argument(metavar="OLD", help="File of lines `read|write|admin TOKEN`.")
-    ],
-    file: File,
-) -> None:
-    """Take over the tokens of a file that holds them in the clear; they stay valid. Delete that
-    file then."""
-    from hicache_metadata_server.auth.token_file import edit_token_file, read_plain_file
-
-    try:
-        records = read_plain_file(plain)
-        with edit_token_file(file) as tokens:
-            there = [record.id for record in records if record.id in tokens]
-            if there:
-                raise ValueError(
-                    f"{file} has tokens {', '.join(there)} already; nothing was imported"
-                )
-            tokens.update((record.id, record) for record in records)
-    except (ValueError, OSError) as error:
-        fail(error)
-    typer.echo(f"{len(records)} tokens imported; now delete {plain}", err=True)
-
-
 def _when(text: str) -> datetime:
     """Parse a time from now, or a date, of which the beginning (UTC) counts."""
     span = _SPAN.fullmatch(text)

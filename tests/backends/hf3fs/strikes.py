@@ -24,7 +24,7 @@ SUSPENDED_SECONDS = 1.0
 BACKOFF_SECONDS = 2 * FIRST_BACKOFF_SECONDS
 """After which a client asks a server again that was silent, and its probe is answered."""
 LEASE_SECONDS = 3.0
-"""`ownership_seconds` of a server."""
+"""Of the ownership of scopes: `shared.ownership.LEASE_SECONDS`."""
 
 
 class Strikes(threading.Thread):
