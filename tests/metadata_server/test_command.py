@@ -44,6 +44,10 @@ def test_looking_after_a_server(place):
     assert drained.exit_code == 1
     assert run_metadata("status", *where).exit_code == 1
     assert "draining; 0 leases left" in run_metadata("drain", "--wait", "20", *where).output
+    drained = run_metadata("status", "--json", *where)
+    told = msgspec.json.decode(drained.output)
+    assert (drained.exit_code, told["ready"], "drains" in told["problem"]) == (1, False, True)
+    assert (told["durability"], told["scopes"], told["slots"]) == ("process", 1, 50)
     assert run_metadata("drain", "--off", *where).output == "gives leases\n"
     assert run_metadata("status", *where).exit_code == 0
 
@@ -55,28 +59,51 @@ def test_scopes_are_listed_and_emptied(place):
         msgspec.json.decode, run_metadata("scopes", "--json", *where).output.splitlines()
     )
     assert (listed["scope"], listed["slots"], listed["tenant"]) == ("0:kv", 50, "")
-    assert run_metadata("clear", "0:kv", *where).output == "0:kv: 0 pages removed\n"
-    assert "scope '0:none' is not initialized" in " ".join(
-        run_metadata("clear", "0:none", *where).output.split()
-    )
-    assert "permits read, and that needs write" in " ".join(
-        run_metadata("clear", "0:kv", "--url", url, "--token-file", reader).output.split()
-    )
-    assert run_metadata("clear", *where).exit_code == 2
-    assert run_metadata("clear", "0:none", *where).exit_code == 2
-    assert run_metadata("clear", "0:kv", "--url", "http://127.0.0.1:1").exit_code == 2
+    clear = ("scopes", "clear", "--yes")
+    assert run_metadata(*clear, "0:kv", *where).output == "0:kv: 0 pages removed\n"
+    for arguments, said in (
+        (("scopes", "clear", "0:kv", *where), "Remove all pages of 0:kv? Say so with --yes"),
+        (("scopes", "delete", "--force", "0:kv", *where), "with all pages? Say so with --yes"),
+        ((*clear, *where), "--model NAME"),
+        ((*clear, "0:kv", "--model", "m", *where), "--model NAME"),
+        ((*clear, "--model", "m", *where), "no scope has the model 'm'; there are []"),
+        ((*clear, "0:none", *where), "scope '0:none' is not initialized"),
+        (
+            (*clear, "0:kv", "--url", url, "--token-file", reader),
+            "permits read, and that needs write",
+        ),
+        ((*clear, "0:kv", "--url", "http://127.0.0.1:1"), "does not answer"),
+    ):
+        done = run_metadata(*arguments)
+        assert done.exit_code == 2, arguments
+        assert said in " ".join(done.output.split()), arguments
 
 
-def test_scopes_are_listed_with_their_models():
+def test_scopes_are_named_by_their_model():
     with served() as (place, client):
-        client.http.post("/0/initialize", {"num_pages": 50})
-        client.http.post("/v2/describe", {"scope": "0:kv", "model": "org/[bold]model[/]"})
-        assert (
-            "org/[bold]model[/]"
-            in run_metadata("scopes", "--url", place.url, env={"COLUMNS": "150"}).output
+        where = ("--url", place.url)
+        for rank in range(2):
+            client.http.post(f"/{rank}/initialize", {"num_pages": 50})
+            client.http.post(
+                f"/{rank}/reserve_and_allocate_page_indices", {"keys": [[f"k{rank}", ""]]}
+            )
+            client.http.post("/v2/describe", {"scope": f"{rank}:kv", "model": "org/[bold]model[/]"})
+        client.http.post("/2/initialize", {"num_pages": 50, "namespace": "n" * 100})
+        # A name is a line, whatever the width of the terminal.
+        listed = run_metadata("scopes", *where, env={"COLUMNS": "20"}).output.splitlines()
+        assert [line.split()[0] for line in listed] == ["scope", "0:kv", "1:kv", "2:" + "n" * 100]
+        assert listed[1].rstrip().endswith("org/[bold]model[/]")
+        listed = map(
+            msgspec.json.decode, run_metadata("scopes", "--json", *where).output.splitlines()
         )
-        listed = msgspec.json.decode(run_metadata("scopes", "--json", "--url", place.url).output)
-        assert listed["model"] == "org/[bold]model[/]"
+        assert [scope["model"] for scope in listed] == ["org/[bold]model[/]"] * 2 + [""]
+        model = ("--model", "org/[bold]model[/]", *where)
+        found = run_metadata("inspect", "--key", "k1", *model).output.splitlines()
+        first, second = map(msgspec.json.decode, found)
+        assert first == {"scope": "0:kv", "found": None}
+        assert (second["scope"], second["found"]["key"]) == ("1:kv", "k1")
+        cleared = run_metadata("scopes", "clear", "--yes", *model)
+        assert cleared.output == "0:kv: 0 pages removed\n1:kv: 0 pages removed\n"
 
 
 def test_refusals_are_sentences(place):
@@ -137,7 +164,7 @@ def test_settings_are_checked_without_a_start(tmp_path, monkeypatch):
 
     def checked(*arguments):
         # In a process of its own, whose log is its own, too.
-        return run_hicache("metadata", "config", "check", *arguments)
+        return run_hicache("metadata", "config", *arguments)
 
     done = checked("--store", store, "--token-file", str(tokens), "--log-format", "json")
     assert (done.returncode, done.stdout) == (1, "a server would start with these settings\n"), (

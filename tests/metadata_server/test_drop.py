@@ -273,7 +273,9 @@ def test_the_command_waits_for_the_quarantine(tmp_path):
         assert "clear it" in refused.stderr
         lost = run_metadata("scopes", "--url", place.url, "delete", "0:kv")
         assert (lost.exit_code, lost.stderr) == (2, "options belong behind `delete`\n")
-        done = run_metadata("scopes", "delete", "0:kv", "0:kv", "--force", "--url", place.url)
+        done = run_metadata(
+            "scopes", "delete", "0:kv", "0:kv", "--force", "--yes", "--url", place.url
+        )
         assert (done.exit_code, done.stdout) == (0, "0:kv: deleted\n"), done.stderr
         assert run_metadata("scopes", "--json", "--url", place.url).stdout == ""
 
@@ -307,7 +309,7 @@ def test_scopes_are_deleted_from_a_store_that_no_server_uses(tmp_path, kind):
         if kind == "redis":
             redis.client().hset("hm:{0:kv}:rest", "scope", b"\xc1")
             assert deleted("0:kv")[0] == 2, "it cannot be read"
-        assert deleted("0:kv", "--force") == (0, "0:kv: deleted\n")
+        assert deleted("0:kv", "--force", "--yes") == (0, "0:kv: deleted\n")
         with opened_service(url) as (service, _):
             assert list(service.scopes) == ["0:kept"]
             assert len(service.scopes["0:kept"].leases) == 1

@@ -19,11 +19,13 @@ from hicache_metadata_server.cli.options import (
     LOCAL,
     Ca,
     Certificate,
+    Model,
     Token,
     Url,
     error_message,
     exit_on_error,
     fail,
+    named_scopes,
     open_client,
     opened_service,
 )
@@ -38,7 +40,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 for _command in (
-    scope_commands.clear,
     backup_commands.copy,
     backup_commands.backup,
     backup_commands.restore,
@@ -50,8 +51,6 @@ OFFLINE: Final = "Check this store instead: a sqlite:///FILE that no server has 
 
 app.add_typer(token_app, name="token")
 app.add_typer(scope_commands.app, name="scopes")
-config = typer.Typer(help="Check the settings of a server.", no_args_is_help=True)
-app.add_typer(config, name="config")
 
 
 @app.command()
@@ -170,20 +169,17 @@ def serve(
         fail(_settings_error(error))
 
 
-@config.command(
-    "check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)
-def config_check(context: typer.Context) -> None:
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def config(context: typer.Context) -> None:
     """Check the settings, files and store of a server without starting it.
 
     Takes the options of `serve` and the environment. Writes nothing. Exits with 1 if a variable is
     misspelt, and with 2 if the server would not start.
     """
-    assert context.parent is not None, "below `config`"
-    assert context.parent.parent is not None, "below `metadata`"
-    group: Any = context.parent.parent.command
+    assert context.parent is not None, "below `metadata`"
+    group: Any = context.parent.command
     command = group.get_command(context, "serve")
-    with command.make_context("check", [*context.args, "--check"], parent=context.parent) as made:
+    with command.make_context("config", [*context.args, "--check"], parent=context.parent) as made:
         command.invoke(made)
 
 
@@ -193,6 +189,7 @@ def status(
         float,
         typer.Option(metavar="SECONDS", help="Time to wait for a server that is starting."),
     ] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
@@ -208,6 +205,10 @@ def status(
         about = remote.call("/v2", None, About)
         scopes = remote.call("/v2/scopes", None, Scopes).scopes
         ready, reason = remote.is_ready()
+    exit_status = 0 if ready else FOUND_PROBLEMS
+    if as_json:
+        typer.echo(_status_json(about, scopes, reason))
+        raise typer.Exit(exit_status)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{about.server}, protocol {about.protocol}, instance {about.instance}, durability "
@@ -224,14 +225,15 @@ def status(
     )
     console.print("ready" if ready else Text(f"not ready: {reason}", "yellow"))
     # A status of its own, so that a probe can tell "not ready" from "not reached" (2).
-    raise typer.Exit(0 if ready else FOUND_PROBLEMS)
+    raise typer.Exit(exit_status)
 
 
 @app.command()
 def inspect(
     scope: Annotated[
         str, typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
-    ],
+    ] = "",
+    model: Model = "",
     key: Annotated[
         list[str] | None, typer.Option(metavar="KEY", help="Key to look up; may be repeated.")
     ] = None,
@@ -250,14 +252,15 @@ def inspect(
     from hicache_metadata_server.protocol import Inspect, Inspected
 
     with exit_on_error():
-        request = Inspect(scope=scope, keys=key or [], slots=slot or [])
-        found = (
-            open_client(url, token_file, ca, certificate)
-            .call("/v2/inspect", request, Inspected)
-            .slots
-        )
-    for entry in found:
-        typer.echo(msgspec.json.encode(entry).decode())
+        remote = open_client(url, token_file, ca, certificate)
+        names = named_scopes(remote, [scope] if scope else [], model)
+        requests = [Inspect(scope=name, keys=key or [], slots=slot or []) for name in names]
+        found = [remote.call("/v2/inspect", request, Inspected).slots for request in requests]
+    for name, slots in zip(names, found, strict=True):
+        for entry in slots:
+            # Scopes of a model have the same keys.
+            line = entry if scope else {"scope": name, "found": entry}
+            typer.echo(msgspec.json.encode(line).decode())
 
 
 @app.command()
@@ -365,6 +368,21 @@ def drain(
             answer = remote.call("/v2/drain", Drain(enabled=True), Draining)
     typer.echo("gives leases" if off else f"draining; {answer.leases:,} leases left")
     raise typer.Exit(FOUND_PROBLEMS if answer.leases and not off else 0)
+
+
+def _status_json(about: Any, scopes: Any, problem: str) -> str:
+    import msgspec
+
+    states = ("slots", "live", "leased", "quarantined", "free")
+    counts = {name: sum(getattr(scope, name) for scope in scopes) for name in states}
+    found = {
+        **msgspec.to_builtins(about),
+        "ready": not problem,
+        "problem": problem,
+        "scopes": len(scopes),
+        **counts,
+    }
+    return msgspec.json.encode(found).decode()
 
 
 def _wait_until_ready(remote: AdminClient, until: float) -> None:

@@ -49,6 +49,32 @@ Certificate = Annotated[
 ]
 
 
+Model = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Instead of names: the scopes of this model, all ranks."),
+]
+
+
+def named_scopes(remote: AdminClient, names: list[str], model: str) -> list[str]:
+    """Return the given names without repetition, or the names of a model's scopes.
+
+    Raises:
+        ValueError: both are given or neither, or the model has no scope.
+    """
+    from hicache_metadata_server.protocol import Scopes
+
+    if bool(names) == bool(model):
+        raise ValueError("name scopes, or their model with --model NAME")
+    if names:
+        return list(dict.fromkeys(names))
+    scopes = remote.call("/v2/scopes", None, Scopes).scopes
+    found = [status.scope for status in scopes if status.model == model]
+    if not found:
+        models = sorted({status.model for status in scopes} - {""})
+        raise ValueError(f"no scope has the model {model!r}; there are {models}")
+    return found
+
+
 def open_client(
     url: str, token_file: Path | None, ca: Path | None = None, certificate: Path | None = None
 ) -> AdminClient:

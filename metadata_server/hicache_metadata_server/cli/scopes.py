@@ -1,7 +1,8 @@
-"""`hicache metadata clear`, and `hicache metadata scopes` with `scopes delete`."""
+"""`hicache metadata scopes`, with `scopes clear` and `scopes delete`."""
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import closing
 from typing import Annotated, Final
@@ -15,20 +16,25 @@ from hicache_metadata_server.cli.options import (
     LOCAL,
     Ca,
     Certificate,
+    Model,
     Token,
     Url,
     exit_on_error,
     fail,
+    named_scopes,
     open_client,
     opened_service,
 )
 
 app = typer.Typer()
 ScopeNames = Annotated[
-    list[str], typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`.")
+    list[str] | None,
+    typer.Argument(metavar="SCOPE", help="rank:namespace, as listed by `scopes`."),
 ]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 POLL_SECONDS: Final = 0.2
 FORCED_WAIT_SECONDS: Final = 60.0
+MAX_WIDTH: Final = 4096
 
 
 @app.callback(invoke_without_command=True)
@@ -47,7 +53,7 @@ def scopes(
     ca: Ca = None,
     certificate: Certificate = None,
 ) -> None:
-    """List every scope with its slots by state; `scopes delete` removes some."""
+    """List every scope with its slots by state; `scopes clear` empties and `scopes delete` removes some."""
     import msgspec
 
     from hicache_metadata_server.protocol import Scopes
@@ -68,17 +74,15 @@ def scopes(
         for one in found:
             typer.echo(msgspec.json.encode(one).decode())
         return
-    # Folded rather than cut: `clear` and `inspect` need the whole name.
-    name = Column("scope", overflow="fold")
     table = Table(
-        name,
+        Column("scope", no_wrap=True),
         "slots",
         "live",
         "leased",
         "quarantined",
         "free",
         "slot bytes",
-        Column("model", overflow="fold"),
+        Column("model", no_wrap=True),
         box=None,
         header_style="bold",
         pad_edge=False,
@@ -87,11 +91,15 @@ def scopes(
         numbers = (one.slots, one.live, one.leased, one.quarantined, one.free, one.slot_bytes)
         # A client chooses this text: as `Text` it cannot inject markup.
         table.add_row(one.scope, *(f"{number:,}" for number in numbers), Text(one.model))
-    Console(highlight=False).print(table)
+    # As wide as it has to be: the other commands need whole names, and a script whole lines.
+    Console(highlight=False, soft_wrap=True, width=MAX_WIDTH).print(table)
 
 
+@app.command()
 def clear(
-    scope: ScopeNames,
+    scope: ScopeNames = None,
+    model: Model = "",
+    yes: Yes = False,
     url: Url = LOCAL,
     token_file: Token = None,
     ca: Ca = None,
@@ -102,15 +110,19 @@ def clear(
 
     with exit_on_error():
         remote = open_client(url, token_file, ca, certificate)
+        names = named_scopes(remote, scope or [], model)
+        _confirm(f"Remove all pages of {', '.join(names)}?", yes=yes)
         # One by one: scopes that are named together get one owner, where servers share a Redis.
-        for name in scope:
+        for name in names:
             (pages,) = remote.call("/v2/clear", Clear(scopes=[name]), Cleared).pages
             typer.echo(f"{name}: {pages:,} pages removed")
 
 
 @app.command()
 def delete(
-    scope: ScopeNames,
+    scope: ScopeNames = None,
+    model: Model = "",
+    yes: Yes = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Also scopes with pages and leases, which are forgotten."),
@@ -145,13 +157,18 @@ def delete(
 
     with exit_on_error():
         if store:
+            if not scope:
+                raise ValueError("name scopes: a store is not searched for a model")
+            _confirm_forced(scope, yes=yes, force=force)
             _delete_from_store(store, list(dict.fromkeys(scope)), force=force)
             return
         remote = open_client(url, token_file, ca, certificate)
+        names = named_scopes(remote, scope or [], model)
+        _confirm_forced(names, yes=yes, force=force)
         until = time.monotonic() + (
             (FORCED_WAIT_SECONDS if force else 0.0) if wait is None else wait
         )
-        for name in dict.fromkeys(scope):
+        for name in names:
             if force:
                 remote.call("/v2/clear", Clear(scopes=[name]), Cleared)
             while True:
@@ -164,6 +181,25 @@ def delete(
                         raise
                 time.sleep(POLL_SECONDS)
             typer.echo(f"{name}: deleted")
+
+
+def _confirm_forced(names: list[str], *, yes: bool, force: bool) -> None:
+    # Without --force only empty scopes go, and nothing is lost.
+    if force:
+        _confirm(f"Remove {', '.join(names)} with all pages?", yes=yes)
+
+
+def _confirm(question: str, *, yes: bool) -> None:
+    """Ask, unless the answer is given; a script without a terminal has to give it.
+
+    Raises:
+        ValueError: there is nobody to ask.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ValueError(f"{question} Say so with --yes")
+    typer.confirm(question, abort=True)
 
 
 def _delete_from_store(store: str, names: list[str], *, force: bool) -> None:
