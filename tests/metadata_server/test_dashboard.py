@@ -454,6 +454,18 @@ def test_a_server_that_is_killed_and_comes_back(page):
 
 
 @pytest.mark.long
+def test_a_name_with_a_hash_takes_two_lines_at_most(page):
+    name = "0:kv-" + "0123456789abcdef" * 2
+    with served(LASTING) as (place, client):
+        client.http.post("/0/initialize", {"num_pages": 50, "namespace": name[2:]})
+        client.http.post("/v2/describe", {"scope": name, "model": "m" * 60})
+        page.open(place.url, width=1000)
+        page.until(lambda: table(page))
+        lines = "return document.querySelector('.scopes tbody th a').getClientRects().length"
+        assert page.run(lines) <= 2
+
+
+@pytest.mark.long
 def test_a_server_that_drains(page):
     page.expected = ["503"]
     with served(LASTING) as (place, client):

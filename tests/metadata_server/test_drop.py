@@ -151,6 +151,10 @@ async def test_the_name_of_its_model_goes_with_it(serving):
             assert (
                 await caller.post("/v2/describe", {"scope": "0:named", "model": model})
             ).status == 204
+        # Text that a terminal obeys, hides or turns around.
+        for model in ("", "a\x1b[2Jb", "a\nb", "a\u200bb", "a\u202eb"):
+            refused = await caller.post("/v2/describe", {"scope": "0:named", "model": model})
+            assert (refused.status, refused.json["field"]) == (422, "model")
         assert await model_of(caller) == 'the "last" \\ one'
     async with serving() as caller:
         assert await model_of(caller) == 'the "last" \\ one', "it survives a restart"

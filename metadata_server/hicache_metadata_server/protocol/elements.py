@@ -28,8 +28,14 @@ Key = Annotated[str, Meta(min_length=1)]
 Namespace = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$(?!\n)")]
 ScopeName = Annotated[str, Meta(pattern=r"^[0-9]{1,9}:[A-Za-z0-9._-]{1,128}$(?!\n)")]
 """`rank:namespace`."""
-ModelName = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,512}$(?!\n)")]
-"""One line without control characters: logs, terminals and labels of metrics show it."""
+ModelName = Annotated[
+    str,
+    Meta(
+        pattern=r"^[^\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]{1,512}$(?!\n)"
+    ),
+]
+"""One line without control characters, and without those of Unicode that are invisible or turn text
+around: logs, terminals and labels of metrics show it."""
 # The bound keeps slot numbers and byte offsets far below 2**63.
 Slots = Annotated[int, Meta(ge=1, le=2**40)]
 T = TypeVar("T")
